@@ -1,0 +1,57 @@
+# Two commands on a fresh machine with Python 3.11 or newer:
+#   make search   makes .venv, installs autotune, runs the main job
+#   make test     the same with the development tools, then every check that CI runs
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := autotune alembic tests
+
+.PHONY: search test test-gpu install install-dev lint clean help
+
+help:
+	@echo "make search    install and run the main job"
+	@echo "make test      install the development tools and run every check"
+	@echo "make test-gpu  run the tests that need an NVIDIA GPU"
+	@echo "make clean     remove the virtual environment and caches"
+
+# The marks are newer than what they were made from exactly when there is nothing to install.
+# With torch pinned, pip takes a build for the CPU where one is at hand; a GPU machine that has
+# its own torch can use it with: make search VENV=/path/to/that/environment
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autotune needs Python 3.11 or newer; name one with make PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+search: install
+	@if $(BIN)/autotune devices --json 2>/dev/null | grep -q '"kind": "cuda"'; then \
+	  set -x; $(BIN)/autotune search --model bert-large-uncased --effective-batch 64; \
+	else \
+	  echo "No GPU here, so the small model stands in: bert-tiny at 128 tokens, on the CPU."; \
+	  set -x; $(BIN)/autotune search --model bert-tiny --effective-batch 64 --seq-len 128; \
+	fi
+
+lint: install-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: install-dev
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

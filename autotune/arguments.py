@@ -1,0 +1,41 @@
+"""A candidate as ``TrainingArguments`` fields: the one translation that trials and exports share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from autotune.trial import Candidate
+
+# transformers 5.18 and later spell gradient checkpointing anew and deprecate the old name.
+_CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
+
+
+def checkpointing_field(fields: Collection[str]) -> str:
+    """The name that checkpointing bears among the ``fields`` of the installed ``TrainingArguments``."""
+    return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
+
+
+def training_arguments(candidate: Candidate, fields: Collection[str], device_kind: str) -> dict[str, Any]:
+    """Every tuned field with its value, false ones included, under the names in ``fields``.
+
+    ``tf32`` is always said, since its absence leaves the choice to torch's own defaults, which
+    differ between matrix products and convolutions. ``use_reentrant=False`` is what torch
+    recommends for checkpointing and the only variant that works with frozen inputs.
+    """
+    arm = candidate.arm
+    checkpointing = checkpointing_field(fields)
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": candidate.per_device_train_batch_size,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+        "bf16": arm.precision == "bf16",
+        "fp16": arm.precision == "fp16",
+        "tf32": arm.precision == "tf32",
+        checkpointing: arm.gradient_checkpointing,
+        "optim": arm.optim,
+    }
+    if arm.gradient_checkpointing:
+        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if device_kind == "cpu":
+        arguments["use_cpu"] = True
+    return arguments

@@ -1,0 +1,87 @@
+"""Well-known architectures under their hub names, so that measuring one needs no download.
+
+The files in ``configs/`` are facts: what each model's ``config.json`` on the hub says about its
+architecture, and how many parameters it has. Labels, generation settings and version numbers are
+left out; a thousand label names became ``num_labels``. Weights are not here. Entries whose name
+has no organisation exist only in this package: they are small enough to try things out on a CPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+# Names are shorter than this (the hub allows 96 characters); more would only slow the comparison.
+_LONGEST_COMPARED = 128
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One architecture."""
+
+    name: str
+    """As on the hub, with its organisation; without one if it exists only here."""
+    aliases: tuple[str, ...]
+    """Other names of the same architecture; those with an organisation are hub repositories too."""
+    config: dict[str, Any]
+    """As in a ``config.json``; shared by all callers, so copy it before changing it."""
+    parameters: int
+    """Of the model as it is trained: with the head of its inferred task, tied weights counted once."""
+    about: str
+    """A few words: ``encoder, 24 layers``."""
+
+    @property
+    def short_name(self) -> str:
+        """The name without its organisation, as most people type it."""
+        return _without_organisation(self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every spelling that finds this entry, best first; upper and lower case aside."""
+        full = (self.name, *self.aliases)
+        return tuple(dict.fromkeys((*full, *map(_without_organisation, full))))
+
+
+def _without_organisation(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+@cache
+def entries() -> tuple[CatalogEntry, ...]:
+    """The whole catalog, family by family, each from small to large."""
+    folder = resources.files(__name__).joinpath("configs")
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    found: list[CatalogEntry] = []
+    for file in files:
+        family = [
+            CatalogEntry(**{**facts, "aliases": tuple(facts["aliases"])})
+            for facts in json.loads(file.read_text(encoding="utf-8"))
+        ]
+        found += sorted(family, key=lambda entry: (entry.parameters, entry.name))
+    return tuple(found)
+
+
+@cache
+def _entry_of_name() -> dict[str, CatalogEntry]:
+    """Entries under all their spellings, and under the same in lower case where that is free."""
+    exact = {name: entry for entry in entries() for name in entry.names}
+    return {name.lower(): entry for name, entry in exact.items()} | exact
+
+
+def find(name: str) -> CatalogEntry | None:
+    """The entry of this name, with or without its organisation, in any case; ``None`` if there is none."""
+    by_name = _entry_of_name()
+    return by_name.get(name) or by_name.get(name.lower())
+
+
+def near_names(name: str, count: int = 3) -> tuple[str, ...]:
+    """Up to ``count`` names from the catalog that look like this one, most alike first."""
+    spelling = {_without_organisation(known).lower(): known for entry in entries() for known in reversed(entry.names)}
+    wanted = _without_organisation(name.rstrip("/")).lower()[:_LONGEST_COMPARED]
+    return tuple(
+        _without_organisation(spelling[match]) for match in difflib.get_close_matches(wanted, spelling, n=count)
+    )

@@ -1,0 +1,1 @@
+"""The command line: wiring and rendering; the one place that prints and exits."""

@@ -1,0 +1,32 @@
+"""``autotune db``."""
+
+from __future__ import annotations
+
+import click
+
+from autotune.cli.options import storage_option
+
+
+@click.group()
+def db() -> None:
+    """Look after the database's schema."""
+
+
+@db.command()
+@storage_option
+def current(storage: str) -> None:
+    """Print the schema's revision and the newest one."""
+    from autotune.store import current_revision
+
+    revision, head = current_revision(storage)
+    click.echo(f"{revision or 'none'} (newest: {head})")
+
+
+@db.command()
+@storage_option
+def upgrade(storage: str) -> None:
+    """Bring the schema to the newest revision; a missing file is made."""
+    from autotune import store
+
+    before, after = store.upgrade(storage)
+    click.echo(f"{after}, as before" if before == after else f"{before or 'none'} -> {after}")

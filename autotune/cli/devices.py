@@ -1,0 +1,44 @@
+"""``autotune devices``."""
+
+from __future__ import annotations
+
+import click
+
+from autotune.cli.options import json_option, print_json
+
+
+@click.command()
+@json_option
+def devices(as_json: bool) -> None:
+    """List the devices: memory, driver, capability, precisions, other processes."""
+    from autotune.device import list_devices, nvml_problem
+    from autotune.units import format_bytes
+
+    found = list_devices()
+    problem = nvml_problem()
+    if as_json:
+        print_json({"devices": [device.document() for device in found], "nvml_problem": problem})
+        return
+
+    def size(size_bytes: int | None) -> str:
+        return "unknown" if size_bytes is None else format_bytes(size_bytes)
+
+    for device in found:
+        click.echo(f"{device.label}  {device.name}")
+        if device.kind == "cuda":
+            click.echo(f"  uuid        {device.uuid}")
+        click.echo(
+            f"  memory      {size(device.memory_total_bytes)} total, {size(device.memory_used_bytes)} used, "
+            f"{size(device.memory_free_bytes)} free"
+            + (f", {size(device.memory_reserved_bytes)} reserved by the driver" if device.memory_reserved_bytes else "")
+        )
+        if device.kind == "cuda":
+            capability = ".".join(map(str, device.capability)) if device.capability else "unknown"
+            click.echo(f"  driver      {device.driver or 'unknown'}, compute capability {capability}")
+        click.echo(f"  precisions  {', '.join(device.precisions)}")
+        for neighbour in device.neighbours:
+            click.echo(f"  process     {neighbour.pid} {neighbour.name or '?'} holds {size(neighbour.used_bytes)}")
+    if problem:
+        click.echo(f"NVML: {problem}", err=True)
+    elif len(found) == 1:
+        click.echo("no GPU is visible to this process", err=True)

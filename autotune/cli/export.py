@@ -1,0 +1,41 @@
+"""``autotune export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autotune.cli.options import storage_option
+
+
+@click.command()
+@click.argument("study")
+@click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python")), default="json",
+              show_default=True)  # fmt: skip
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@storage_option
+def export(study: str, form: str, output: Path | None, storage: str) -> None:
+    """Export the best trial as TrainingArguments.
+
+    \b
+      autotune export STUDY > training_arguments.json
+      autotune export STUDY --format cli
+    """
+    from autotune.errors import StorageError
+    from autotune.export import FORMATS, beside_lines, make_export, render
+    from autotune.report import load_report
+    from autotune.store import open_store
+
+    with open_store(storage, create=False) as store:
+        made = make_export(load_report(store, study))
+    text = render(made, next(known for known in FORMATS if known == form))
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{output} cannot be written: {error.strerror}", "name another file") from error
+    for line in beside_lines(made):
+        click.echo(line, err=True)

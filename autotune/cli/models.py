@@ -1,0 +1,35 @@
+"""``autotune models``."""
+
+from __future__ import annotations
+
+import click
+
+from autotune.cli.options import json_option, print_json
+from autotune.cli.table import print_table
+
+
+@click.command()
+@json_option
+def models(as_json: bool) -> None:
+    """List the catalog: architectures that need no download."""
+    from autotune.catalog import entries
+    from autotune.units import format_count
+    from autotune.workload import infer_task
+
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": entry.name,
+                    "aliases": list(entry.aliases),
+                    "parameters": entry.parameters,
+                    "task": infer_task(entry.config),
+                    "about": entry.about,
+                }
+                for entry in entries()
+            ]
+        )
+        return
+    rows = [(entry.name, format_count(entry.parameters), infer_task(entry.config), entry.about) for entry in entries()]
+    print_table(("model", "parameters", "task", "about"), rows)
+    click.echo("Any folder with a config.json and any model on the hub will do as well.", err=True)

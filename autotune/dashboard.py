@@ -1,0 +1,238 @@
+"""optuna-dashboard over autotune's database, in a browser on this machine.
+
+The dashboard has no authentication and can change studies; here it only reads. Left to itself it
+shows neither constraints set by ``Trial.set_constraint`` nor minds them when it names the best
+trial, so the storage it is given says both in the way that it understands.
+"""
+
+from __future__ import annotations
+
+import socketserver
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import optuna_dashboard  # type: ignore[import-untyped]
+from optuna.storages import RDBStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.errors import InvalidRequestError
+from autotune.store import (
+    LOCK_TIMEOUT_SECONDS,
+    TRIAL_ID_ATTRIBUTE,
+    Store,
+    close_optuna,
+    open_store,
+    optuna_arguments,
+    refuse_writes,
+    resolve_location,
+)
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+# The trial system attribute in which optuna-dashboard 0.21 looks for constraints (its _serializer.CONSTRAINTS_KEY).
+_LEGACY_CONSTRAINTS = "constraints"
+_READING_METHODS = ("GET", "HEAD", "OPTIONS")
+# Names of this machine that no name server can point elsewhere.
+_OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_OWN_ADDRESSES = ("127.0.0.1", "localhost")
+# A browser opens connections ahead of need; one that says nothing for so long is closed.
+_IDLE_SECONDS = 30
+
+
+def is_feasible(trial: FrozenTrial) -> bool:
+    """Whether every constraint of the trial is met (zero or less); a trial without any is."""
+    return all(value <= 0 for value in trial.constraints.values())
+
+
+class DashboardStorage(RDBStorage):
+    """Optuna's storage as the dashboard should see it: constraints visible, the best trial right, read-only."""
+
+    def __init__(self, store: Store) -> None:
+        arguments = optuna_arguments(resolve_location(store.url), LOCK_TIMEOUT_SECONDS)
+        super().__init__(**arguments, skip_table_creation=True)
+        self._store = store
+        self._latest_trials: dict[int, list[FrozenTrial]] = {}
+        # Whatever the dashboard does on a GET.
+        refuse_writes(self)
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """The study's trials, their constraints also where the dashboard looks for them."""
+        # Built anew at each call, so that they may be changed.
+        trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
+        for trial in trials:
+            _show_constraints(trial)
+        if states is None:
+            self._latest_trials[study_id] = trials
+        return trials
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        """The trial, its constraints also where the dashboard looks for them."""
+        trial = super().get_trial(trial_id)
+        _show_constraints(trial)
+        return trial
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        """The winner that autotune named, else the best feasible trial, else the best of all.
+
+        Chosen among the trials that were last shown, so that the page agrees with itself.
+        Raises ``ValueError`` when none is complete.
+        """
+        trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id, deepcopy=False)
+        record = self._store.study(self.get_study_name_from_id(study_id))
+        winner_id = None if record is None else record.best_trial_id
+        complete = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values]
+        for trial in complete:
+            if winner_id is not None and trial.user_attrs.get(TRIAL_ID_ATTRIBUTE) == winner_id:
+                return trial
+        if not complete:
+            raise ValueError("no trial is complete")
+        is_better = max if self.get_study_directions(study_id)[0] == StudyDirection.MAXIMIZE else min
+        feasible = [trial for trial in complete if is_feasible(trial)]
+        return is_better(feasible or complete, key=lambda trial: trial.values[0])
+
+
+def _show_constraints(trial: FrozenTrial) -> None:
+    constraints = trial.constraints
+    if constraints:
+        trial.system_attrs[_LEGACY_CONSTRAINTS] = list(constraints.values())
+
+
+def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
+    """A bottle plugin: where nothing is feasible there is no best trial, which a storage cannot say."""
+
+    def answer(*positional: Any, **named: Any) -> Any:
+        body = view(*positional, **named)
+        if isinstance(body, dict) and "best_trials" in body:
+            body["best_trials"] = [
+                trial for trial in body["best_trials"] if all(value <= 0 for value in trial["constraints"])
+            ]
+        return body
+
+    return answer
+
+
+def dashboard_app(store_location: str) -> WSGIApplication:
+    """The dashboard over the database at a path or URL, as a WSGI application that only reads.
+
+    The database stays open as long as the application lives. Raises ``StorageError`` when there is
+    no such database or it is not one.
+    """
+    return _app_over(DashboardStorage(open_store(store_location, create=False)))
+
+
+def _app_over(storage: DashboardStorage) -> WSGIApplication:
+    bottle_app: Any = optuna_dashboard.wsgi(storage)
+    bottle_app.install(_drop_infeasible_best)
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        host = str(environ.get("HTTP_HOST", ""))
+        if _host_name(host) not in _OWN_NAMES:
+            # Else a page from elsewhere, whose name was made to point here, could read the studies.
+            return _refuse(start_response, "403 Forbidden", "This dashboard answers to localhost and 127.0.0.1 only.")
+        method = environ["REQUEST_METHOD"]
+        if method not in _READING_METHODS:
+            return _refuse(
+                start_response,
+                "405 Method Not Allowed",
+                f"This dashboard only shows studies; {method} would change one.",
+                ("Allow", ", ".join(_READING_METHODS)),
+            )
+        # The dashboard takes it for granted that every client sends this header.
+        environ.setdefault("HTTP_ACCEPT_ENCODING", "identity")
+        answer: Iterable[bytes] = bottle_app(environ, start_response)
+        return answer
+
+    return app
+
+
+def _host_name(host: str) -> str:
+    """``localhost`` of ``localhost:8080``. Any port will do: a tunnel may end at another one."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+def _refuse(start_response: StartResponse, status: str, sentence: str, *headers: tuple[str, str]) -> list[bytes]:
+    body = (sentence + "\n").encode()
+    start_response(
+        status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
+    )
+    return [body]
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each connection: a browser holds several open, silent ones among them."""
+
+    daemon_threads = True
+    # Newer Pythons would let a second server listen on the same port.
+    allow_reuse_port = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up or says nothing is no error."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    """Says nothing about each request, and does not wait for ever for one."""
+
+    timeout = _IDLE_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are no news."""
+
+
+@contextmanager
+def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8080) -> Iterator[WSGIServer]:
+    """A server that listens already; port 0 takes a free one (``server.server_port``).
+
+    Raises ``InvalidRequestError`` for an address that others can reach and for a port that cannot
+    be had, ``StorageError`` as ``dashboard_app`` does.
+    """
+    if host not in _OWN_ADDRESSES:
+        raise InvalidRequestError(
+            f"the dashboard has no password, so it does not listen on {host!r}",
+            "listen on 127.0.0.1; from another machine, go through `ssh -L 8080:127.0.0.1:8080 THIS-MACHINE`",
+        )
+    if not 0 <= port <= 65535:
+        raise InvalidRequestError(f"port {port} is not between 0 and 65535", "choose another with --port")
+    with open_store(store_location, create=False) as store:
+        storage = DashboardStorage(store)
+        try:
+            with _listen(host, port, _app_over(storage)) as server:
+                yield server
+        finally:
+            close_optuna(storage)
+
+
+def _listen(host: str, port: int, app: WSGIApplication) -> WSGIServer:
+    try:
+        return make_server(host, port, app, server_class=_Server, handler_class=_Handler)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the dashboard cannot listen on port {port}: {(error.strerror or str(error)).lower()}",
+            "choose another with --port",
+        ) from error
+
+
+def serve(
+    store_location: str,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    *,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serves the dashboard until Ctrl-C; ``ready`` is called with its address once it listens.
+
+    Raises what ``dashboard_server`` does.
+    """
+    with dashboard_server(store_location, host, port) as server, suppress(KeyboardInterrupt):
+        if ready is not None:
+            ready(f"http://{host}:{server.server_port}/")
+        server.serve_forever()

@@ -1,0 +1,28 @@
+"""Facts about the GPUs and the CPU, without torch, and the memory ceiling that follows from them.
+
+``facts`` holds the values, ``nvml`` reads the GPUs, ``host`` reads the CPU and its memory,
+``listing`` answers what this process may use, ``ceiling`` says how many bytes a trial may reach.
+Importing this loads nothing but the standard library; NVML is opened by the first question about a GPU.
+"""
+
+from __future__ import annotations
+
+from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
+from autotune.device.facts import CPU_UUID, Device, DeviceKind, Neighbour, Precision
+from autotune.device.listing import find_device, list_devices
+from autotune.device.nvml import device_used_bytes, nvml_problem
+
+__all__ = [
+    "CPU_UUID",
+    "Ceiling",
+    "Device",
+    "DeviceKind",
+    "Headroom",
+    "Neighbour",
+    "Precision",
+    "device_used_bytes",
+    "find_device",
+    "list_devices",
+    "nvml_problem",
+    "parse_headroom",
+]

@@ -1,0 +1,139 @@
+"""How many bytes a trial may reach: the allocator's cap, the headroom below it, and the line between."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.device.facts import Device
+from autotune.errors import InvalidRequestError, NothingFitsError
+from autotune.units import format_bytes, parse_bytes
+
+DEFAULT_HEADROOM_FRACTION = 0.03
+"""A choice, not a measurement: room for what a short trial does not show of a long run, such as fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What is kept free below the cap: a fraction of it, or a size, which then goes before the fraction."""
+
+    fraction: float = DEFAULT_HEADROOM_FRACTION
+    size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction < 1:
+            raise InvalidRequestError(f"a headroom of {self.fraction:.6g} is not a fraction from 0 to below 1", _WRITE)
+        if self.size_bytes is not None and self.size_bytes < 0:
+            raise InvalidRequestError(f"a headroom of {self.size_bytes} bytes is below 0", _WRITE)
+
+    def of_cap(self, cap_bytes: int) -> int:
+        """Bytes to keep free below a cap; a fraction is rounded up."""
+        return math.ceil(self.fraction * cap_bytes) if self.size_bytes is None else self.size_bytes
+
+    def describe(self) -> str:
+        """``3 %`` or ``1.0 GiB``."""
+        return f"{self.fraction * 100:.3g} %" if self.size_bytes is None else format_bytes(self.size_bytes)
+
+
+_WRITE = "write --headroom as 5%, 0.05 or 1GiB"
+
+
+def parse_headroom(text: str) -> Headroom:
+    """A headroom written as a percentage (``5%``), a fraction below 1 (``0.05``) or a size (``1GiB``).
+
+    Raises ``InvalidRequestError`` for anything else. A bare number from 1 up is refused, for it could be meant
+    as a percentage as well as bytes; bytes are written ``1048576B``.
+    """
+    written = text.strip()
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", written, flags=re.ASCII)
+    if match is None:
+        try:
+            return Headroom(size_bytes=parse_bytes(written))
+        except ValueError as error:
+            raise InvalidRequestError(f"{text!r} is not a headroom", _WRITE) from error
+    fraction = float(match.group(1)) / (100 if match.group(2) else 1)
+    if fraction >= 1:
+        raise InvalidRequestError(f"{text!r} is not a headroom below the whole cap", _WRITE)
+    return Headroom(fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The memory limit of every trial of a search. Constructing one that leaves nothing raises.
+
+    ``InvalidRequestError`` when the limit or the headroom that was asked for is at fault, ``NothingFitsError``
+    when the device has too little free.
+    """
+
+    limit_bytes: int | None
+    """What the user asked for; ``None`` means all that is free."""
+    free_bytes: int
+    """Free on the device before the first trial."""
+    context_bytes: int
+    """What a CUDA context takes beside the allocator; 0 on a CPU."""
+    headroom: Headroom = field(default_factory=Headroom)
+
+    def __post_init__(self) -> None:
+        context = f"the {format_bytes(self.context_bytes)} of a CUDA context"
+        if self.limit_bytes is not None and self.limit_bytes <= self.context_bytes:
+            raise InvalidRequestError(
+                f"a memory limit of {format_bytes(self.limit_bytes)} leaves nothing"
+                + (f" after {context}" if self.context_bytes else ""),
+                "raise --memory-limit",
+            )
+        if self.free_bytes <= self.context_bytes:
+            raise NothingFitsError(
+                f"the {format_bytes(self.free_bytes)} that are free on the device leave nothing"
+                + (f" after {context}" if self.context_bytes else ""),
+                "end the processes that hold its memory (autotune devices lists them) or choose another --device",
+            )
+        if self.line_bytes <= 0:
+            raise InvalidRequestError(
+                f"a headroom of {self.headroom.describe()} leaves nothing of the {format_bytes(self.cap_bytes)} "
+                "that a trial may reserve",
+                "lower --headroom or raise --memory-limit",
+            )
+
+    @classmethod
+    def on_device(
+        cls, device: Device, limit_bytes: int | None, context_bytes: int, headroom: Headroom | None = None
+    ) -> Ceiling:
+        """The ceiling on a device as it was listed; where it does not say what is free, its total stands in."""
+        free_bytes = device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
+        return cls(limit_bytes, free_bytes, context_bytes, headroom or Headroom())
+
+    @property
+    def cap_bytes(self) -> int:
+        """What the allocator of a trial may reserve at most."""
+        reachable = self.free_bytes if self.limit_bytes is None else min(self.limit_bytes, self.free_bytes)
+        return reachable - self.context_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What a feasible trial leaves of the cap."""
+        return self.headroom.of_cap(self.cap_bytes)
+
+    @property
+    def line_bytes(self) -> int:
+        """The most that a feasible trial reserves at its peak."""
+        return self.cap_bytes - self.headroom_bytes
+
+    def fits(self, peak_reserved_bytes: int) -> bool:
+        """Whether a trial with this peak is feasible; the line itself still is."""
+        return peak_reserved_bytes <= self.line_bytes
+
+    def document(self) -> dict[str, Any]:
+        """As JSON-ready data, for the trial process and the record."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Ceiling:
+        """The inverse of ``document``; raises ``ValueError`` on anything malformed."""
+        try:
+            fields = dict(document)
+            return cls(**{**fields, "headroom": Headroom(**fields["headroom"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"malformed ceiling: {error}") from error

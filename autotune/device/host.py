@@ -1,0 +1,172 @@
+"""The CPU as a device: its name, its precisions, and the memory that this process may really use.
+
+Every function takes the folder that stands for ``/``, so that recorded files can be read as well. Where there
+is no /proc (macOS), the facts are fewer: ``os.sysconf`` knows the total, and what is free stays ``None``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from autotune.device.facts import CPU_UUID, Device
+
+ROOT = Path("/")
+
+# Linux names its CPU features in /proc/cpuinfo, under "flags" on x86 and under "Features" on ARM. These are the
+# ones with which oneDNN and ACL, which torch uses, multiply bfloat16 without widening it to fp32 first.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Main memory as this process may use it, control groups included."""
+
+    total_bytes: int
+    free_bytes: int | None
+    """What can be had without swapping: the file cache counts as free."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryGroup:
+    """The file names of one version of the kernel's memory control groups."""
+
+    controller: str
+    """As in /proc/self/cgroup; version 2 names none."""
+    folder: str
+    limit: str
+    usage: str
+    inactive_file: str
+    """The line of ``memory.stat`` that counts the file cache of the group and of all below it."""
+
+
+# Linux kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; the folders are those on which
+# systemd, Docker and Kubernetes mount them. Where both versions are mounted, the limit may be kept in either.
+_MEMORY_GROUPS = (
+    _MemoryGroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    _MemoryGroup(
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def cpu_device(root: Path = ROOT) -> Device:
+    """The CPU with all its cores as one device."""
+    import platform  # only this needs it, and ``autotune --help`` does not
+
+    memory = host_memory(root)
+    processor = _processor_facts(root)
+    flags = f"{processor.get('flags', '')} {processor.get('Features', '')}".split()
+    return Device(
+        kind="cpu",
+        index=None,
+        uuid=CPU_UUID,
+        name=processor.get("model name") or platform.processor() or platform.machine() or "CPU",
+        memory_total_bytes=memory.total_bytes,
+        memory_reserved_bytes=None,
+        memory_used_bytes=None if memory.free_bytes is None else memory.total_bytes - memory.free_bytes,
+        memory_free_bytes=memory.free_bytes,
+        native_bf16=not _BF16_FLAGS.isdisjoint(flags),
+    )
+
+
+def host_memory(root: Path = ROOT) -> HostMemory:
+    """The machine's memory, or that of the tightest control group around this process where that is less."""
+    machine = _machine_memory(root)
+    total_bytes, free_bytes = machine.total_bytes, machine.free_bytes
+    for limit_bytes, left_bytes in _group_limits(root):
+        total_bytes = min(total_bytes, limit_bytes)
+        free_bytes = left_bytes if free_bytes is None else min(free_bytes, left_bytes)
+    return HostMemory(total_bytes, None if free_bytes is None else max(0, min(free_bytes, total_bytes)))
+
+
+def _machine_memory(root: Path) -> HostMemory:
+    """Main memory of the whole machine."""
+    sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
+    if "MemTotal" in sizes:
+        free_kib = sizes.get("MemAvailable")
+        return HostMemory(sizes["MemTotal"] * 1024, None if free_kib is None else free_kib * 1024)
+    return HostMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None)
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit and what is left of it, in bytes, of each control group around this process that has a limit.
+
+    A limit holds for all groups below it, so every level counts. Inside a container the path in
+    /proc/self/cgroup may be the host's, of which the container sees only the end: levels that are not there
+    are passed over, and the mounted folder itself is then the container's own group.
+    """
+    for group in _MEMORY_GROUPS:
+        path = _group_path(root, group.controller)
+        if path is None:
+            continue
+        top = root / group.folder
+        for folder in (top, *(top / level for level in _levels(path))):
+            limit_bytes = _number(folder / group.limit)
+            used_bytes = _number(folder / group.usage)
+            if limit_bytes is None or used_bytes is None:
+                continue
+            cached_bytes = _numbers_by_name(folder / "memory.stat", separator=" ").get(group.inactive_file, 0)
+            yield limit_bytes, limit_bytes - max(0, used_bytes - cached_bytes)
+
+
+def _group_path(root: Path, controller: str) -> str | None:
+    """This process's path in the hierarchy of a controller; lines are ``id:controllers:path``."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            return path
+    return None
+
+
+def _levels(path: str) -> Iterator[str]:
+    """``/a/b`` as ``a`` and ``a/b``. A path that leads out of the namespace (``/../b``) has no level in view."""
+    parts = [part for part in PurePosixPath(path).parts if part != "/"]
+    if ".." not in parts:
+        for depth in range(1, len(parts) + 1):
+            yield "/".join(parts[:depth])
+
+
+def _processor_facts(root: Path) -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; the file holds a block for each, a megabyte on a large machine."""
+    facts: dict[str, str] = {}
+    for line in _lines(root / "proc/cpuinfo"):
+        if not line:
+            break
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    return facts
+
+
+def _numbers_by_name(path: Path, *, separator: str) -> dict[str, int]:
+    """Lines such as ``MemTotal:  24 kB`` or ``inactive_file 4096`` as numbers, without regard to a unit."""
+    numbers: dict[str, int] = {}
+    for line in _lines(path):
+        name, _, rest = line.partition(separator)
+        words = rest.split()
+        if words and words[0].isdecimal():
+            numbers[name] = int(words[0])
+    return numbers
+
+
+def _number(path: Path) -> int | None:
+    """The one number of a file; ``None`` where there is no file or, as for ``max``, no number."""
+    text = next(_lines(path), "")
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, read as they are asked for; none where it cannot be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield line.strip()
+    except OSError:
+        return

@@ -1,0 +1,60 @@
+"""Which devices this process may use, and which of them a user's words mean."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from autotune.device.facts import Device
+from autotune.device.host import cpu_device
+from autotune.device.nvml import current_session, nvml_problem
+from autotune.errors import DeviceError, InvalidRequestError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def list_devices() -> tuple[Device, ...]:
+    """The GPUs that are visible to this process, then the CPU.
+
+    ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they come in nvidia-smi's order. CUDA
+    itself would put the fastest first where GPUs differ, which cannot be told without a CUDA context: so a trial
+    is given its GPU by UUID, never by index. ``nvml_problem`` says why a GPU may be missing.
+    """
+    return (*current_session().devices(os.environ.get(VISIBLE)), cpu_device())
+
+
+def find_device(text: str | None) -> Device:
+    """The device that is meant by ``cuda``, ``cuda:1``, ``cpu`` or the UUID of a GPU or the beginning of one.
+
+    ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for text
+    of another form, ``DeviceError`` when there is no such device.
+    """
+    wanted = None if text is None else text.strip()
+    if wanted is not None and not re.fullmatch(r"cpu|cuda(:\d+)?|(GPU|MIG)-[\w/-]+", wanted, flags=re.ASCII):
+        raise InvalidRequestError(f"{text!r} is not a device", "write cpu, cuda, cuda:N or the UUID of a GPU")
+    devices = list_devices()
+    if wanted is None:
+        return devices[0]
+    matches = [device for device in devices if _means(wanted, device)]
+    if len(matches) != 1:
+        raise DeviceError(
+            f"{wanted} means {len(matches)} devices" if matches else f"there is no device {wanted}",
+            _what_there_is(devices),
+        )
+    return matches[0]
+
+
+def _means(wanted: str, device: Device) -> bool:
+    if wanted.startswith(("GPU-", "MIG-")):
+        return device.uuid.startswith(wanted)
+    kind, _, number = wanted.partition(":")
+    return device.kind == kind and (kind == "cpu" or device.index == int(number or 0))
+
+
+def _what_there_is(devices: tuple[Device, ...]) -> str:
+    """The hint of a device that cannot be had: those that can, and what may have hidden others."""
+    hint = "choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)
+    if VISIBLE in os.environ:
+        hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides all other GPUs"
+    problem = nvml_problem()
+    return f"{hint}; {problem}" if problem else hint

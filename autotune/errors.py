@@ -1,0 +1,69 @@
+"""Everything that can go wrong for a user, as one tree of exceptions.
+
+Each carries a message (what was wrong with which value), a hint (what to do next) and the exit
+code of the command line. Out of memory inside a trial is not here: that is a result.
+"""
+
+from __future__ import annotations
+
+
+class AutotuneError(Exception):
+    """An error the user can act on: one line that names the value, one that names the next step."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+
+class InvalidRequestError(AutotuneError):
+    """A value that cannot be honoured, alone or together with the others."""
+
+    exit_code = 2
+
+
+class UnknownModelError(AutotuneError):
+    """No catalog entry, folder, cached or hub model answers to this name, or its config is no use."""
+
+    exit_code = 3
+
+
+class DeviceError(AutotuneError):
+    """The device is absent, busy, lost, or lacks what was asked of it."""
+
+    exit_code = 4
+
+
+class StorageError(AutotuneError):
+    """The database cannot be opened, written or understood."""
+
+    exit_code = 5
+
+
+class NothingFitsError(AutotuneError):
+    """No candidate stays under the memory ceiling."""
+
+    exit_code = 6
+
+
+class NoResultError(AutotuneError):
+    """The search ended without one completed trial, for reasons other than memory."""
+
+    exit_code = 7
+
+
+class TrialServerError(AutotuneError):
+    """The process that runs trials could not start or did not answer."""
+
+    exit_code = 8
+
+
+class UnknownStudyError(AutotuneError):
+    """The database holds no study of this name."""
+
+    exit_code = 9

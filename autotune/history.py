@@ -1,0 +1,159 @@
+"""What a search knows so far: every trial it ran, which candidates that rules out, which one is best."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autotune.device import Ceiling
+from autotune.space import PRECISION_PREFERENCE
+from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate with what came of it."""
+
+    trial_id: str
+    candidate: Candidate
+    outcome: Outcome
+    in_full: bool = True
+    """Whether every micro-step of a step was run rather than some added up."""
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The measurement, where the trial completed."""
+        return self.outcome.measurement if isinstance(self.outcome, Completed) else None
+
+
+def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
+    """Whether a completed trial's steps were the candidate's own, micro-step for micro-step."""
+    if not isinstance(outcome, Completed):
+        return True
+    return outcome.measurement.micro_steps_run == candidate.gradient_accumulation_steps
+
+
+# Two measurements closer than this are the same, whatever their own spreads say: the recorded
+# noise between repeated trials on an H200 (5 % where a micro-step is under 60 ms).
+NOISE = 0.02
+LAUNCH_BOUND_NOISE = 0.05
+LAUNCH_BOUND_SECONDS = 0.06
+
+
+def noise(tried: Tried) -> float:
+    """The relative difference in speed below which another candidate counts as equal."""
+    measured = tried.measurement
+    if measured is None:
+        return NOISE
+    micro = measured.step_seconds / tried.candidate.gradient_accumulation_steps
+    return LAUNCH_BOUND_NOISE if micro < LAUNCH_BOUND_SECONDS else NOISE
+
+
+@dataclass
+class History:
+    """Trials in the order in which they ended, and what follows from them under one ceiling."""
+
+    ceiling: Ceiling
+    tried: list[Tried] = field(default_factory=list)
+
+    def add(self, tried: Tried) -> None:
+        """Take down one more."""
+        self.tried.append(tried)
+
+    def outcomes_of(self, candidate: Candidate) -> list[Tried]:
+        """Every trial of exactly this candidate."""
+        return [t for t in self.tried if t.candidate == candidate]
+
+    def is_feasible(self, tried: Tried) -> bool:
+        """Completed, and its peak reserved memory is at or under the ceiling's line."""
+        return tried.measurement is not None and self.ceiling.fits(tried.measurement.peak_reserved_bytes)
+
+    def is_over(self, tried: Tried) -> bool:
+        """Known to need more than the line: out of memory, or completed above it."""
+        if isinstance(tried.outcome, OutOfMemory):
+            return True
+        return tried.measurement is not None and not self.is_feasible(tried)
+
+    def ruled_out_by(self, candidate: Candidate) -> Tried | None:
+        """A trial that ran over with no more than this candidate needs, if there is one.
+
+        Memory grows with the batch within an arm; accumulating at the same batch needs more
+        (gradients outlive the micro-step), never less; so does keeping activations that another
+        arm recomputes. 8 × 8 can peak above 16 × 1, so nothing is said the other way round.
+        """
+        for tried in self.tried:
+            if (
+                self.is_over(tried)
+                and tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size
+                and tried.candidate.accumulates <= candidate.accumulates
+                and _needs_at_least(candidate.arm, tried.candidate.arm)
+            ):
+                return tried
+        return None
+
+    def feasible(self, arm: Arm | None = None) -> list[Tried]:
+        """Feasible trials, of one arm or of all."""
+        return [t for t in self.tried if (arm is None or t.candidate.arm == arm) and self.is_feasible(t)]
+
+    def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
+        """One feasible trial for each candidate: the latest of those run in full, else the latest."""
+        latest: dict[Candidate, Tried] = {}
+        wanted = None if among is None else set(among)
+        for tried in self.feasible():
+            if wanted is not None and tried.candidate not in wanted:
+                continue
+            known = latest.get(tried.candidate)
+            if known is None or tried.in_full or not known.in_full:
+                latest[tried.candidate] = tried
+        return list(latest.values())
+
+    def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
+        """The feasible trial with the most samples a second."""
+        return max(self.believed(among), key=_speed, default=None)
+
+    def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
+        """The trial to recommend: within the noise of the fastest, the most comfortable one.
+
+        Comfort is bf16 before fp16 before tf32, then no checkpointing, then more headroom.
+        """
+        believed = self.believed(among)
+        fastest = max(believed, key=_speed, default=None)
+        if fastest is None:
+            return None
+        enough = _speed(fastest) * (1 - noise(fastest))
+        return min((t for t in believed if _speed(t) >= enough), key=_comfort)
+
+    def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
+        """The feasible trial with the largest per-device batch, the fastest of several."""
+        return max(
+            self.believed(among), key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)), default=None
+        )
+
+
+def _needs_at_least(arm: Arm, other: Arm) -> bool:
+    """Whether ``arm`` surely needs as much memory as ``other``: the same bytes, or without its recomputation."""
+    arm, other = memory_class(arm), memory_class(other)
+    return arm == other or (
+        other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
+    )
+
+
+def memory_class(arm: Arm) -> Arm:
+    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32.
+
+    Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
+    """
+    if arm.precision == "bf16":
+        return dataclasses.replace(arm, precision="fp16")
+    return dataclasses.replace(arm, precision="fp32") if arm.precision == "tf32" else arm
+
+
+def _speed(tried: Tried) -> float:
+    return tried.measurement.samples_per_second if tried.measurement else 0.0
+
+
+def _comfort(tried: Tried) -> tuple[int, bool, int]:
+    arm = tried.candidate.arm
+    peak = tried.measurement.peak_reserved_bytes if tried.measurement else 0
+    return PRECISION_PREFERENCE.index(arm.precision), arm.gradient_checkpointing, peak

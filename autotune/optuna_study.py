@@ -1,0 +1,123 @@
+"""One Optuna study, asked and told: parameters, value, constraint and flat attributes of each trial."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import TrialState
+
+from autotune.device import Ceiling
+from autotune.policy import Objective
+from autotune.sampler import PolicySampler, params_of
+from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, new_id
+from autotune.trial import Candidate, Completed, Outcome, OutOfMemory
+from autotune.units import GIB
+
+# In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
+CONSTRAINT = "memory_over_line_gib"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A trial that Optuna has proposed and is waiting to be told about."""
+
+    optuna_trial: optuna.Trial
+    trial_id: str
+
+    @property
+    def number(self) -> int:
+        """Optuna's number of it within the study."""
+        return self.optuna_trial.number
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What was proposed."""
+        return self.optuna_trial.params
+
+
+class OptunaStudy:
+    """The ask and tell of one study; created where it does not exist."""
+
+    def __init__(
+        self, name: str, store: Store, sampler: optuna.samplers.BaseSampler, space: dict[str, BaseDistribution]
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._space = space
+        self.sampler = sampler
+        self._study = optuna.create_study(
+            storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
+        )
+
+    def settle(self) -> None:
+        """Tell FAIL for what an earlier, killed search left running or waiting: nobody will."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):
+            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+    def upcoming(self) -> Candidate | None:
+        """What a policy will propose next; ``None`` when it is done. Optuna's samplers never say."""
+        return self.sampler.upcoming() if isinstance(self.sampler, PolicySampler) else None
+
+    def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
+        """The next proposal, or ``forced`` as if it had been proposed."""
+        if forced is not None:
+            self._study.enqueue_trial(params_of(forced, self._space))
+        trial = self._study.ask(self._space)
+        trial_id = new_id()
+        trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
+        trial.set_user_attr("stage", stage)
+        return Asked(trial, trial_id)
+
+    def tell(
+        self, asked: Asked, candidate: Candidate, outcome: Outcome, objective: Objective, ceiling: Ceiling
+    ) -> None:
+        """How it ended. Out of memory is PRUNED with its constraint and no made-up value; a fault is FAIL."""
+        trial = asked.optuna_trial
+        for name, value in _attributes(candidate, outcome).items():
+            trial.set_user_attr(name, value)
+        excess = over_line_gib(outcome, ceiling)
+        if excess is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                trial.set_constraint(CONSTRAINT, excess)
+        if isinstance(outcome, Completed):
+            batch = candidate.per_device_train_batch_size
+            value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
+            self._study.tell(trial, value)
+        else:
+            state = TrialState.PRUNED if isinstance(outcome, OutOfMemory) else TrialState.FAIL
+            self._study.tell(trial, state=state)
+
+    def skip(self, asked: Asked, why: str) -> None:
+        """Tell that a proposal was not run, because what it would show is known or it is not in the space."""
+        asked.optuna_trial.set_user_attr("skipped", why)
+        self._study.tell(asked.optuna_trial, state=TrialState.PRUNED)
+
+
+def over_line_gib(outcome: Outcome, ceiling: Ceiling) -> float | None:
+    """How far a trial's peak lies over the line, in GiB; ``None`` for a fault, which says nothing.
+
+    A trial that ran out wanted more than the cap, so it was over by the headroom at least.
+    """
+    if isinstance(outcome, Completed):
+        return (outcome.measurement.peak_reserved_bytes - ceiling.line_bytes) / GIB
+    if isinstance(outcome, OutOfMemory):
+        return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
+    return None
+
+
+def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float]:
+    """Flat numbers, which dashboards can plot."""
+    attributes: dict[str, float] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
+    if isinstance(outcome, Completed):
+        measured = outcome.measurement
+        attributes["samples_per_second"] = measured.samples_per_second
+        attributes["step_seconds"] = measured.step_seconds
+        attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
+    elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
+        attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
+    return attributes

@@ -1,0 +1,256 @@
+"""A study as people and programs read it: one value, one JSON document, a table and a few sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.device import Ceiling
+from autotune.errors import UnknownStudyError
+from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
+from autotune.units import format_bytes, format_seconds
+
+# The median of a few steps and that of 150 differed by no more than this where a step takes long
+# enough; a wider interval than that deserves a word.
+_WIDE_SPREAD = 0.03
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is recorded of one study."""
+
+    study: StudyRecord
+    workload: Document
+    environment: Document
+    ceiling: Ceiling
+    trials: tuple[TrialRecord, ...]
+
+    def trial(self, trial_id: str | None) -> TrialRecord | None:
+        """The trial of this id."""
+        return next((trial for trial in self.trials if trial.id == trial_id), None)
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The winner, once the search has ended or paused with one."""
+        return self.trial(self.study.best_trial_id)
+
+    @property
+    def baseline(self) -> TrialRecord | None:
+        """The trial of the ``TrainingArguments`` defaults."""
+        return self.trial(self.study.baseline_trial_id)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether tokens are what a sample is counted in."""
+        return self.workload["task"] not in ("image-classification", "speech-seq2seq")
+
+    def feasible(self, trial: TrialRecord) -> bool:
+        """Completed under the line."""
+        measured = measurement(trial)
+        return measured is not None and self.ceiling.fits(measured.peak_reserved_bytes)
+
+    def speedup(self) -> float | None:
+        """The winner's samples a second over the baseline's."""
+        best, baseline = measurement(self.best), measurement(self.baseline)
+        return best.samples_per_second / baseline.samples_per_second if best and baseline else None
+
+
+def measurement(trial: TrialRecord | None) -> Measurement | None:
+    """A trial's measurement, where it completed."""
+    return trial.outcome.measurement if trial and isinstance(trial.outcome, Completed) else None
+
+
+def load_report(store: Store, name: str) -> Report:
+    """The report of the study of this name; ``UnknownStudyError`` where there is none."""
+    study = store.study(name)
+    if study is None:
+        known = [summary.study.name for summary in store.studies()[:5]]
+        raise UnknownStudyError(
+            f"there is no study {name!r} in {store.label}",
+            f"the newest are {', '.join(known)}" if known else "run autotune search first",
+        )
+    return Report(
+        study,
+        store.workload(study.workload_id),
+        store.environment(study.environment_id),
+        Ceiling.from_document(study.ceiling),
+        tuple(store.trials(study.id)),
+    )
+
+
+def verdict(report: Report, trial: TrialRecord) -> str:
+    """What came of a trial in a few words."""
+    match trial.outcome:
+        case None:
+            return "running"
+        case OutOfMemory(where=where):
+            return "out of memory" if where == "device" else "out of host memory"
+        case Failed(reason=reason, message=message):
+            return f"failed: {message}" if reason == "error" else f"failed ({reason})"
+        case _ if not report.feasible(trial):
+            return "over the line"
+    if trial.id == report.study.best_trial_id:
+        return "best"
+    return "baseline" if trial.stage == "baseline" else ""
+
+
+def trial_document(report: Report, trial: TrialRecord) -> Document:
+    """One trial under the fixed names of ``--json``; what was not measured is ``None``."""
+    measured = measurement(trial)
+    outcome = trial.outcome
+    peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
+    reserved = peaks.peak_reserved_bytes if peaks else None
+    return {
+        "number": trial.number,
+        "stage": trial.stage,
+        **trial.candidate.parameters(),
+        "state": trial.state,
+        "feasible": report.feasible(trial),
+        "samples_per_second": measured.samples_per_second if measured else None,
+        "tokens_per_second": _tokens_per_second(report, measured),
+        "step_seconds": measured.step_seconds if measured else None,
+        "relative_spread": measured.relative_spread if measured else None,
+        "micro_steps_run": measured.micro_steps_run if measured else None,
+        "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
+        "peak_reserved_bytes": reserved,
+        "headroom_bytes": report.ceiling.cap_bytes - reserved if measured and reserved is not None else None,
+        "device_used_bytes": measured.device_used_bytes if measured else None,
+        "allocation_retries": measured.allocation_retries if measured else None,
+        "step_seconds_each": list(measured.step_seconds_each) if measured else [],
+        "phase_seconds": outcome.phase_seconds if outcome else {},
+        "seconds": trial.seconds,
+        "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
+        "reason": outcome.reason if isinstance(outcome, Failed) else None,
+        "log_path": trial.log_path,
+    }
+
+
+def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
+    if measured is None or not report.is_text:
+        return None
+    return measured.samples_per_second * int(report.workload["seq_len"])
+
+
+def report_document(report: Report) -> Document:
+    """The whole study as ``--json`` prints it."""
+    study = report.study
+
+    def of(trial: TrialRecord | None) -> Document | None:
+        return trial_document(report, trial) if trial else None
+
+    environment = {k: v for k, v in report.environment.items() if k != "training_arguments_fields"}
+    return {
+        "study": study.name,
+        "state": study.state,
+        "stopped_because": study.stopped_because,
+        "request": study.request,
+        "workload": report.workload,
+        "environment": environment,
+        "ceiling_bytes": report.ceiling.cap_bytes,
+        "ceiling": {
+            **study.ceiling,
+            "cap_bytes": report.ceiling.cap_bytes,
+            "line_bytes": report.ceiling.line_bytes,
+        },
+        "seconds": study.seconds,
+        "speedup": report.speedup(),
+        "best": of(report.best),
+        "baseline": of(report.baseline),
+        "trials": [trial_document(report, trial) for trial in report.trials],
+        "notes": notes(report),
+    }
+
+
+def notes(report: Report) -> list[str]:
+    """What the reader should know of how far the numbers reach."""
+    found: list[str] = []
+    request = report.study.request
+    best, measured = report.best, measurement(report.best)
+    if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
+        found.append(
+            f"the per-device batch is {best.candidate.per_device_train_batch_size}, no multiple of 8: "
+            + ("none divides the effective batch" if request["effective_batch"] else "none fits")
+            + _unless_divides(request)
+        )
+    if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
+        found.append(
+            f"the winner's steps were measured with {measured.micro_steps_run} of its "
+            f"{best.candidate.gradient_accumulation_steps} micro-steps and added up"
+        )
+    if measured and measured.relative_spread > _WIDE_SPREAD:
+        found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
+    if request["world_size"] > 1:
+        found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
+    if report.study.state != "finished":
+        found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
+    return found
+
+
+def _unless_divides(request: dict[str, Any]) -> str:
+    effective = request["effective_batch"]
+    if effective and (effective // request["world_size"]) % 8 == 0:
+        return ", or those that do need too much memory"
+    return ""
+
+
+def describe_data(workload: Document) -> str:
+    """The measured samples in words: ``512 tokens, full length``."""
+    if workload["task"] == "image-classification":
+        return "synthetic images"
+    if workload["task"] == "speech-seq2seq":
+        return f"synthetic speech, {workload['seq_len']} target tokens"
+    padding = workload["padding"]
+    return f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The answer in a few lines, for a terminal or a file."""
+    best, measured = report.best, measurement(report.best)
+    request = report.study.request
+    if best is None or measured is None:
+        return [f"Study {report.study.name}: no feasible trial yet"]
+    lines = [
+        f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
+        f"{best.candidate.gradient_accumulation_steps}"
+        + (f" × {request['world_size']} devices" if request["world_size"] > 1 else "")
+        + f", {best.candidate.arm.describe()}"
+    ]
+    tokens = _tokens_per_second(report, measured)
+    lines.append(
+        f"  {measured.samples_per_second:.1f} samples/s ± {measured.relative_spread:.1%}"
+        + (f", {tokens:,.0f} tokens/s" if tokens else "")
+        + f"; {format_seconds(measured.step_seconds)} an optimizer step"
+    )
+    speedup, baseline = report.speedup(), report.baseline
+    if speedup is not None and baseline is not None:
+        lines.append(f"  {speedup:.2f} × the TrainingArguments defaults ({baseline.candidate.describe()})")
+    elif request["measure_baseline"] and request["objective"] == "throughput":
+        lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
+    cap = report.ceiling.cap_bytes
+    spare = cap - measured.peak_reserved_bytes
+    lines.append(
+        f"  {format_bytes(measured.peak_reserved_bytes)} reserved at the peak of a {format_bytes(cap)} cap: "
+        f"headroom {format_bytes(spare)} ({spare / cap:.0%}), measured"
+    )
+    if request["objective"] == "max-batch":
+        lines += _boundary_lines(report, best)
+    lines.append(
+        f"  {len(report.trials)} trials in {format_seconds(report.study.seconds)}; {report.study.stopped_because}"
+    )
+    return lines + [f"  note: {note}" for note in notes(report)]
+
+
+def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
+    """What proves that nothing larger fits: the smallest batch of the same arm that does not."""
+    over = [
+        trial
+        for trial in report.trials
+        if trial.candidate.arm == best.candidate.arm
+        and trial.candidate.per_device_train_batch_size > best.candidate.per_device_train_batch_size
+        and isinstance(trial.outcome, OutOfMemory | Completed)
+    ]
+    if not over:
+        return ["  no larger batch was tried in this arm"]
+    nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
+    return [f"  batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]

@@ -1,0 +1,138 @@
+"""One search as it was asked for, checked as far as that is possible without starting anything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autotune.device import Device, Headroom
+from autotune.errors import DeviceError, InvalidRequestError
+from autotune.policy import Objective
+from autotune.sampler import SamplerName
+from autotune.space import Batches, CheckpointingChoice, choose_precisions
+from autotune.trial import Effort, Precision
+from autotune.workload import Workload
+
+# What TrainingArguments itself defaults to.
+DEFAULT_OPTIM = "adamw_torch_fused"
+# A trial that takes longer is no candidate for the fastest; it also bounds a hang.
+DEFAULT_TRIAL_TIMEOUT_SECONDS = 180.0
+DEFAULT_SEED = 42
+# The boundary of memory is what counts, so one measured step after the two that memory needs.
+MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
+
+_FOREIGN_TRIALS = 32
+
+_STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9_.+=@ -]{0,99}")
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """Everything that decides the outcome of a search, the machine's state aside."""
+
+    workload: Workload
+    device: Device
+    effective_batch: int | None = None
+    world_size: int = 1
+    batch_multiple: int | None = None
+    objective: Objective = "throughput"
+    precisions: tuple[Precision, ...] | None = None
+    """``None``: all that the device has."""
+    gradient_checkpointing: CheckpointingChoice = "auto"
+    attn_implementations: tuple[str, ...] | None = None
+    """``None``: sdpa where the model has it, else eager, as transformers chooses."""
+    optims: tuple[str, ...] = (DEFAULT_OPTIM,)
+    memory_limit_bytes: int | None = None
+    headroom: Headroom = field(default_factory=Headroom)
+    trials: int | None = None
+    """At most so many; ``None``: as many as it takes."""
+    time_budget_seconds: float | None = None
+    sampler: SamplerName = "autotune"
+    seed: int = DEFAULT_SEED
+    trial_timeout_seconds: float = DEFAULT_TRIAL_TIMEOUT_SECONDS
+    measure_baseline: bool = True
+    study: str | None = None
+    """The study's name; ``None`` makes one up."""
+
+    def __post_init__(self) -> None:
+        if self.trials is not None and self.trials < 1:
+            raise InvalidRequestError(f"--trials {self.trials} leaves nothing to run", "use 1 or more")
+        if self.study is not None:
+            check_study_name(self.study)
+
+    @property
+    def most_trials(self) -> int | None:
+        """The budget of trials; Optuna's samplers never know that they are done, so they always have one."""
+        return _FOREIGN_TRIALS if self.trials is None and self.sampler in ("tpe", "random") else self.trials
+
+    @property
+    def batches(self) -> Batches:
+        """The batches of the space; raises ``InvalidRequestError`` where they cannot be."""
+        return Batches(self.effective_batch, self.world_size, self.batch_multiple)
+
+    @property
+    def chosen_precisions(self) -> tuple[Precision, ...]:
+        """What will be searched; raises where the device or the weights cannot do what was asked."""
+        device = self.device
+        return choose_precisions(self.precisions, device.precisions, f"{device.label} ({device.name})", self.workload)
+
+    @property
+    def effort(self) -> Effort:
+        """How long each trial measures."""
+        return MAX_BATCH_EFFORT if self.objective == "max-batch" else Effort()
+
+    def check(self) -> None:
+        """Raise for everything that can be known to be wrong before a process is started."""
+        _ = self.batches, self.chosen_precisions
+        limit, total = self.memory_limit_bytes, self.device.memory_total_bytes
+        if limit is not None and self.device.memory_free_bytes == 0:
+            raise DeviceError(f"{self.device.label} has no free memory of its {total} bytes", "end what holds it")
+
+    def document(self) -> dict[str, Any]:
+        """As JSON-ready data: two searches with the same document and environment are the same search."""
+        return {
+            "model": self.workload.model,
+            "effective_batch": self.effective_batch,
+            "world_size": self.world_size,
+            "batch_multiple": self.batch_multiple,
+            "objective": self.objective,
+            "precision": list(self.precisions) if self.precisions else None,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "attn_implementation": list(self.attn_implementations) if self.attn_implementations else None,
+            "optim": list(self.optims),
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "headroom_fraction": self.headroom.fraction,
+            "headroom_bytes": self.headroom.size_bytes,
+            "trials": self.trials,
+            "time_budget_seconds": self.time_budget_seconds,
+            "sampler": self.sampler,
+            "seed": self.seed,
+            "trial_timeout_seconds": self.trial_timeout_seconds,
+            "measure_baseline": self.measure_baseline,
+        }
+
+    def named(self, study: str) -> SearchRequest:
+        """The same request under a study name."""
+        return replace(self, study=study)
+
+
+# How much may be spent is not what is asked: a study may be continued with a larger budget.
+_BUDGET_KEYS = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds"})
+
+
+def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """What keeps a request from continuing a recorded one, as ``name: recorded, now asked``."""
+    return [
+        f"{key}: {recorded.get(key)!r}, now {asked[key]!r}"
+        for key in asked
+        if key not in _BUDGET_KEYS and recorded.get(key) != asked[key]
+    ]
+
+
+def check_study_name(name: str) -> None:
+    """Raise ``InvalidRequestError`` for a name that would not do as a folder's or on a command line."""
+    if not _STUDY_NAME.fullmatch(name) or name.endswith((" ", ".")):
+        raise InvalidRequestError(
+            f"{name[:120]!r} is not a study name", "use up to 100 letters, digits and any of _ . + = @ - or spaces"
+        )

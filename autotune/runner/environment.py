@@ -1,0 +1,49 @@
+"""The environment variables of the trial server: one device visible, no trace of a distributed launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from autotune.device import Device
+
+# Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
+# Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).
+_DISTRIBUTED = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "NODE_RANK",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    }
+)
+_DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_")
+
+
+def server_environment(device: Device, current: Mapping[str, str], *, offline: bool) -> dict[str, str]:
+    """``current`` made fit for a server that runs trials on ``device`` alone.
+
+    ``offline`` keeps the hub client from asking the network for what a trial has no need of.
+    """
+    environment = {
+        name: value
+        for name, value in current.items()
+        if name not in _DISTRIBUTED and not name.startswith(_DISTRIBUTED_PREFIXES)
+    }
+    # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
+    environment["CUDA_VISIBLE_DEVICES"] = device.uuid if device.kind == "cuda" else "-1"
+    # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment

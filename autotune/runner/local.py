@@ -1,0 +1,265 @@
+"""Trials as local processes, forked by a warm server process of which this is the only client."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from autotune.device import Device
+from autotune.errors import TrialServerError
+from autotune.runner.environment import server_environment
+from autotune.trial import Candidate, Document, Effort, Failed, Outcome, outcome_from_document
+from autotune.workload import Workload
+
+Progress = Callable[[Document], None]
+
+# Importing torch and transformers took 4 s on a laptop's disk, 11 s on a cold network disk; minutes mean trouble.
+_START_SECONDS = 300.0
+# The server ends a trial at its time limit; the controller stops waiting for the server a little later.
+_GRACE_SECONDS = 20.0
+_INSPECT_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """All that a trial process needs to know."""
+
+    trial_id: str
+    candidate: Candidate
+    cap_bytes: int
+    effort: Effort
+    seed: int
+    timeout_seconds: float
+    log_path: str
+
+
+def tail(path: str | Path, lines: int = 3) -> str:
+    """The last non-empty lines of a log, joined; empty where there is none."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 8192))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+
+
+class LocalRunner:
+    """A context manager that owns the server, and with it every trial process.
+
+    The server starts on entering, in the background, so that its imports overlap with whatever
+    the caller does next; the first job waits for it. It is started again if it dies.
+    """
+
+    def __init__(self, device: Device, workload: Workload, log_folder: Path) -> None:
+        self._device = device
+        self._workload = workload
+        self._log_folder = log_folder
+        self._server: subprocess.Popen[bytes] | None = None
+        self._reports = -1
+        self._rest = b""
+        self._ready = False
+        self._trial_pid: int | None = None
+
+    def __enter__(self) -> Self:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def server_log(self) -> Path:
+        """Where the server's own output goes."""
+        return self._log_folder / "server.log"
+
+    def _start(self) -> None:
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)]
+        with open(self.server_log, "ab") as log:
+            self._server = subprocess.Popen(
+                [*command, json.dumps(self._workload.document())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write_fd],
+                env=server_environment(self._device, os.environ, offline=self._workload.weights is None),
+                # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
+                start_new_session=True,
+            )
+        os.close(write_fd)
+        os.set_blocking(read_fd, False)
+        self._reports, self._rest, self._ready, self._trial_pid = read_fd, b"", False, None
+
+    def close(self) -> None:
+        """End the server and whatever it runs; leaves no process behind."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if server.stdin:
+            with contextlib.suppress(OSError):
+                server.stdin.close()
+        try:
+            server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        if self._trial_pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._trial_pid, signal.SIGKILL)
+        os.close(self._reports)
+
+    def _read(self, deadline: float) -> list[Document] | None:
+        """Messages that have come; waits for some until ``deadline``; ``None`` once the server is gone."""
+        readable, _, _ = select.select([self._reports], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return []
+        chunk = os.read(self._reports, 1 << 16)
+        if not chunk:
+            return None
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _await_ready(self) -> None:
+        """Block until the server's imports are done; ``TrialServerError`` where they fail."""
+        if self._server is None:
+            self._start()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._ready:
+            messages = self._read(deadline)
+            if messages is None or time.monotonic() > deadline:
+                self.close()
+                raise TrialServerError(
+                    f"the trial server did not start: {tail(self.server_log) or 'it said nothing'}",
+                    f"its output is in {self.server_log}",
+                )
+            for message in messages:
+                if "import_error" in message:
+                    self.close()
+                    raise TrialServerError(
+                        f"the trial server cannot import what it needs: {message['import_error']}",
+                        "install torch and transformers into the environment that runs autotune",
+                    )
+                self._ready = self._ready or "ready" in message
+
+    def _run_job(self, job: Document, progress: Progress) -> Document:
+        """Send a job, wait for its end; ``result`` (if any) and how the process ended, as one document."""
+        self._await_ready()
+        assert self._server is not None
+        assert self._server.stdin is not None
+        deadline = time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS
+        try:
+            self._server.stdin.write(json.dumps({"job": job}).encode() + b"\n")
+            self._server.stdin.flush()
+        except OSError:
+            self.close()
+            return {"lost": True}
+        result: Document = {}
+        while True:
+            messages = self._read(deadline)
+            if messages is None or (not messages and time.monotonic() > deadline):
+                self.close()
+                return {**result, "lost": True}
+            for message in messages:
+                if message.get("started") == job["id"]:
+                    self._trial_pid = message["pid"]
+                elif message.get("ended") == job["id"]:
+                    self._trial_pid = None
+                    return {**result, **message}
+                elif message.get("id") == job["id"]:
+                    if "progress" in message:
+                        progress(message["progress"])
+                    else:
+                        result.update(message)
+
+    def _device_facts(self) -> Document:
+        return {"device_kind": self._device.kind, "device_uuid": self._device.uuid}
+
+    def inspect(self) -> Document:
+        """What ``autotune.worker.facts.inspect`` says of this environment and workload.
+
+        Raises ``TrialServerError`` when no answer comes.
+        """
+        log_path = self._log_folder / "inspect.log"
+        job = {
+            "id": "inspect",
+            "kind": "inspect",
+            "workload": self._workload.document(),
+            "timeout_seconds": _INSPECT_SECONDS,
+            "log_path": str(log_path),
+            **self._device_facts(),
+        }
+        answer = self._run_job(job, lambda _: None)
+        if "result" not in answer:
+            raise TrialServerError(
+                f"the device {self._device.label} could not be inspected: {_how_it_ended(answer, str(log_path))}",
+                f"see {log_path} and {self.server_log}",
+            )
+        facts: Document = answer["result"]
+        return facts
+
+    def run(self, job: TrialJob, progress: Progress) -> Outcome:
+        """Run one trial to its end; whatever happens to it is an outcome."""
+        document = {
+            "id": job.trial_id,
+            "kind": "trial",
+            "workload": self._workload.document(),
+            "candidate": job.candidate.parameters(),
+            "cap_bytes": job.cap_bytes,
+            "effort": dataclasses.asdict(job.effort),
+            "seed": job.seed,
+            "timeout_seconds": job.timeout_seconds,
+            "log_path": job.log_path,
+            **self._device_facts(),
+        }
+        return _outcome(self._run_job(document, progress), job)
+
+
+def _how_it_ended(answer: Document, log_path: str) -> str:
+    if answer.get("lost"):
+        return "the trial server died"
+    if answer.get("signal"):
+        return f"killed by {_signal_name(answer['signal'])}"
+    return tail(log_path) or f"it ended with exit code {answer.get('exit_code')} and said nothing"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _outcome(answer: dict[str, Any], job: TrialJob) -> Outcome:
+    """The outcome of a job's end: the child's own words where there are any, else how it died."""
+    if "result" in answer:
+        try:
+            return outcome_from_document(answer["result"])
+        except ValueError as error:
+            return Failed("malformed", str(error))
+    if answer.get("timed_out"):
+        return Failed("timeout", f"stopped after the time limit of {job.timeout_seconds:.0f} s")
+    if answer.get("lost"):
+        return Failed("lost", "the trial server died during the trial")
+    if answer.get("signal"):
+        hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
+        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}")
+    if "malformed" in answer:
+        return Failed("malformed", f"not a result: {answer['malformed']!r}")
+    return Failed("error", _how_it_ended(answer, job.log_path))

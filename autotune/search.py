@@ -1,0 +1,299 @@
+"""The search: ask for a candidate, run it, take down what came of it, until enough is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from autotune import __version__
+from autotune.errors import InvalidRequestError, NoResultError, NothingFitsError
+from autotune.history import History, Tried, ran_in_full
+from autotune.optuna_study import Asked, OptunaStudy
+from autotune.preparation import Prepared
+from autotune.request import differences
+from autotune.runner.local import TrialJob
+from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
+from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
+from autotune.trial import Candidate, Document, Failed, Outcome, OutOfMemory
+from autotune.units import format_bytes, format_seconds
+
+# Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
+_MOST_REPEATS = 64
+
+
+class Runner(Protocol):
+    """Where trials run."""
+
+    def run(self, job: TrialJob, progress: Callable[[Document], None]) -> Outcome:
+        """Run one trial to its end; whatever happens to it is an outcome."""
+
+
+class Observer(Protocol):
+    """Who is told what happens, as it happens; nothing it does changes the search."""
+
+    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
+        """The first trial is about to start."""
+
+    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
+        """A trial was handed to the runner."""
+
+    def progress(self, record: Document) -> None:
+        """The running trial entered a ``phase`` or ended a ``step``."""
+
+    def trial_ends(self, trial: TrialRecord, history: History) -> None:
+        """The trial ended and is recorded."""
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+
+@dataclass
+class Interruption:
+    """Set from outside (a signal handler, say) to end the search after the running trial."""
+
+    asked: bool = False
+
+
+class Search:
+    """One run of a search, new or continued. Made for a single call of ``run``."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        runner: Runner,
+        store: Store,
+        observer: Observer,
+        log_folder: Path,
+        interruption: Interruption | None = None,
+    ) -> None:
+        self._prepared = prepared
+        self._request = prepared.request
+        self._runner = runner
+        self._store = store
+        self._observer = observer
+        self._log_folder = log_folder
+        self._interruption = interruption or Interruption()
+        self._history = History(prepared.ceiling)
+        self._records: dict[str, TrialRecord] = {}
+        self._repeats = 0
+        self._spent_seconds = 0.0
+        self._started = time.monotonic()
+
+    def run(self) -> StudyRecord:
+        """Search to the end; the study as it stands then.
+
+        Raises ``NothingFitsError`` when no candidate stays under the ceiling and ``NoResultError``
+        when none completed for other reasons; what was tried is recorded all the same.
+        """
+        self._study = self._open_study()
+        space = distributions(self._prepared.space, self._prepared.baseline, self._request.sampler)
+        request = self._request
+        sampler = make_sampler(
+            request.sampler, request.objective, self._prepared.space, self._history, space, request.seed
+        )
+        self._optuna = OptunaStudy(self._study.name, self._store, sampler, space)
+        self._optuna.settle()
+        self._observer.begins(self._prepared, self._study)
+        reason = "interrupted"
+        try:
+            reason = self._loop()
+        finally:
+            self._close_study(reason)
+        if reason != "interrupted":
+            self._check_result()
+        return self._study
+
+    # The study
+
+    def _open_study(self) -> StudyRecord:
+        prepared, request = self._prepared, self._request
+        assert request.study is not None, "a search runs under a name"
+        known = self._store.study(request.study)
+        if known is not None:
+            return self._continue(known)
+        study = StudyRecord(
+            name=request.study,
+            workload_id=self._store.intern_workload(request.workload.document(), request.workload.fingerprint()),
+            environment_id=self._store.intern_environment(prepared.environment, prepared.environment_fingerprint),
+            request=request.document(),
+            ceiling=prepared.ceiling.document(),
+            autotune_version=__version__,
+        )
+        self._store.create_study(study)
+        return study
+
+    def _continue(self, known: StudyRecord) -> StudyRecord:
+        changed = differences(known.request, self._request.document())
+        if changed:
+            raise InvalidRequestError(
+                f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
+                "choose another --study, or repeat its options",
+            )
+        self._store.lose_running_trials(known.id)
+        for trial in self._store.trials(known.id):
+            self._remember(trial)
+        self._spent_seconds = known.seconds
+        self._observer.note(f"continuing the study {known.name}, {len(self._records)} trials recorded")
+        study = replace(known, state="running", ended_at=None)
+        self._store.update_study(study)
+        return study
+
+    def _close_study(self, reason: str) -> None:
+        best, baseline = self.best(), self.baseline()
+        self._study = replace(
+            self._study,
+            state="interrupted" if reason == "interrupted" else "finished",
+            stopped_because=reason,
+            best_trial_id=best.trial_id if best else None,
+            baseline_trial_id=baseline.trial_id if baseline else None,
+            ended_at=now(),
+            seconds=self._elapsed_seconds(),
+        )
+        self._store.update_study(self._study)
+
+    def _check_result(self) -> None:
+        if self.best() is not None:
+            return
+        log = f"its log is {self._log_folder}"
+        failed = [t.outcome for t in self._history.tried if isinstance(t.outcome, Failed)]
+        ceiling = self._prepared.ceiling
+        if failed and not any(isinstance(t.outcome, OutOfMemory) for t in self._history.tried):
+            raise NoResultError(f"no trial completed; the last one failed: {failed[-1].message}", log)
+        raise NothingFitsError(
+            f"nothing fits under {format_bytes(ceiling.line_bytes)} "
+            f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(self._history.tried)} trials were run",
+            "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
+            "and --batch-multiple 1",
+        )
+
+    # What is known
+
+    def best(self) -> Tried | None:
+        """The trial to recommend so far; only candidates of the space count."""
+        among = [t.candidate for t in self._history.tried if self._prepared.space.contains(t.candidate)]
+        if self._request.objective == "max-batch":
+            return self._history.largest(among)
+        return self._history.winner(among)
+
+    def baseline(self) -> Tried | None:
+        """The trial of the ``TrainingArguments`` defaults, where it completed; the latest of several."""
+        tried = self._history.outcomes_of(self._prepared.baseline)
+        return next((t for t in reversed(tried) if t.measurement), None)
+
+    def _remember(self, trial: TrialRecord) -> None:
+        """Take a trial into account, unless it was lost for the first time: then it may be run again."""
+        lost_before = any(r.candidate == trial.candidate and _is_lost(r) for r in self._records.values())
+        self._records[trial.id] = trial
+        if trial.outcome is not None and (lost_before or not _is_lost(trial)):
+            in_full = ran_in_full(trial.candidate, trial.outcome)
+            self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
+
+    def _elapsed_seconds(self) -> float:
+        return self._spent_seconds + time.monotonic() - self._started
+
+    # The loop
+
+    def _loop(self) -> str:
+        """Run trials until there is a reason to stop; the reason."""
+        while True:
+            reason = self._exhausted()
+            if reason:
+                return reason
+            stage, forced = self._next_forced()
+            if forced is None and self._is_done():
+                return "no remaining candidate is worth a trial"
+            asked = self._optuna.ask(forced, stage)
+            candidate = forced or candidate_of(asked.params, self._prepared.space)
+            why = None if forced else self._why_not(candidate)
+            if why is not None or candidate is None:
+                self._optuna.skip(asked, why or "not in the space")
+                self._repeats += 1
+                continue
+            self._repeats = 0
+            self._run_trial(asked, candidate, stage)
+
+    def _exhausted(self) -> str | None:
+        request = self._request
+        if self._interruption.asked:
+            return "interrupted"
+        most = request.most_trials
+        if most is not None and len(self._records) >= most:
+            return f"the budget of {most} trials is spent"
+        if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
+            return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
+        if self._repeats >= _MOST_REPEATS:
+            return f"the sampler proposed nothing new {_MOST_REPEATS} times in a row"
+        return None
+
+    def _next_forced(self) -> tuple[Stage, Candidate | None]:
+        """The baseline first; a winner that was measured in part again, in full, when all else is done."""
+        baseline = self._prepared.baseline
+        wants_baseline = self._request.measure_baseline and self._request.objective == "throughput"
+        if wants_baseline and not self._history.outcomes_of(baseline):
+            return "baseline", baseline
+        best = self.best()
+        most = self._request.most_trials
+        last = most is not None and len(self._records) == most - 1
+        if best is not None and not best.in_full and (last or self._is_done()):
+            return "final", best.candidate
+        return "search", None
+
+    def _is_done(self) -> bool:
+        is_policy = isinstance(self._optuna.sampler, PolicySampler)
+        return is_policy and self._optuna.upcoming() is None
+
+    def _why_not(self, candidate: Candidate | None) -> str | None:
+        """Why a proposal need not be run: Optuna's samplers repeat themselves and do not know our rules."""
+        if candidate is None:
+            return "not in the space"
+        if self._history.outcomes_of(candidate):
+            return "tried before"
+        if self._history.ruled_out_by(candidate) is not None:
+            return "known not to fit"
+        return None
+
+    def _run_trial(self, asked: Asked, candidate: Candidate, stage: Stage) -> None:
+        study, request = self._study, self._request
+        effort = request.effort
+        if stage == "final":
+            effort = replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
+        record = TrialRecord(
+            study_id=study.id,
+            number=asked.number,
+            candidate=candidate,
+            workload_id=study.workload_id,
+            environment_id=study.environment_id,
+            stage=stage,
+            id=asked.trial_id,
+            log_path=str(self._log_folder / f"trial-{asked.number:04d}.log"),
+        )
+        self._store.start_trial(record)
+        self._observer.trial_begins(asked.number, candidate, stage)
+        started = time.monotonic()
+        job = TrialJob(
+            trial_id=record.id,
+            candidate=candidate,
+            cap_bytes=self._prepared.ceiling.cap_bytes,
+            effort=effort,
+            seed=request.seed,
+            timeout_seconds=request.trial_timeout_seconds,
+            log_path=record.log_path or "",
+        )
+        outcome: Outcome = Failed("lost", "the search was stopped during this trial")
+        try:
+            outcome = self._runner.run(job, self._observer.progress)
+        finally:
+            seconds = time.monotonic() - started
+            self._store.finish_trial(record.id, outcome, seconds)
+            self._optuna.tell(asked, candidate, outcome, request.objective, self._prepared.ceiling)
+        ended = replace(record, outcome=outcome, seconds=seconds)
+        self._remember(ended)
+        self._observer.trial_ends(ended, self._history)
+
+
+def _is_lost(trial: TrialRecord) -> bool:
+    """Whether a trial ended for reasons of the search, not its own, so that it says nothing of the candidate."""
+    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "lost"

@@ -1,0 +1,194 @@
+"""The search space: the arms, the per-device batches, and which pairs of them are valid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.errors import DeviceError, InvalidRequestError
+from autotune.trial import PRECISIONS, Arm, Candidate, Precision
+from autotune.workload import Workload
+
+DEFAULT_MULTIPLE = 8
+# Where no batch of the default multiple is possible, the search goes down these, one by one.
+FALLBACK_MULTIPLES = (4, 2, 1)
+# The largest batch that is ever tried where no effective batch bounds it; far beyond what helps.
+LARGEST_FREE_BATCH = 65536
+
+CheckpointingChoice = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Which per-device batches go with which accumulation.
+
+    With an effective batch, ``per-device batch × accumulation × world size`` is exactly that;
+    without, the batch is free and accumulation is 1.
+    """
+
+    effective_batch: int | None
+    world_size: int = 1
+    multiple: int | None = None
+    """Batches are multiples of this and of nothing less; ``None`` means 8, then 4, 2 and 1."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise InvalidRequestError(f"--world-size {self.world_size} is not a number of devices", "use 1 or more")
+        if self.multiple is not None and self.multiple < 1:
+            raise InvalidRequestError(f"--batch-multiple {self.multiple} is not a multiple", "use 1 or more")
+        if self.effective_batch is None:
+            return
+        if self.effective_batch < 1:
+            raise InvalidRequestError(f"--effective-batch {self.effective_batch} is not a batch", "use 1 or more")
+        if self.effective_batch % self.world_size:
+            lower = self.effective_batch // self.world_size * self.world_size
+            raise InvalidRequestError(
+                f"--effective-batch {self.effective_batch} cannot be shared equally by --world-size {self.world_size}",
+                f"use --effective-batch {lower or self.world_size} or {lower + self.world_size}",
+            )
+        if self.multiple and self._per_device % self.multiple:
+            raise InvalidRequestError(
+                f"no multiple of --batch-multiple {self.multiple} divides the {self._per_device} samples that a "
+                f"device gets of --effective-batch {self.effective_batch}",
+                f"these multiples would work: {', '.join(map(str, _divisors(self._per_device)))}; "
+                "or leave --batch-multiple out",
+            )
+
+    @property
+    def _per_device(self) -> int:
+        """Samples per device and optimizer step."""
+        assert self.effective_batch is not None
+        return self.effective_batch // self.world_size
+
+    def levels(self) -> tuple[int, ...]:
+        """The multiples to go down through; a lower one only counts when nothing above fits."""
+        return (self.multiple,) if self.multiple else (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES)
+
+    def at_level(self, multiple: int) -> tuple[int, ...]:
+        """Batches of exactly this level, ascending: its multiples that are on no higher level.
+
+        With an effective batch they divide what one device gets of it. A free batch has only its
+        level's first rungs here (the multiple itself below 8, a doubling ladder at the top): a
+        search may try any multiple between them.
+        """
+        higher = [level for level in self.levels() if level > multiple]
+        if self.effective_batch is None:
+            if higher:
+                return (multiple,)
+            ladder = itertools.takewhile(lambda b: b <= LARGEST_FREE_BATCH, (multiple * 2**i for i in range(32)))
+            return tuple(ladder)
+        return tuple(
+            batch
+            for batch in _divisors(self._per_device)
+            if batch % multiple == 0 and not any(batch % level == 0 for level in higher)
+        )
+
+    def accumulation(self, batch: int) -> int:
+        """Accumulation steps that go with a per-device batch."""
+        return 1 if self.effective_batch is None else self._per_device // batch
+
+    def valid(self, batch: int) -> bool:
+        """Whether the per-device batch is on any level."""
+        if batch < 1 or (self.multiple and batch % self.multiple):
+            return False
+        return batch <= LARGEST_FREE_BATCH if self.effective_batch is None else self._per_device % batch == 0
+
+    def baseline(self) -> tuple[int, int]:
+        """Batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
+
+        The default per-device batch is 8; where 8 does not divide, the largest divisor below it.
+        """
+        if self.effective_batch is None:
+            return DEFAULT_MULTIPLE, 1
+        batch = max(d for d in _divisors(self._per_device) if d <= DEFAULT_MULTIPLE)
+        return batch, self._per_device // batch
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of one search. Arms come in the order in which they are worth asking."""
+
+    arms: tuple[Arm, ...]
+    batches: Batches
+
+    def candidate(self, arm: Arm, batch: int) -> Candidate:
+        """The candidate of an arm at a per-device batch."""
+        return Candidate(arm, batch, self.batches.accumulation(batch))
+
+    def contains(self, candidate: Candidate) -> bool:
+        """Whether the candidate is one of this space's."""
+        batch = candidate.per_device_train_batch_size
+        return (
+            candidate.arm in self.arms
+            and self.batches.valid(batch)
+            and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
+        )
+
+    def baseline(self, attn_implementation: str) -> Candidate:
+        """What ``TrainingArguments`` defaults would run: the trial that speed-ups are relative to."""
+        batch, accumulation = self.batches.baseline()
+        return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
+
+
+# The order of preference between precisions that measure alike: bf16 needs no loss scaling.
+PRECISION_PREFERENCE: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32")
+
+
+def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
+    """Autocasts that make sense over the workload's weight dtype.
+
+    16-bit weights leave nothing for tf32 to do, and torch's gradient scaler refuses 16-bit
+    gradients, so fp16 autocast needs float32 weights.
+    """
+    if workload.dtype == "float32":
+        return PRECISIONS
+    return ("fp32", "bf16") if workload.dtype == "bfloat16" else ("fp32",)
+
+
+def choose_precisions(
+    asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
+) -> tuple[Precision, ...]:
+    """The precisions to search, best first; an error names one that cannot be honoured."""
+    usable = _usable_precisions(workload)
+    for precision in asked or ():
+        if precision not in device_has:
+            raise DeviceError(
+                f"{device_name} has no {precision}", f"it has {', '.join(device_has)}; leave {precision} out"
+            )
+        if precision not in usable:
+            raise InvalidRequestError(
+                f"--precision {precision} does not go with --dtype {workload.dtype}",
+                f"with these weights use {' or '.join(usable)}, or --dtype float32",
+            )
+    wanted = asked or [p for p in device_has if p in usable]
+    return tuple(p for p in PRECISION_PREFERENCE if p in wanted)
+
+
+def choose_arms(
+    precisions: Sequence[Precision],
+    checkpointing: CheckpointingChoice,
+    attn_implementations: Sequence[str],
+    optims: Sequence[str],
+    *,
+    model_checkpoints: bool,
+) -> tuple[Arm, ...]:
+    """Every combination, those without checkpointing first, then by preference of precision."""
+    if checkpointing == "on" and not model_checkpoints:
+        raise InvalidRequestError(
+            "this model does not support gradient checkpointing", "leave --gradient-checkpointing at auto or off"
+        )
+    choices = {"on": (True,), "off": (False,), "auto": (False, True) if model_checkpoints else (False,)}[checkpointing]
+    return tuple(
+        Arm(precision, checkpointed, attention, optim)
+        for checkpointed in choices
+        for attention in attn_implementations
+        for optim in optims
+        for precision in precisions
+    )

@@ -1,0 +1,134 @@
+"""Connections to the database: transactions that really are, and errors a user can read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from optuna.exceptions import StorageInternalError
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import SQLAlchemyError
+
+from autotune.errors import StorageError
+from autotune.store.location import Location
+
+# How long SQLite waits for another process's lock; its own default of 5 s is less than a busy disk may take.
+LOCK_TIMEOUT_SECONDS = 60.0
+
+_WRITES = "autotune_writes"
+_ANOTHER_FILE = "choose another file with --storage"
+
+# What the names of SQLite's error codes begin with (https://www.sqlite.org/rescode.html), in the user's words.
+_SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
+    ("SQLITE_BUSY", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
+    ("SQLITE_LOCKED", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
+    ("SQLITE_NOTADB", "is not a SQLite database", _ANOTHER_FILE),
+    (
+        "SQLITE_CORRUPT",
+        "is damaged",
+        f"restore it from a copy, rescue it with `sqlite3 FILE .recover`, or {_ANOTHER_FILE}",
+    ),
+    ("SQLITE_FULL", "cannot grow: the disk is full", f"make room, or {_ANOTHER_FILE}"),
+    ("SQLITE_READONLY", "cannot be written", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
+    ("SQLITE_CANTOPEN", "cannot be opened", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
+    ("SQLITE_PERM", "cannot be opened", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
+    ("SQLITE_IOERR", "cannot be read or written", f"look after the disk, or {_ANOTHER_FILE}"),
+)
+
+
+def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:
+    """An engine for our own tables. Migrations rebuild tables, which SQLite's foreign keys would forbid."""
+    serializer = functools.partial(json.dumps, separators=(",", ":"))
+    if location.path is None:
+        try:
+            engine = create_engine(location.url, json_serializer=serializer, pool_pre_ping=True)
+        except ImportError as error:
+            raise StorageError(
+                f"{location.label} needs a Python package that is not installed ({error})",
+                f"install it, or {_ANOTHER_FILE}",
+            ) from error
+        if engine.dialect.is_async:
+            raise StorageError(f"{location.label} names an asynchronous driver", "name a synchronous one")
+        return engine
+    engine = create_engine(location.url, json_serializer=serializer, connect_args={"timeout": lock_timeout_seconds})
+    _own_transactions(engine, foreign_keys=foreign_keys)
+    return engine
+
+
+def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
+    """Begin transactions ourselves: sqlite3 would begin too late, and commit before a CREATE TABLE.
+
+    Writers begin with ``IMMEDIATE``, so that they wait for the lock at the start; a reader that
+    turns writer midway is refused at once, whatever the timeout.
+    """
+
+    @event.listens_for(engine, "connect")
+    def prepare(dbapi_connection: Any, _record: Any) -> None:
+        dbapi_connection.isolation_level = None
+        dbapi_connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get(_WRITES, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextmanager
+def transaction(engine: Engine, *, writes: bool) -> Iterator[Connection]:
+    """One transaction on a connection of its own: committed at the end, rolled back on any exception."""
+    with engine.connect() as connection, connection.execution_options(**{_WRITES: writes}).begin():
+        yield connection
+
+
+@contextmanager
+def storage_errors(label: str) -> Iterator[None]:
+    """Turns what SQLAlchemy, sqlite3, Optuna's storage and the file system raise into ``StorageError``."""
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, UnicodeEncodeError) as error:
+        raise _translate(label, error) from error
+
+
+def _translate(label: str, error: BaseException) -> StorageError:
+    for cause in _causes(error):
+        if isinstance(cause, sqlite3.Error):
+            name = getattr(cause, "sqlite_errorname", None) or ""
+            for start, message, hint in _SQLITE_ERRORS:
+                if name.startswith(start):
+                    return StorageError(f"{label} {message}", hint)
+        if isinstance(cause, OSError):
+            return StorageError(
+                f"{label} cannot be opened: {cause.strerror or cause}",
+                f"make the file and its folder writable, or {_ANOTHER_FILE}",
+            )
+        if isinstance(cause, UnicodeEncodeError):
+            return StorageError(f"{cause.object!r} cannot be stored in {label}", "use letters that are valid Unicode")
+    innermost = list(_causes(error))[-1]
+    first_line = next(iter(str(innermost).splitlines()), type(innermost).__name__)
+    return StorageError(f"{label} failed: {first_line}", f"see that the database is reachable, or {_ANOTHER_FILE}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it wraps, outermost first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = getattr(cause, "orig", None) or cause.__cause__
+
+
+def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
+    """Write-ahead logging where it works, the old journal elsewhere; written only when it differs.
+
+    The mode stays with the file. Returns the mode that the file then has.
+    """
+    wanted = "delete" if shared_file_system else "wal"
+    with engine.connect() as connection:
+        dbapi_connection: Any = connection.connection.dbapi_connection
+        current = str(dbapi_connection.execute("PRAGMA journal_mode").fetchone()[0])
+        if current == wanted:
+            return current
+        return str(dbapi_connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0])

@@ -1,0 +1,119 @@
+"""Where the database is: a file or a URL, as the user wrote it and as SQLAlchemy wants it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from autotune.errors import StorageError
+
+DEFAULT_LOCATION = "studies/autotune.db"
+LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
+"""The environment variable that names another place than ``DEFAULT_LOCATION``."""
+
+_URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
+_SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
+# The first 16 bytes of every SQLite file (https://www.sqlite.org/fileformat2.html#magic_header_string).
+_SQLITE_MAGIC = b"SQLite format 3\x00"
+# File systems whose locks or shared memory do not hold between machines, as /proc/mounts names them.
+# WAL needs both (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "lustre", "cifs", "smb", "smb3", "smbfs", "gpfs", "beegfs", "ceph", "9p", "afs"}
+    | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A database, resolved; ``path`` is absolute, and ``None`` where it is no SQLite file."""
+
+    url: URL
+    path: Path | None
+    label: str
+    """What messages call it: the user's own words, a password left out."""
+
+    @property
+    def url_text(self) -> str:
+        """The URL with its password, for those who connect."""
+        return self.url.render_as_string(hide_password=False)
+
+    def beside(self, name: str) -> Location:
+        """Another SQLite file in the same folder, under the same label."""
+        assert self.path is not None
+        path = self.path.with_name(name)
+        return Location(self.url.set(database=str(path)), path, self.label)
+
+
+def resolve_location(location: str) -> Location:
+    """A path or a SQLAlchemy URL as a ``Location``; ``StorageError`` for what is neither."""
+    text = location.strip()
+    if not text:
+        raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
+    if not _URL_START.match(text):
+        if text == ":memory:" or text.startswith(("sqlite:", "file:")):
+            raise _not_a_file(text)
+        path = Path(text).expanduser().absolute()
+        return Location(URL.create("sqlite", database=str(path)), path, text)
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError) as error:
+        raise StorageError(f"{text!r} is not a database URL", "write it as sqlite:///path/to/file.db") from error
+    if url.get_backend_name() != "sqlite":
+        return Location(url, None, url.render_as_string(hide_password=True))
+    database = url.database or ""
+    if url.drivername not in _SQLITE_DRIVERS or database in ("", ":memory:") or database.startswith("file:"):
+        raise _not_a_file(text)
+    path = Path(database).expanduser().absolute()
+    return Location(url.set(database=str(path)), path, text)
+
+
+def _not_a_file(text: str) -> StorageError:
+    return StorageError(
+        f"{text!r} does not name a SQLite file", "give a path such as studies/autotune.db, or sqlite:///path/to/file.db"
+    )
+
+
+def check_is_database_file(location: Location) -> None:
+    """``StorageError`` when the existing file is visibly no SQLite database; an empty one is."""
+    assert location.path is not None
+    if location.path.is_dir():
+        raise StorageError(f"{location.label} is a folder", "name a file within it with --storage")
+    with location.path.open("rb") as file:
+        start = file.read(len(_SQLITE_MAGIC))
+    if start and start != _SQLITE_MAGIC:
+        raise StorageError(f"{location.label} is not a SQLite database", "choose another file with --storage")
+
+
+def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
+    """Whether ``path`` lies on a file system shared between machines.
+
+    ``mounts`` is text as in ``/proc/mounts``, which is read when it is not given; where there is
+    none (macOS) the answer is no.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return False
+    target = os.path.realpath(path)
+    longest, kind = 0, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        mount_point = _unescape(fields[1])
+        below = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
+        # Of two mounts at one place the later hides the earlier.
+        if below and len(mount_point) >= longest:
+            longest, kind = len(mount_point), fields[2]
+    return kind in _NETWORK_FILE_SYSTEMS
+
+
+def _unescape(field: str) -> str:
+    """Spaces and the like stand in /proc/mounts as three octal digits after a backslash."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

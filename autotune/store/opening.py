@@ -1,0 +1,146 @@
+"""Opening the database: made when it is missing, upgraded when it is old, refused when it is not ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from optuna.storages import RDBStorage
+from sqlalchemy import Engine, inspect
+
+from autotune.errors import StorageError
+from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
+from autotune.store.location import Location, check_is_database_file, on_network_file_system, resolve_location
+from autotune.store.migrate import (
+    check_revision_is_known,
+    head_revision,
+    migrations_folder,
+    recorded_revision,
+    upgrade_tables,
+)
+from autotune.store.optuna_storage import close_optuna, create_optuna, has_optuna, open_existing_optuna, relax_optuna
+from autotune.store.records import new_id
+from autotune.store.repository import Store
+from autotune.store.tables import PREFIX
+
+
+def open_store(
+    location: str,
+    *,
+    create: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+    migrations: Path | None = None,
+) -> Store:
+    """The database at a path or SQLAlchemy URL, with Optuna's tables and ours up to date.
+
+    A missing file is made, with its folders, unless ``create`` is false. ``migrations`` is the folder
+    of Alembic's scripts, autotune's own when left out. Raises ``StorageError`` when the file is
+    missing, locked, damaged, not writable, not a database, another program's, or from a newer
+    autotune or Optuna; such a file is left as it was.
+    """
+    place = resolve_location(location)
+    scripts = migrations or migrations_folder()
+    with storage_errors(place.label):
+        if place.path is not None:
+            if create and not place.path.exists():
+                _create_file(place, place.path, lock_timeout_seconds, scripts)
+            _check_file(place, place.path)
+        return _open(place, lock_timeout_seconds, scripts)
+
+
+def current_revision(location: str) -> tuple[str | None, str]:
+    """The revision of autotune's tables in the database (``None``: it has none), and the newest there is.
+
+    Writes nothing; ``StorageError`` when there is no such database or it cannot be read.
+    """
+    place = resolve_location(location)
+    with storage_errors(place.label):
+        if place.path is not None:
+            _check_file(place, place.path)
+        engine = build_engine(place, LOCK_TIMEOUT_SECONDS)
+        try:
+            with transaction(engine, writes=False) as connection:
+                return recorded_revision(connection), head_revision(migrations_folder())
+        finally:
+            engine.dispose()
+
+
+def upgrade(location: str) -> tuple[str | None, str]:
+    """Brings autotune's tables up to date; returns the revision before (``None``: none) and after.
+
+    A missing file is made. Raises ``StorageError`` as ``open_store`` does.
+    """
+    place = resolve_location(location)
+    is_missing = place.path is not None and not os.path.lexists(place.path)
+    before = None if is_missing else current_revision(location)[0]
+    open_store(location).close()
+    return before, head_revision(migrations_folder())
+
+
+def _check_file(place: Location, path: Path) -> None:
+    if not path.exists():
+        raise StorageError(
+            f"there is no database at {place.label}", "run a search first, or name its file with --storage"
+        )
+    check_is_database_file(place)
+
+
+def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scripts: Path) -> None:
+    """Makes the file elsewhere and moves it into place whole.
+
+    Nobody then sees half a database, whether this process is killed, its disk is full, or another
+    process makes the same file at the same time (the first one's stays).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.beside(f".{path.name}.{new_id()[:8]}.new")
+    assert draft.path is not None
+    try:
+        upgrade_tables(draft, lock_timeout_seconds, scripts)
+        close_optuna(create_optuna(draft, lock_timeout_seconds))
+        try:
+            os.link(draft.path, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            # A file system without hard links.
+            if not path.exists():
+                draft.path.rename(path)
+    finally:
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            draft.path.with_name(draft.path.name + suffix).unlink(missing_ok=True)
+
+
+def _open(place: Location, lock_timeout_seconds: float, scripts: Path) -> Store:
+    """Checks first, writes after: a database that is refused has not been touched."""
+    engine = build_engine(place, lock_timeout_seconds)
+    optuna: RDBStorage | None = None
+    try:
+        if _inspect(engine, place, scripts):
+            optuna = open_existing_optuna(place, lock_timeout_seconds)
+        upgrade_tables(place, lock_timeout_seconds, scripts)
+        optuna = optuna or create_optuna(place, lock_timeout_seconds)
+        if place.path is not None:
+            journal = choose_journal(engine, shared_file_system=on_network_file_system(place.path))
+            if journal == "wal":
+                relax_optuna(optuna)
+        return Store(place, engine, optuna)
+    except BaseException:
+        if optuna is not None:
+            close_optuna(optuna)
+        engine.dispose()
+        raise
+
+
+def _inspect(engine: Engine, place: Location, scripts: Path) -> bool:
+    """Whether Optuna's tables are there; ``StorageError`` for a newer autotune's or another program's database."""
+    with transaction(engine, writes=False) as connection:
+        names = inspect(connection).get_table_names()
+        known = not names or "version_info" in names or any(name.startswith(PREFIX) for name in names)
+        # A server's database is often shared with other programs; a file hardly ever is.
+        if place.path is not None and not known:
+            raise StorageError(
+                f"{place.label} is another program's database (its tables: {', '.join(sorted(names)[:3])} …)",
+                "choose another file with --storage",
+            )
+        check_revision_is_known(connection, scripts, place.label)
+    return has_optuna(names)

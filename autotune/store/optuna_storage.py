@@ -1,0 +1,98 @@
+"""Optuna's own storage over the same database, and whether its tables are of a version it understands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import optuna
+from optuna.storages import RDBStorage
+from sqlalchemy import event
+
+from autotune.errors import StorageError
+from autotune.store.location import Location
+
+# Tables that a database has exactly when Optuna finished setting it up; alembic_version comes last.
+_SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
+
+
+def optuna_arguments(location: Location, lock_timeout_seconds: float) -> dict[str, Any]:
+    """What ``RDBStorage`` takes to reach this database: ``url`` and ``engine_kwargs``."""
+    # Optuna passes the URL through str.format.
+    url = location.url_text.replace("{", "{{").replace("}", "}}")
+    is_file = location.path is not None
+    return {"url": url, "engine_kwargs": {"connect_args": {"timeout": lock_timeout_seconds}} if is_file else {}}
+
+
+def has_optuna(table_names: Collection[str]) -> bool:
+    """Whether Optuna's tables are among these."""
+    return set(table_names) >= _SIGNS_OF_OPTUNA
+
+
+def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
+    """Optuna's storage over its own tables, which it made earlier; writes nothing.
+
+    Raises ``StorageError`` when their version is not the one that this Optuna works with.
+    """
+    storage = RDBStorage(
+        **optuna_arguments(location, lock_timeout_seconds),
+        skip_compatibility_check=True,
+        skip_table_creation=True,
+    )
+    found, needed = storage.get_current_version(), storage.get_head_version()
+    if found == needed:
+        return storage
+    older = found in storage.get_all_versions()
+    close_optuna(storage)
+    if older:
+        raise StorageError(
+            f"{location.label} was written by an older Optuna (tables {found}, Optuna {optuna.__version__} "
+            f"needs {needed})",
+            f"upgrade them with `optuna storage upgrade --storage '{location.url.render_as_string()}'`",
+        )
+    raise StorageError(
+        f"{location.label} was written by a newer Optuna (tables {found}, Optuna {optuna.__version__} knows {needed})",
+        "upgrade Optuna, or choose another file with --storage",
+    )
+
+
+def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
+    """Optuna's storage, its tables made where they are missing."""
+    try:
+        return RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
+    except RuntimeError as error:
+        raise StorageError(
+            f"{location.label} holds tables that Optuna {optuna.__version__} cannot use",
+            f"upgrade them with `optuna storage upgrade --storage '{location.url.render_as_string()}'`",
+        ) from error
+
+
+def relax_optuna(storage: RDBStorage) -> None:
+    """Spares Optuna a wait for the disk at each of the dozen commits that it makes for a trial.
+
+    Only in WAL mode, where that cannot damage the file. Our own commits do wait, and take with them
+    what Optuna wrote before: even a power cut then costs no more than the running trial.
+    """
+
+    _at_each_connection(storage, "PRAGMA synchronous=NORMAL")
+
+
+def refuse_writes(storage: RDBStorage) -> None:
+    """Has SQLite refuse every change through this storage; on another database it does nothing."""
+    if storage.engine.dialect.name == "sqlite":
+        _at_each_connection(storage, "PRAGMA query_only=ON")
+
+
+def _at_each_connection(storage: RDBStorage, pragma: str) -> None:
+    @event.listens_for(storage.engine, "connect")
+    def prepare(dbapi_connection: Any, _record: Any) -> None:
+        dbapi_connection.execute(pragma)
+
+    # What is connected already would not hear of it.
+    close_optuna(storage)
+
+
+def close_optuna(storage: RDBStorage) -> None:
+    """Closes Optuna's connections, so that nothing holds the file; used again, it opens new ones."""
+    storage.remove_session()
+    storage.engine.dispose()

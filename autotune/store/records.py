@@ -1,0 +1,92 @@
+"""What the database holds, as frozen values; nothing here knows about tables."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from autotune.trial import Candidate, Document, Outcome
+
+StudyState = Literal["running", "finished", "interrupted"]
+Stage = Literal["search", "final", "baseline"]
+TrialState = Literal["running", "completed", "out_of_memory", "failed"]
+
+TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
+"""The Optuna trial user attribute that holds ``TrialRecord.id``; Optuna reuses its own ids, a UUID is never reused."""
+
+
+def new_id() -> str:
+    """A fresh identifier: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def now() -> datetime:
+    """This moment in UTC, as every timestamp here."""
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRecord:
+    """One search: what was asked, under which ceiling, and how it ended."""
+
+    name: str
+    """Unique; Optuna's study bears the same name."""
+    workload_id: str
+    environment_id: str
+    request: Document
+    ceiling: Document
+    autotune_version: str
+    id: str = field(default_factory=new_id)
+    state: StudyState = "running"
+    stopped_because: str | None = None
+    best_trial_id: str | None = None
+    baseline_trial_id: str | None = None
+    started_at: datetime = field(default_factory=now)
+    ended_at: datetime | None = None
+    seconds: float = 0.0
+    """Spent in searching, summed over every time the study was resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """One trial; without an outcome it is running, or was when its process was killed."""
+
+    study_id: str
+    number: int
+    """Optuna's number of the trial within the study."""
+    candidate: Candidate
+    workload_id: str
+    environment_id: str
+    stage: Stage = "search"
+    id: str = field(default_factory=new_id)
+    started_at: datetime = field(default_factory=now)
+    outcome: Outcome | None = None
+    log_path: str | None = None
+    seconds: float | None = None
+    """From start to outcome, as the controlling process saw it."""
+
+    @property
+    def state(self) -> TrialState:
+        """The outcome's state, ``running`` where there is none yet."""
+        return "running" if self.outcome is None else self.outcome.state
+
+
+@dataclass(frozen=True, slots=True)
+class StudySummary:
+    """A study with what a list of studies shows of it."""
+
+    study: StudyRecord
+    workload: Document
+    environment: Document
+    running: int
+    completed: int
+    out_of_memory: int
+    failed: int
+    best: TrialRecord | None
+
+    @property
+    def trials(self) -> int:
+        """How many trials were started, in whatever state they are."""
+        return self.running + self.completed + self.out_of_memory + self.failed

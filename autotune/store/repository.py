@@ -1,0 +1,284 @@
+"""Reading and writing the records: every method is one short transaction, every result a plain value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from optuna.storages import RDBStorage
+from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from autotune.errors import StorageError
+from autotune.store.engine import storage_errors, transaction
+from autotune.store.location import Location
+from autotune.store.optuna_storage import close_optuna
+from autotune.store.records import StudyRecord, StudySummary, TrialRecord, new_id, now
+from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
+from autotune.trial import Candidate, Document, Failed, Outcome, outcome_document, outcome_from_document
+
+# Fixed when the study is created; the rest may change until it ends, and again when it is resumed.
+_FIXED_IN_A_STUDY = frozenset({"id", "name", "started_at"})
+
+
+class Store:
+    """An open database. Get one from ``open_store``; close it, or use it in a ``with`` statement.
+
+    Any method raises ``StorageError`` when the database is locked, damaged or gone.
+    """
+
+    def __init__(self, location: Location, engine: Engine, optuna: RDBStorage) -> None:
+        self._location = location
+        self._engine = engine
+        self.optuna = optuna
+        """Optuna's storage over the same database, for ``optuna.create_study(storage=…)``."""
+
+    @property
+    def url(self) -> str:
+        """SQLAlchemy's URL of the database, with the password if it has one."""
+        return self._location.url_text
+
+    @property
+    def path(self) -> Path | None:
+        """The SQLite file; ``None`` where the database is a server's."""
+        return self._location.path
+
+    @property
+    def label(self) -> str:
+        """The database in the user's own words, for messages; a password is left out."""
+        return self._location.label
+
+    def close(self) -> None:
+        """Closes every connection; the store is of no use afterwards. May be called twice."""
+        close_optuna(self.optuna)
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Workloads and environments
+
+    def intern_environment(self, document: Document, fingerprint: str) -> str:
+        """The id of the environment with this fingerprint, which is recorded when it is new."""
+        return self._intern(EnvironmentRow, document, fingerprint)
+
+    def intern_workload(self, document: Document, fingerprint: str) -> str:
+        """The id of the workload with this fingerprint, which is recorded when it is new."""
+        return self._intern(WorkloadRow, document, fingerprint)
+
+    def environment(self, environment_id: str) -> Document:
+        """The environment's document; ``ValueError`` when there is none of this id."""
+        return self._document(EnvironmentRow, environment_id)
+
+    def workload(self, workload_id: str) -> Document:
+        """The workload's document; ``ValueError`` when there is none of this id."""
+        return self._document(WorkloadRow, workload_id)
+
+    # Studies
+
+    def create_study(self, study: StudyRecord) -> None:
+        """Records a new study; ``StorageError`` when its name is taken."""
+        try:
+            with self._transaction(writes=True) as connection:
+                taken = select(StudyRow.id).where(StudyRow.name == study.name)
+                if connection.execute(taken).first() is not None:
+                    raise _name_is_taken(study.name, self.label)
+                connection.execute(insert(StudyRow).values(**_columns(study)))
+        except StorageError as error:
+            # Where writers do not wait for each other, another may have come between.
+            if isinstance(error.__cause__, IntegrityError) and self.study(study.name) is not None:
+                raise _name_is_taken(study.name, self.label) from error
+            raise
+
+    def update_study(self, study: StudyRecord) -> None:
+        """Writes the record over the one of the same id; the name and the start stay as they were.
+
+        ``ValueError`` when there is none of this id.
+        """
+        values = {name: value for name, value in _columns(study).items() if name not in _FIXED_IN_A_STUDY}
+        with self._transaction(writes=True) as connection:
+            if connection.execute(update(StudyRow).where(StudyRow.id == study.id).values(**values)).rowcount == 0:
+                raise ValueError(f"there is no study with the id {study.id}")
+
+    def study(self, name: str) -> StudyRecord | None:
+        """The study of this name, if there is one."""
+        with self._transaction() as connection:
+            row = connection.execute(select(*_STUDY_COLUMNS).where(StudyRow.name == name)).first()
+        return None if row is None else _study_record(row._mapping)
+
+    def studies(self) -> list[StudySummary]:
+        """Every study, the newest first."""
+        with self._transaction() as connection:
+            rows = connection.execute(_STUDIES_WITH_DOCUMENTS).all()
+            counts = _trial_counts(connection)
+            best_ids = select(StudyRow.best_trial_id).where(StudyRow.best_trial_id.is_not(None))
+            best = {trial.id: trial for trial in _trials(connection, _TRIALS.where(TrialRow.id.in_(best_ids)))}
+        return [_study_summary(row, counts, best) for row in rows]
+
+    # Trials
+
+    def start_trial(self, trial: TrialRecord) -> None:
+        """Records a trial that is about to run (or one with its outcome already)."""
+        with self._transaction(writes=True) as connection:
+            connection.execute(insert(TrialRow).values(**_trial_columns(trial)))
+
+    def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
+        """Records how a running trial ended; ``ValueError`` when no trial of this id is running."""
+        ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
+        running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
+        with self._transaction(writes=True) as connection:
+            if connection.execute(update(TrialRow).where(running).values(**ended)).rowcount == 0:
+                raise ValueError(f"no trial with the id {trial_id} is running")
+
+    def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
+        """Marks every trial of the study that still counts as running as lost; returns how many there were.
+
+        For a search that resumes after having been killed. The time they took is not known.
+        """
+        lost = Failed(reason="lost", message=message)
+        running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
+        values = {"state": lost.state, "outcome": outcome_document(lost)}
+        with self._transaction(writes=True) as connection:
+            return connection.execute(update(TrialRow).where(running).values(**values)).rowcount
+
+    def trial(self, trial_id: str) -> TrialRecord | None:
+        """The trial of this id, if there is one."""
+        with self._transaction() as connection:
+            found = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
+        return found[0] if found else None
+
+    def trials(self, study_id: str) -> list[TrialRecord]:
+        """The study's trials in Optuna's order."""
+        of_study = _TRIALS.where(TrialRow.study_id == study_id).order_by(TrialRow.number, TrialRow.started_at)
+        with self._transaction() as connection:
+            return _trials(connection, of_study)
+
+    def find_trials(self, environment_fingerprint: str, workload_fingerprint: str) -> list[TrialRecord]:
+        """Every trial of any study that ended on this environment with this workload, the oldest first."""
+        environment = select(EnvironmentRow.id).where(EnvironmentRow.fingerprint == environment_fingerprint)
+        workload = select(WorkloadRow.id).where(WorkloadRow.fingerprint == workload_fingerprint)
+        ended = _TRIALS.where(
+            TrialRow.environment_id == environment.scalar_subquery(),
+            TrialRow.workload_id == workload.scalar_subquery(),
+            TrialRow.state != "running",
+        ).order_by(TrialRow.started_at)
+        with self._transaction() as connection:
+            return _trials(connection, ended)
+
+    # Within
+
+    @contextmanager
+    def _transaction(self, *, writes: bool = False) -> Iterator[Connection]:
+        with storage_errors(self.label), transaction(self._engine, writes=writes) as connection:
+            yield connection
+
+    def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
+        same = select(table.id).where(table.fingerprint == fingerprint)
+        row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}
+        try:
+            with self._transaction(writes=True) as connection:
+                known = connection.execute(same).scalar()
+                if known is None:
+                    connection.execute(insert(table).values(**row))
+        except StorageError as error:
+            if not isinstance(error.__cause__, IntegrityError):
+                raise
+            with self._transaction() as connection:
+                known = connection.execute(same).scalar_one()
+        return str(known or row["id"])
+
+    def _document(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
+        with self._transaction() as connection:
+            document: Document | None = connection.execute(select(table.document).where(table.id == row_id)).scalar()
+        if document is None:
+            raise ValueError(f"{table.__tablename__} has no row {row_id}")
+        return document
+
+
+_STUDY_FIELDS = tuple(field.name for field in dataclasses.fields(StudyRecord))
+_STUDY_COLUMNS = tuple(getattr(StudyRow, name) for name in _STUDY_FIELDS)
+_STUDIES_WITH_DOCUMENTS = (
+    select(
+        *_STUDY_COLUMNS,
+        WorkloadRow.document.label("workload_document"),
+        EnvironmentRow.document.label("environment_document"),
+    )
+    .join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
+    .join(EnvironmentRow, EnvironmentRow.id == StudyRow.environment_id)
+    .order_by(StudyRow.started_at.desc())
+)
+_TRIAL_FIELDS = tuple(field.name for field in dataclasses.fields(TrialRecord))
+_TRIALS: Select[Any] = select(*(getattr(TrialRow, name) for name in _TRIAL_FIELDS))
+
+_CountKey = tuple[str, str]
+
+
+def _name_is_taken(name: str, label: str) -> StorageError:
+    return StorageError(f"{label} has a study named {name!r} already", "choose another name with --study")
+
+
+def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
+    """The fields as they are: ``dataclasses.asdict`` would take outcomes and candidates apart."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _trial_columns(trial: TrialRecord) -> dict[str, Any]:
+    return _columns(trial) | {
+        "candidate": trial.candidate.parameters(),
+        "state": trial.state,
+        "outcome": None if trial.outcome is None else outcome_document(trial.outcome),
+    }
+
+
+def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
+    return StudyRecord(**{name: row[name] for name in _STUDY_FIELDS})
+
+
+def _trial_record(row: Row[Any]) -> TrialRecord:
+    fields = dict(zip(_TRIAL_FIELDS, row, strict=True))
+    fields["candidate"] = Candidate.from_parameters(fields["candidate"])
+    if fields["outcome"] is not None:
+        fields["outcome"] = outcome_from_document(fields["outcome"])
+    return TrialRecord(**fields)
+
+
+def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
+    rows: Sequence[Row[Any]] = connection.execute(query).all()
+    try:
+        return [_trial_record(row) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"the database holds a trial that this autotune cannot read ({error})",
+            "upgrade autotune, or choose another file with --storage",
+        ) from error
+
+
+def _trial_counts(connection: Connection) -> dict[_CountKey, int]:
+    """How many trials each study has in each state."""
+    query = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
+    return {(study_id, state): count for study_id, state, count in connection.execute(query)}
+
+
+def _study_summary(
+    row: Row[*tuple[Any, ...]], counts: Mapping[_CountKey, int], best: Mapping[str, TrialRecord]
+) -> StudySummary:
+    study = _study_record(row._mapping)
+    return StudySummary(
+        study=study,
+        workload=row.workload_document,
+        environment=row.environment_document,
+        running=counts.get((study.id, "running"), 0),
+        completed=counts.get((study.id, "completed"), 0),
+        out_of_memory=counts.get((study.id, "out_of_memory"), 0),
+        failed=counts.get((study.id, "failed"), 0),
+        best=best.get(study.best_trial_id or ""),
+    )

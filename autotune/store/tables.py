@@ -1,0 +1,135 @@
+"""autotune's own tables, as SQLAlchemy declares them.
+
+They lie in one database with Optuna's and refer to none of those: Optuna reuses ids, and a foreign
+key to its tables would keep it from deleting a study. ``alembic/versions`` builds what is declared
+here; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, MetaData, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+PREFIX = "autotune_"
+"""Every table of ours begins so; whatever does not is left alone."""
+VERSION_TABLE = "autotune_alembic_version"
+"""Optuna owns the table ``alembic_version``; sharing it breaks whichever comes second."""
+
+_ID_LENGTH = 32
+_FINGERPRINT_LENGTH = 64
+_WORD_LENGTH = 16
+# Optuna's own limit for the name of a study (optuna.storages._rdb.models.MAX_INDEXED_STRING_LENGTH).
+_NAME_LENGTH = 512
+
+# Constraints need names that do not depend on the database, or a later migration cannot drop them.
+_NAMING_CONVENTION = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment in UTC. SQLite keeps no time zone, so it is taken off and put back here."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """To UTC; a time without a zone is a mistake of the caller."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"the time {value} bears no time zone")
+        in_utc = value.astimezone(UTC)
+        return in_utc.replace(tzinfo=None) if dialect.name == "sqlite" else in_utc
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """With the zone UTC, whatever the database made of it."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """The registry of autotune's tables."""
+
+    metadata = MetaData(naming_convention=_NAMING_CONVENTION)
+    type_annotation_map = {  # noqa: RUF012
+        datetime: UtcDateTime,
+        dict[str, Any]: JSON(none_as_null=True),
+        # What float stands for by itself depends on the version of SQLAlchemy.
+        float: Double,
+    }
+
+
+class EnvironmentRow(Base):
+    """A device with its driver and library versions; one row for each fingerprint."""
+
+    __tablename__ = "autotune_environments"
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), unique=True)
+    document: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+
+
+class WorkloadRow(Base):
+    """A training job without its batch; one row for each fingerprint."""
+
+    __tablename__ = "autotune_workloads"
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), unique=True)
+    document: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+
+
+class StudyRow(Base):
+    """One search. The two trial ids are no foreign keys: trials refer to studies already."""
+
+    __tablename__ = "autotune_studies"
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(String(_NAME_LENGTH), unique=True)
+    workload_id: Mapped[str] = mapped_column(ForeignKey(WorkloadRow.id))
+    environment_id: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.id))
+    request: Mapped[dict[str, Any]]
+    ceiling: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    stopped_because: Mapped[str | None] = mapped_column(Text)
+    best_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
+    baseline_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime | None]
+    seconds: Mapped[float]
+    autotune_version: Mapped[str] = mapped_column(String(64))
+
+
+class TrialRow(Base):
+    """One trial, with the ids by which a later search on the same machine and model finds it."""
+
+    __tablename__ = "autotune_trials"
+    __table_args__ = (
+        Index(None, "study_id", "number"),
+        Index(None, "environment_id", "workload_id"),
+    )
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    study_id: Mapped[str] = mapped_column(ForeignKey(StudyRow.id))
+    number: Mapped[int]
+    stage: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    candidate: Mapped[dict[str, Any]]
+    state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    outcome: Mapped[dict[str, Any] | None]
+    log_path: Mapped[str | None] = mapped_column(Text)
+    started_at: Mapped[datetime]
+    seconds: Mapped[float | None]
+    workload_id: Mapped[str] = mapped_column(ForeignKey(WorkloadRow.id))
+    environment_id: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.id))

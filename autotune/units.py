@@ -1,0 +1,99 @@
+"""Quantities as people write them: bytes and seconds, parsed and formatted.
+
+Everything inside autotune carries its unit in its name (``_bytes: int``, ``_seconds: float``);
+this module is the only place where text becomes a quantity or a quantity becomes text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+TIB = 1024**4
+
+# IEC 80000-13 prefixes are powers of 1024, SI prefixes powers of 1000. A bare "24G" is read as
+# GiB, as nvidia-smi, docker and Slurm do when they speak of memory.
+_BYTES_OF_SUFFIX = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 1000,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 1000**2,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 1000**3,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 1000**4,
+}
+_SECONDS_OF_SUFFIX = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+# More than any machine has; a larger number is a slip of the pen and would overflow SQLite's integers.
+_MOST_BYTES = 2**60
+_MOST_SECONDS = 365 * 86400.0
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes written as ``24GiB``, ``24GB``, ``512 MiB`` or ``1048576``.
+
+    Raises ``ValueError`` with a sentence for anything else, zero and absurd sizes among it.
+    """
+    match = re.fullmatch(_NUMBER + r"\s*([a-zA-Z]*)", text.strip(), flags=re.ASCII)
+    scale = _BYTES_OF_SUFFIX.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        raise ValueError(f"{text!r} is not a size; write it as 24GiB, 512MiB or a number of bytes")
+    size = float(match.group(1)) * scale
+    if not 1 <= size <= _MOST_BYTES:
+        raise ValueError(f"{text!r} is not a size between 1 byte and 1 EiB")
+    return int(size)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``25769803776`` as ``24.0 GiB``; the unit is chosen so that the number stays readable."""
+    sign = "-" if size_bytes < 0 else ""
+    size = abs(size_bytes)
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= scale:
+            return f"{sign}{size / scale:.1f} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds written as ``90``, ``90s``, ``10m``, ``1h30m`` or ``500ms``; ``ValueError`` otherwise."""
+    parts = re.findall(_NUMBER + r"\s*([a-zA-Z]*)\s*", text.strip(), flags=re.ASCII)
+    whole = re.fullmatch(rf"(?:{_NUMBER}\s*[a-zA-Z]*\s*)+", text.strip(), flags=re.ASCII)
+    if not whole or any(suffix.lower() not in _SECONDS_OF_SUFFIX for _, suffix in parts):
+        raise ValueError(f"{text!r} is not a duration; write it as 90s, 10m or 1h30m")
+    if len(parts) > 1 and any(not suffix for _, suffix in parts):
+        raise ValueError(f"{text!r} is not a duration; each part needs a unit, as in 1h30m")
+    seconds = sum(float(number) * _SECONDS_OF_SUFFIX[suffix.lower()] for number, suffix in parts)
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(f"{text!r} is not a duration between 0 and one year")
+    return seconds
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.21`` as ``210 ms``, ``75`` as ``1m15s``, ``12.34`` as ``12.3 s``."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def format_count(count: float) -> str:
+    """``335143938`` as ``335.1M``; small numbers are left as they are."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if count >= scale:
+            return f"{count / (scale if unit != 'k' else 1e3):.1f}{unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,65 @@
+"""Building the model of a workload, with random weights unless real ones were asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from autotune.workload import Workload
+
+_AUTO_CLASS_OF_TASK = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+}
+
+
+def auto_class(workload: Workload) -> Any:
+    """The ``AutoModelFor…`` class of the workload's task."""
+    return getattr(transformers, _AUTO_CLASS_OF_TASK[workload.task])
+
+
+def build_config(workload: Workload) -> Any:
+    """The ``PretrainedConfig``; its dtype is the workload's, whatever the file said."""
+    facts = {key: value for key, value in workload.config.items() if key not in ("model_type", "torch_dtype", "dtype")}
+    config = AutoConfig.for_model(workload.model_type, **facts)
+    if workload.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        # Decoders refuse batches without one: they look for the last token that is not padding.
+        config.pad_token_id = 0
+    return config
+
+
+def model_class(workload: Workload) -> Any:
+    """The concrete class that will be built; importing it early saves each trial the import."""
+    return auto_class(workload)._model_mapping[type(build_config(workload))]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
+    """The model in training mode on ``device``, its weights stored in the workload's dtype."""
+    dtype = getattr(torch, workload.dtype)
+    if workload.weights:
+        model = auto_class(workload).from_pretrained(
+            workload.weights, dtype=dtype, attn_implementation=attn_implementation
+        )
+        return model.to(device).train()
+    with _quiet(), torch.device(device):
+        model = auto_class(workload).from_config(
+            build_config(workload), dtype=dtype, attn_implementation=attn_implementation
+        )
+    return model.train()

@@ -1,0 +1,91 @@
+"""Synthetic samples, shaped by the task. Values are random; nothing is learned from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from autotune.workload import Workload
+
+# Distinct samples; more would cost memory and change nothing.
+_POOL = 64
+_IGNORED = -100  # torch.nn.CrossEntropyLoss's default ignore_index
+_MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
+_LOWEST_TOKEN = 10  # below lie the special tokens of most vocabularies (padding would shift RoBERTa's positions)
+
+Sample = dict[str, torch.Tensor]
+
+
+class SyntheticDataset(Dataset[Sample]):
+    """``length`` samples drawn in turn from a small pool."""
+
+    def __init__(self, pool: list[Sample], length: int) -> None:
+        self._pool = pool
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._pool[index % len(self._pool)]
+
+
+def real_tokens(seq_len: int, padding: float, generator: torch.Generator) -> int:
+    """How many tokens of one sample are real, so that ``padding`` is the mean fraction that is not.
+
+    Lengths are uniform over the widest range with that mean.
+    """
+    low = max(0.0, 1 - 2 * padding)
+    high = min(1.0, 2 * (1 - padding))
+    fraction = low + (high - low) * float(torch.rand((), generator=generator))
+    return max(1, min(seq_len, round(seq_len * fraction)))
+
+
+def _image(config: Any, generator: torch.Generator) -> torch.Tensor:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.rand((config.num_channels, height, width), generator=generator)
+
+
+def _text_sample(workload: Workload, vocabulary: int, num_labels: int, generator: torch.Generator) -> Sample:
+    tokens = torch.randint(min(_LOWEST_TOKEN, vocabulary - 1), vocabulary, (workload.seq_len,), generator=generator)
+    sample: Sample = {"input_ids": tokens}
+    real = workload.seq_len
+    if workload.padding > 0:
+        real = real_tokens(workload.seq_len, workload.padding, generator)
+        sample["attention_mask"] = (torch.arange(workload.seq_len) < real).long()
+    if workload.task == "sequence-classification":
+        sample["labels"] = torch.randint(0, num_labels, (), generator=generator)
+        return sample
+    labels = tokens.clone()
+    if workload.task == "masked-lm":
+        predicted = torch.rand(workload.seq_len, generator=generator) < _MASKED_FRACTION
+        predicted[0] = True
+        labels[~predicted] = _IGNORED
+    labels[real:] = _IGNORED
+    sample["labels"] = labels
+    return sample
+
+
+def _sample(workload: Workload, model: Any, generator: torch.Generator) -> Sample:
+    config = model.config
+    if workload.task == "image-classification":
+        label = torch.randint(0, config.num_labels, (), generator=generator)
+        return {"pixel_values": _image(config, generator), "labels": label}
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if workload.task == "speech-seq2seq":
+        # Whisper's encoder takes log-mel frames at twice its positions: its first convolutions have stride 2.
+        frames = 2 * config.max_source_positions
+        features = torch.rand((config.num_mel_bins, frames), generator=generator)
+        labels = torch.randint(0, config.vocab_size, (workload.seq_len,), generator=generator)
+        return {"input_features": features, "labels": labels}
+    return _text_sample(workload, vocabulary, getattr(config, "num_labels", 2), generator)
+
+
+def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) -> SyntheticDataset:
+    """Samples for ``model``: text (seq_len,), images (channels, height, width), speech (mel bins, frames)."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = [_sample(workload, model, generator) for _ in range(min(_POOL, length))]
+    return SyntheticDataset(pool, length)

@@ -1,0 +1,90 @@
+"""What only a process with torch can say: versions, the CUDA context's size, facts about the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from autotune import device as device_facts
+from autotune.trial import Document
+from autotune.worker.build import build_config, build_model, model_class
+from autotune.worker.failures import first_line
+from autotune.workload import Workload
+
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _context_bytes(uuid: str) -> int:
+    """What a process holds on the GPU before it has a single tensor: the CUDA context.
+
+    Measured as the growth of device memory in use, since NVML does not tell it by process
+    everywhere (containers hide process ids).
+    """
+    before = device_facts.device_used_bytes(uuid)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    after = device_facts.device_used_bytes(uuid)
+    if before is None or after is None:
+        return 0
+    return max(0, after - before - torch.cuda.memory_reserved(0))
+
+
+def _attention_implementations(model: type) -> list[str]:
+    names = ["eager"]
+    if getattr(model, "_supports_sdpa", False):
+        names.append("sdpa")
+    if getattr(model, "_supports_flash_attn", False) or getattr(model, "_supports_flash_attn_2", False):
+        names.append("flash_attention_2")
+    if getattr(model, "_supports_flex_attn", False):
+        names.append("flex_attention")
+    return names
+
+
+def _model_facts(workload: Workload) -> Document:
+    """Parameters and abilities of the model, from a build on the ``meta`` device (no memory)."""
+    model_type: Any = model_class(workload)
+    attentions = _attention_implementations(model_type)
+    random_weights = dataclasses.replace(workload, weights=None)
+    model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
+    return {
+        "class": model_type.__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "attn_implementations": attentions,
+        "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "num_labels": getattr(build_config(workload), "num_labels", None),
+    }
+
+
+def inspect(job: Document) -> Document:
+    """Facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
+    context_bytes = _context_bytes(job["device_uuid"]) if job["device_kind"] == "cuda" else 0
+    facts: Document = {
+        "context_bytes": context_bytes,
+        "environment": {
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+            "cuda": torch.version.cuda if job["device_kind"] == "cuda" else None,
+            "training_arguments_fields": sorted(f.name for f in dataclasses.fields(TrainingArguments)),
+        },
+    }
+    if job["device_kind"] == "cuda":
+        facts["environment"]["device_capability"] = list(torch.cuda.get_device_capability(0))
+    try:
+        facts["model"] = _model_facts(Workload.from_document(job["workload"]))
+    except Exception as error:
+        facts["model_error"] = first_line(error)
+    return facts

@@ -1,0 +1,90 @@
+"""Telling out of memory from every other failure, in all the words that libraries have for it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from autotune.trial import Failed, FailureReason, OutOfMemory
+
+# Lower-case fragments of messages, each seen in the wild; the exception's type alone does not tell,
+# because cuBLAS, cuDNN and asynchronous kernels raise plain RuntimeErrors.
+_DEVICE_FRAGMENTS = (
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "hip out of memory",
+    "cublas_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_insufficient_resources",
+    "cufft_alloc_failed",
+    "nonzero is not supported for tensors with more than int_max",
+    "canuse32bitindexmath",
+)
+# cuDNN gives these when it cannot get a workspace, but also for layers it does not know.
+_DEVICE_FRAGMENTS_NEAR_LIMIT = (
+    "cudnn_status_not_supported",
+    "cudnn_status_internal_error",
+    "cudnn_status_alloc_failed",
+)
+_HOST_FRAGMENTS = (
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cannot allocate memory",
+    "std::bad_alloc",
+    "unable to allocate",
+)
+# Near the limit: cuDNN asks for workspaces of a few hundred MiB, a tenth of a small card.
+_NEAR_LIMIT = 0.9
+
+
+def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
+    """Whether ``error`` says that memory ran out; ``fraction_used`` is peak reserved over cap."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    if any(fragment in text for fragment in (*_DEVICE_FRAGMENTS, *_HOST_FRAGMENTS)):
+        return True
+    near = fraction_used >= _NEAR_LIMIT
+    return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, outermost first."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def first_line(error: BaseException) -> str:
+    """``TypeName: the first line of its message``, at most 300 characters."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {line}"[:300].rstrip(": ")
+
+
+def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[str, Any]) -> OutOfMemory | Failed:
+    """The outcome that an exception stands for.
+
+    ``memory`` holds ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes`` (or ``None``).
+    On a CPU the device's memory is the host's, limited for the trial; so running out of it is
+    running out of the device.
+    """
+    reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
+    fraction = reserved / cap if reserved and cap else 0.0
+    culprit = next((e for e in _chain(error) if is_out_of_memory(e, fraction)), None)
+    if culprit is None:
+        reason: FailureReason = "error"
+        text = "".join(traceback.format_exception(error))[-20_000:]
+        return Failed(reason, first_line(error), during=during, traceback=text)
+    text = str(culprit).lower()
+    on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in _HOST_FRAGMENTS)
+    return OutOfMemory(
+        first_line(culprit),
+        where="host" if on_host and not on_cpu else "device",
+        during=during,
+        peak_allocated_bytes=memory.get("peak_allocated_bytes"),
+        peak_reserved_bytes=reserved,
+    )

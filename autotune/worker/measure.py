@@ -1,0 +1,155 @@
+"""Timing optimizer steps from inside a real ``Trainer``: warm-up, measured steps, when to stop."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+
+from autotune.trial import Candidate, Effort, Measurement
+from autotune.worker.meter import Meter
+
+# The standard error of a median is 1.253 times that of a mean (normal noise); 1.96 gives 95 %.
+_MEDIAN_HALF_WIDTH = 1.96 * 1.2533
+
+
+def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
+    """Micro-steps in each step of the trial: all, or a few that stand for the rest."""
+    return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
+
+
+def relative_spread(seconds: list[float]) -> float:
+    """Half the 95 % interval of the median of ``seconds`` over that median; infinite below two."""
+    if len(seconds) < 2:
+        return float("inf")
+    error = statistics.stdev(seconds) / len(seconds) ** 0.5
+    return float(_MEDIAN_HALF_WIDTH * error / statistics.median(seconds))
+
+
+@dataclass
+class _Step:
+    """One optimizer step as it was run."""
+
+    seconds: float
+    data_seconds: float
+    optimizer_seconds: float
+    micro_seconds: float
+    """One micro-step that adds to existing gradients; 0 where none was run."""
+
+
+class MeasureCallback(TrainerCallback):  # type: ignore[misc]
+    """Marks phases on the device's timeline and synchronises once an optimizer step.
+
+    ``on_enough`` is called with the measurement inside the last step; ``on_step`` after each step
+    with its number. The callback owns no policy but ``Effort``.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        candidate: Candidate,
+        effort: Effort,
+        on_enough: Callable[[Measurement], None],
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._meter = meter
+        self._candidate = candidate
+        self._effort = effort
+        self._on_enough = on_enough
+        self._on_step = on_step
+        self._warmup: list[_Step] = []
+        self._measured: list[_Step] = []
+        self._marks: list[Any] = []
+        self._previous_end = 0.0
+        self._begin = 0.0
+        self._first_reserved: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The clock of the first step starts here."""
+        self._meter.synchronize()
+        self._previous_end = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Batches are fetched by now: what passed since the last step is data."""
+        self._begin = time.perf_counter()
+        self._marks = [self._meter.mark()]
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One micro-step of several is over."""
+        self._marks.append(self._meter.mark())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The last micro-step and gradient clipping are over."""
+        self._marks.append(self._meter.mark())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Weights are updated."""
+        self._marks.append(self._meter.mark())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take the step down; stop when there is enough."""
+        self._meter.synchronize()
+        end = time.perf_counter()
+        step = self._taken_down(end)
+        self._previous_end = end
+        warm = len(self._warmup) >= self._effort.warmup_steps
+        (self._measured if warm else self._warmup).append(step)
+        if self._first_reserved is None:
+            self._first_reserved = self._meter.peaks()[1]
+        self._on_step(len(self._warmup) + len(self._measured))
+        if self._enough():
+            control.should_training_stop = True
+            self._on_enough(self.measurement())
+
+    def _taken_down(self, end: float) -> _Step:
+        marks, between = self._marks, self._meter.seconds_between
+        return _Step(
+            seconds=end - self._previous_end,
+            data_seconds=self._begin - self._previous_end,
+            optimizer_seconds=between(marks[-2], marks[-1]),
+            # The second micro-step is the first that adds to gradients, as all later ones do.
+            micro_seconds=between(marks[1], marks[2]) if len(marks) > 4 else 0.0,
+        )
+
+    def _enough(self) -> bool:
+        measured = [step.seconds for step in self._measured]
+        if len(measured) < 2:
+            return False
+        if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:
+            return True
+        return len(measured) >= self._effort.min_steps and relative_spread(measured) <= self._effort.target_spread
+
+    def _whole_step_seconds(self, step: _Step) -> float:
+        """The step as the candidate will run it: micro-steps that were left out are added."""
+        run = micro_steps_to_run(self._candidate, self._effort)
+        missing = self._candidate.gradient_accumulation_steps - run
+        if missing == 0:
+            return step.seconds
+        return step.seconds + missing * (step.micro_seconds + step.data_seconds / run)
+
+    def measurement(self) -> Measurement:
+        """What was seen so far; needs at least one measured step."""
+        whole = [self._whole_step_seconds(step) for step in self._measured]
+        median = statistics.median(whole)
+        allocated, reserved = self._meter.peaks()
+        run = micro_steps_to_run(self._candidate, self._effort)
+        data = statistics.median(step.data_seconds for step in self._measured)
+        return Measurement(
+            step_seconds=median,
+            step_seconds_each=tuple(whole),
+            relative_spread=relative_spread(whole) if len(whole) > 1 else 0.0,
+            samples_per_second=self._candidate.samples_per_step / median,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            warmup_step_seconds=tuple(step.seconds for step in self._warmup),
+            micro_steps_run=run,
+            optimizer_seconds=statistics.median(step.optimizer_seconds for step in self._measured),
+            data_seconds=data * self._candidate.gradient_accumulation_steps / run,
+            device_used_bytes=self._meter.device_used_bytes(),
+            peak_reserved_first_step_bytes=self._first_reserved,
+            allocation_retries=self._meter.allocation_retries(),
+        )

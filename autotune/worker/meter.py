@@ -1,0 +1,140 @@
+"""Clocks and memory gauges of a device: one class for CUDA, one for the CPU, the same contract."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from autotune import device as device_facts
+
+
+class Meter(Protocol):
+    """What a trial asks of its device."""
+
+    device: torch.device
+
+    def limit(self, cap_bytes: int) -> None:
+        """Make every allocation beyond ``cap_bytes`` fail from now on."""
+
+    def synchronize(self) -> None:
+        """Wait until all work given to the device is done."""
+
+    def mark(self) -> Any:
+        """A point on the device's timeline, cheap enough for every micro-step."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another; both must lie before the last ``synchronize``."""
+
+    def reset_peaks(self) -> None:
+        """Forget peaks so far."""
+
+    def peaks(self) -> tuple[int, int]:
+        """Peak allocated and peak reserved bytes since ``reset_peaks``."""
+
+    def allocation_retries(self) -> int | None:
+        """How often the allocator had to empty its cache to go on; ``None`` where it does not say."""
+
+    def device_used_bytes(self) -> int | None:
+        """All memory in use on the device, whoever holds it; ``None`` where unknown."""
+
+
+class CudaMeter:
+    """CUDA events, the caching allocator's statistics, NVML."""
+
+    def __init__(self, uuid: str) -> None:
+        self.device = torch.device("cuda", 0)
+        self._uuid = uuid
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.zeros(1, device=self.device)
+
+    def limit(self, cap_bytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1000
+
+    def reset_peaks(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peaks(self) -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
+    def allocation_retries(self) -> int | None:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def device_used_bytes(self) -> int | None:
+        return device_facts.device_used_bytes(self._uuid)
+
+
+def _status_bytes(field: str) -> int:
+    """A ``kB`` field of /proc/self/status in bytes; 0 where there is no such file."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+class CpuMeter:
+    """The process's own clock and resident memory.
+
+    The limit is ``RLIMIT_DATA``, relative to what is mapped already: torch's CPU allocator then
+    raises a clean error, reproducibly. The peak is the growth of the high-water mark of resident
+    memory (VmHWM) since the limit was set. A CPU has no caching allocator whose reserve could
+    differ, so allocated and reserved are the same number here.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._start_bytes = _status_bytes("VmHWM")
+
+    def limit(self, cap_bytes: int) -> None:
+        ceiling = _status_bytes("VmData") + cap_bytes
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        if hard != resource.RLIM_INFINITY:
+            ceiling = min(ceiling, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (ceiling, hard))
+        self._start_bytes = _status_bytes("VmHWM")
+
+    def synchronize(self) -> None:
+        return None
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    def reset_peaks(self) -> None:
+        return None
+
+    def peaks(self) -> tuple[int, int]:
+        peak = max(0, _status_bytes("VmHWM") - self._start_bytes)
+        return peak, peak
+
+    def allocation_retries(self) -> int | None:
+        return None
+
+    def device_used_bytes(self) -> int | None:
+        return None
+
+
+def open_meter(device_kind: str, uuid: str) -> Meter:
+    """The meter of the one device that this process can see."""
+    return CudaMeter(uuid) if device_kind == "cuda" else CpuMeter()

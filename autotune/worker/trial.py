@@ -1,0 +1,138 @@
+"""One trial: a real ``Trainer`` with the candidate's ``TrainingArguments``, measured or out of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer, TrainingArguments, set_seed
+
+from autotune.arguments import training_arguments
+from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.worker.build import build_model
+from autotune.worker.data import synthetic_dataset
+from autotune.worker.failures import classify
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.meter import Meter, open_meter
+from autotune.workload import Workload
+
+Send = Callable[[Document], None]
+
+
+class Phases:
+    """What a trial is doing, how long each part took, told to the parent as it goes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = time.perf_counter()
+        self.current = ""
+        self.seconds: dict[str, float] = {}
+
+    def enter(self, name: str) -> None:
+        """End the phase under way and begin another."""
+        self.end()
+        self.current = name
+        self._send({"phase": name})
+
+    def end(self) -> None:
+        """End the phase under way."""
+        now = time.perf_counter()
+        if self.current:
+            self.seconds[self.current] = round(now - self._started, 4)
+        self._started = now
+
+
+def trainer_arguments(candidate: Candidate, device_kind: str, effort: Effort, output_dir: str, seed: int) -> Any:
+    """The candidate's arguments, with reporting and saving off and enough steps to measure."""
+    fields = {f.name for f in dataclasses.fields(TrainingArguments)}
+    arguments = training_arguments(candidate, fields, device_kind)
+    arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
+    return TrainingArguments(
+        **arguments,
+        output_dir=output_dir,
+        max_steps=effort.warmup_steps + effort.max_steps,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
+    )
+
+
+class _Trial:
+    """Everything between a job and its outcome, so that a failure knows the phase and the meter."""
+
+    def __init__(self, job: Document, send: Send) -> None:
+        self._workload = Workload.from_document(job["workload"])
+        self._candidate = Candidate.from_parameters(job["candidate"])
+        self._effort = Effort(**job["effort"])
+        self._device_kind: str = job["device_kind"]
+        self._uuid: str = job["device_uuid"]
+        self._cap_bytes: int = job["cap_bytes"]
+        self._seed: int = job["seed"]
+        self._send = send
+        self._phases = Phases(send)
+        self._meter: Meter | None = None
+
+    def run(self) -> Document:
+        """Train and measure; never raises for what training does."""
+        output_dir = tempfile.mkdtemp(prefix="autotune-trial-")
+        try:
+            outcome = self._train(output_dir)
+        except Exception as error:
+            outcome = self._failure(error)
+        finally:
+            shutil.rmtree(output_dir, ignore_errors=True)
+        self._phases.end()
+        return outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+
+    def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+        self._phases.enter("device")
+        meter = self._meter = open_meter(self._device_kind, self._uuid)
+        meter.limit(self._cap_bytes)
+        set_seed(self._seed)
+        self._phases.enter("model")
+        model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
+        meter.reset_peaks()
+        self._phases.enter("trainer")
+        arguments = trainer_arguments(self._candidate, self._device_kind, self._effort, output_dir, self._seed)
+        micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
+        samples = self._candidate.per_device_train_batch_size * micro_steps
+        dataset = synthetic_dataset(self._workload, model, samples, self._seed)
+        results: list[Measurement] = []
+        callback = MeasureCallback(
+            meter,
+            self._candidate,
+            self._effort,
+            on_enough=results.append,
+            on_step=lambda step: self._send({"step": step}),
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
+        if arguments.n_gpu > 1:
+            raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        self._phases.enter("train")
+        loss = trainer.train().training_loss
+        if not results:
+            return Failed("error", "training ended before enough steps were measured", during="train")
+        return Completed(dataclasses.replace(results[0], train_loss=loss))
+
+    def _failure(self, error: Exception) -> OutOfMemory | Failed:
+        peaks = self._meter.peaks() if self._meter else (None, None)
+        return classify(
+            error,
+            during=self._phases.current,
+            on_cpu=self._device_kind == "cpu",
+            memory={
+                "peak_allocated_bytes": peaks[0],
+                "peak_reserved_bytes": peaks[1],
+                "cap_bytes": self._cap_bytes,
+            },
+        )
+
+
+def run_trial(job: Document, send: Send) -> Document:
+    """Run the job's candidate and return its outcome as a document; ``send`` gets progress records."""
+    return _Trial(job, send).run()

@@ -1,0 +1,223 @@
+/* A stand-in for libnvidia-ml.so.1: as much of NVML's C interface as autotune asks for, answered from
+ * environment variables, so that the code that reads GPUs runs on a machine without one.
+ *
+ *   STAND_IN_GPUS        how many GPUs there are (1)
+ *   STAND_IN_CAPABILITY  compute capability of each (9.0)
+ *   STAND_IN_PROCESSES   pid=name=MiB, comma-separated; a size of - is one that the driver does not know
+ *   STAND_IN_ERRORS      function=code or function:gpu=code, comma-separated: what shall fail, and how
+ *   STAND_IN_LOG         a file that gets the name of every function called, one a line
+ *
+ * GPU n has the UUID GPU-0000000n-..., n GiB of memory more than 79, and 1 GiB reserved. MIG-1 is an instance
+ * of GPU 0 with 10 GiB. As the real library does, it calls itself uninitialised in a process forked from the one
+ * that initialised it; a shutdown there, which would spoil the parent's session, ends the process.
+ */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7 };
+#define GIB (1ULL << 30)
+#define MOST_GPUS 16
+#define MIG MOST_GPUS
+
+typedef struct { int number; } Device;
+typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
+typedef struct { unsigned pid; unsigned long long used; } Process;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process3;
+
+static Device devices[MOST_GPUS + 1];
+static pid_t owner;
+
+static const char *setting(const char *name, const char *otherwise) {
+    const char *value = getenv(name);
+    return value ? value : otherwise;
+}
+
+static int gpus(void) { return atoi(setting("STAND_IN_GPUS", "1")); }
+
+/* The code that a function shall answer with for a GPU; -1 stands for no GPU in particular. */
+static int planned(const char *function, int gpu) {
+    char list[1024], wanted[128];
+    const char *log = getenv("STAND_IN_LOG");
+    FILE *file = log ? fopen(log, "a") : NULL;
+    if (file) {
+        fprintf(file, "%s\n", function);
+        fclose(file);
+    }
+    snprintf(list, sizeof list, "%s", setting("STAND_IN_ERRORS", ""));
+    snprintf(wanted, sizeof wanted, "%s:%d", function, gpu);
+    for (char *entry = strtok(list, ","); entry; entry = strtok(NULL, ",")) {
+        char *code = strchr(entry, '=');
+        if (!code) continue;
+        *code = 0;
+        if (!strcmp(entry, function) || !strcmp(entry, wanted)) return atoi(code + 1);
+    }
+    return SUCCESS;
+}
+
+#define BEGIN(gpu) \
+    do { \
+        int code = planned(__func__, gpu); \
+        if (code) return code; \
+        if (owner != getpid()) return UNINITIALIZED; \
+    } while (0)
+
+static int start(const char *function) {
+    int code = planned(function, -1);
+    if (code) return code;
+    for (int number = 0; number <= MIG; number++) devices[number].number = number;
+    owner = getpid();
+    return SUCCESS;
+}
+
+int nvmlInit_v2(void) { return start("nvmlInit"); }
+int nvmlInitWithFlags(unsigned flags) { (void)flags; return start("nvmlInit"); }
+
+int nvmlShutdown(void) {
+    if (owner != getpid()) abort();
+    BEGIN(-1);
+    owner = 0;
+    return SUCCESS;
+}
+
+const char *nvmlErrorString(int code) { (void)code; return "A code of the stand-in's own"; }
+
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+    BEGIN(-1);
+    snprintf(text, size, "580.1");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) { BEGIN(-1); *count = gpus(); return SUCCESS; }
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) {
+    BEGIN((int)index);
+    if ((int)index >= gpus()) return INVALID_ARGUMENT;
+    *device = &devices[index];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetUUID(Device *device, char *text, unsigned size) {
+    BEGIN(device->number);
+    if (device->number == MIG) snprintf(text, size, "MIG-1");
+    else snprintf(text, size, "GPU-%08x-1111-2222-3333-444444444444", device->number);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {
+    char own[80];
+    BEGIN(-1);
+    if (!strcmp(uuid, "MIG-1")) {
+        *device = &devices[MIG];
+        return SUCCESS;
+    }
+    for (int number = 0; number < gpus(); number++) {
+        nvmlDeviceGetUUID(&devices[number], own, sizeof own);
+        if (strcmp(uuid, own)) continue;
+        *device = &devices[number];
+        return SUCCESS;
+    }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Device *instance, Device **device) {
+    BEGIN(instance->number);
+    if (instance->number != MIG) return INVALID_ARGUMENT;
+    *device = &devices[0];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetName(Device *device, char *text, unsigned size) {
+    BEGIN(device->number);
+    snprintf(text, size, device->number == MIG ? "Stand-in GPU MIG 1g.10gb" : "Stand-in GPU");
+    return SUCCESS;
+}
+
+static unsigned long long total(const Device *device) {
+    return (device->number == MIG ? 10 : 79 + device->number) * GIB;
+}
+
+int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
+    BEGIN(device->number);
+    memory->total = total(device);
+    memory->used = 3 * GIB;
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(Device *device, Memory2 *memory) {
+    BEGIN(device->number);
+    if (memory->version != (sizeof *memory | 2U << 24)) return INVALID_ARGUMENT;
+    memory->total = total(device);
+    memory->reserved = 1 * GIB;
+    memory->used = 2 * GIB;
+    memory->free = memory->total - memory->reserved - memory->used;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) {
+    BEGIN(device->number);
+    if (device->number == MIG) return NOT_SUPPORTED;
+    sscanf(setting("STAND_IN_CAPABILITY", "9.0"), "%d.%d", major, minor);
+    return SUCCESS;
+}
+
+/* Pid, name and bytes of the process at a place in STAND_IN_PROCESSES; 0 past the end. */
+static int process_at(unsigned place, unsigned *pid, char *name, unsigned long long *used) {
+    char list[1024], size[32], *entry;
+    snprintf(list, sizeof list, "%s", setting("STAND_IN_PROCESSES", ""));
+    entry = strtok(list, ",");
+    while (entry && place--) entry = strtok(NULL, ",");
+    if (!entry || sscanf(entry, "%u=%63[^=]=%31s", pid, name, size) != 3) return 0;
+    *used = *size == '-' ? ~0ULL : strtoull(size, NULL, 10) << 20;
+    return 1;
+}
+
+#define LIST_PROCESSES(count, list) \
+    do { \
+        unsigned pid, found = 0, room = *(count); \
+        unsigned long long used; \
+        char name[64]; \
+        while (process_at(found, &pid, name, &used)) { \
+            if (found < room) { (list)[found].pid = pid; (list)[found].used = used; } \
+            found++; \
+        } \
+        *(count) = found; \
+        return found > room ? TOO_SMALL : SUCCESS; \
+    } while (0)
+
+int nvmlDeviceGetComputeRunningProcesses(Device *device, unsigned *count, Process *list) {
+    BEGIN(device->number);
+    LIST_PROCESSES(count, list);
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, Process3 *list) {
+    BEGIN(device->number);
+    LIST_PROCESSES(count, list);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses(Device *device, unsigned *count, Process *list) {
+    BEGIN(device->number);
+    LIST_PROCESSES(count, list);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned *count, Process3 *list) {
+    BEGIN(device->number);
+    LIST_PROCESSES(count, list);
+}
+
+int nvmlSystemGetProcessName(unsigned pid, char *text, unsigned size) {
+    unsigned other;
+    unsigned long long used;
+    char name[64];
+    BEGIN(-1);
+    for (unsigned place = 0; process_at(place, &other, name, &used); place++) {
+        if (other != pid) continue;
+        snprintf(text, size, "%s", name);
+        return SUCCESS;
+    }
+    return NOT_FOUND;
+}

@@ -1,0 +1,127 @@
+"""Several processes and threads at one file, some of them killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import optuna
+
+from autotune.errors import AutotuneError
+from autotune.store import Store, StudyRecord, TrialRecord, open_store
+from autotune.trial import Arm, Candidate, OutOfMemory
+
+NewStudy = Callable[[str], StudyRecord]
+NewTrial = Callable[[StudyRecord, int], TrialRecord]
+
+forks = multiprocessing.get_context("fork")
+
+
+def _open_and_intern(path: str, start_at: float, answers: multiprocessing.SimpleQueue[str]) -> None:
+    time.sleep(max(0.0, start_at - time.time()))
+    try:
+        with open_store(path) as store:
+            answers.put(store.intern_workload({}, "same"))
+    except AutotuneError as error:
+        answers.put(f"failed: {error}")
+
+
+def test_processes_that_make_the_same_file_at_once_share_it(database: Path) -> None:
+    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
+    start_at = time.time() + 0.3
+    children = [forks.Process(target=_open_and_intern, args=(str(database), start_at, answers)) for _ in range(5)]
+    for child in children:
+        child.start()
+    ids = {answers.get() for _ in children}
+    for child in children:
+        child.join(30)
+    assert len(ids) == 1, ids
+    assert not ids.pop().startswith("failed")
+    assert [file.name for file in database.parent.iterdir()] == ["autotune.db"]
+
+
+def test_our_writes_and_optunas_do_not_lock_each_other_out(
+    store: Store, new_study: NewStudy, new_trial: NewTrial
+) -> None:
+    """Two threads write through the two engines of one store while a third reads through both."""
+    theirs = optuna.create_study(storage=store.optuna, study_name="first", direction="maximize")
+    study = new_study("first")
+    done = threading.Event()
+    problems: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                problems.append(error)
+
+        return threading.Thread(target=run)
+
+    def write_ours() -> None:
+        for number in range(40):
+            store.finish_trial(new_trial(study, number).id, OutOfMemory("full"), 1.0)
+
+    def write_theirs() -> None:
+        for _ in range(40):
+            asked = theirs.ask({"batch": optuna.distributions.IntDistribution(1, 64)})
+            asked.set_user_attr("seconds", 1.0)
+            theirs.tell(asked, 1.0)
+
+    def read() -> None:
+        while not done.wait(0.01):
+            store.studies()
+            theirs.get_trials(deepcopy=False)
+
+    writers = [guarded(write_ours), guarded(write_theirs)]
+    reader = guarded(read)
+    for thread in (*writers, reader):
+        thread.start()
+    for writer in writers:
+        writer.join(50)
+    done.set()
+    reader.join(50)
+    assert problems == []
+    assert len(store.trials(study.id)) == len(theirs.trials) == 40
+
+
+def _write_for_ever(path: str, study_id: str, workload_id: str, environment_id: str) -> None:
+    with open_store(path) as store:
+        for number in range(1_000_000):
+            trial = TrialRecord(study_id, number, Candidate(Arm(), 8), workload_id, environment_id)
+            store.start_trial(trial)
+            store.finish_trial(trial.id, OutOfMemory("full"), 1.0)
+
+
+def test_a_killed_writer_loses_no_more_than_its_running_trial(
+    store: Store, database: Path, new_study: NewStudy
+) -> None:
+    study = new_study("first")
+    arguments = (str(database), study.id, study.workload_id, study.environment_id)
+    # A connection must not cross a fork.
+    store.close()
+    child = forks.Process(target=_write_for_ever, args=arguments)
+    child.start()
+    with closing(sqlite3.connect(database)) as observer:
+        deadline = time.monotonic() + 30
+        seen = 0
+        while seen < 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            (seen,) = observer.execute("SELECT count(*) FROM autotune_trials WHERE state != 'running'").fetchone()
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(30)
+    with open_store(str(database)) as reopened:
+        trials = reopened.trials(study.id)
+        running = [trial for trial in trials if trial.state == "running"]
+        assert len(trials) - len(running) >= seen >= 20
+        assert len(running) <= 1
+        assert [trial.number for trial in trials] == list(range(len(trials)))
+        assert reopened.lose_running_trials(study.id) == len(running)

@@ -1,0 +1,107 @@
+"""Paths and URLs as people write them, and file systems on which WAL must not be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autotune.errors import StorageError
+from autotune.store import open_store, resolve_location
+from autotune.store.location import on_network_file_system
+
+
+def test_a_relative_path_becomes_absolute_and_keeps_its_name_in_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for written in ("studies/a.db", "sqlite:///studies/a.db"):
+        location = resolve_location(written)
+        assert location.path == tmp_path / "studies" / "a.db"
+        assert location.url.database == str(location.path)
+        assert location.label == written
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_location("~/a.db").path == tmp_path / "a.db"
+
+
+def test_a_server_has_no_path_and_its_password_stays_out_of_messages() -> None:
+    location = resolve_location("postgresql://me:secret@host/autotune")
+    assert location.path is None
+    assert "secret" not in location.label
+    assert "secret" in location.url_text
+
+
+@pytest.mark.parametrize("name", ["a b.db", "a {b} c.db", "100%.db", "a?b#c.db", "größe.db", "a:b@c&d=e.db", "'q'.db"])
+def test_odd_names_reach_optuna_and_us_alike(tmp_path: Path, name: str) -> None:
+    with open_store(str(tmp_path / name)) as store:
+        optuna.create_study(storage=store.optuna, study_name="study")
+        store.intern_workload({}, "fingerprint")
+    assert {path.name.removesuffix("-wal").removesuffix("-shm") for path in tmp_path.iterdir()} == {name}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "  ",
+        ":memory:",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite:/a.db",
+        "file:a.db",
+        "sqlite:///file:a.db?uri=true",
+        "sqlite+aiosqlite:///a.db",
+        "postgresql://host:port/x",
+    ],
+)
+def test_what_names_no_database_is_refused(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError) as caught:
+        open_store(written)
+    assert caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["nonsense://host/x", "firebird://host/x"])
+def test_an_unknown_kind_of_database_is_refused(url: str) -> None:
+    with pytest.raises(StorageError, match=url.partition(":")[0]):
+        open_store(url)
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime 0 0
+server:/home /home nfs4 rw 0 0
+/dev/vdb /home/local xfs rw 0 0
+me@host: /mnt/my\\040disk fuse.sshfs rw 0 0
+/dev/vdc /data ext4 rw 0 0
+10.0.0.1@tcp:/data /data lustre rw 0 0
+short line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"),
+    [
+        ("/var/a.db", False),
+        ("/home/me/a.db", True),
+        ("/home", True),
+        ("/homework/a.db", False),
+        ("/home/local/a.db", False),
+        ("/mnt/my disk/a.db", True),
+        ("/data/a.db", True),
+    ],
+)
+def test_the_innermost_and_last_mount_decides(path: str, shared: bool) -> None:
+    assert on_network_file_system(Path(path), MOUNTS) is shared
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/elsewhere nfs rw 0 0\n"
+    assert on_network_file_system(tmp_path / "link" / "a.db", mounts)
+    assert not on_network_file_system(tmp_path / "a.db", mounts)

@@ -1,0 +1,214 @@
+"""Alembic beside Optuna: scripts, declared tables and the ``alembic`` command agree, and failures leave no trace."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import optuna
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy.exc import IntegrityError
+
+import autotune
+from autotune.errors import StorageError
+from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
+from autotune.store.engine import build_engine, transaction
+from autotune.store.location import resolve_location
+from autotune.store.tables import PREFIX, VERSION_TABLE, Base
+from autotune.trial import Arm, Candidate
+
+ROOT = Path(__file__).parents[2]
+FROZEN = Path(__file__).parent / "databases"
+
+SCRIPT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade():
+    op.create_table("autotune_extra", sa.Column("id", sa.Integer, primary_key=True))
+    with op.batch_alter_table("autotune_studies", recreate="always") as batch:
+        batch.add_column(sa.Column("comment", sa.Text()))
+    op.execute("UPDATE autotune_studies SET comment = name")
+    {ending}
+"""
+
+
+@pytest.fixture
+def filled(database: Path) -> Path:
+    """A database with one study and one trial, of Optuna and of ours."""
+    with open_store(str(database)) as store:
+        optuna.create_study(storage=store.optuna, study_name="kept")
+        workload = store.intern_workload({"model": "bert-tiny"}, "workload-1")
+        environment = store.intern_environment({"device": "cpu"}, "environment-1")
+        study = StudyRecord("kept", workload, environment, {}, {}, "0.1.0")
+        store.create_study(study)
+        store.start_trial(TrialRecord(study.id, 0, Candidate(Arm(), 8), workload, environment))
+    return database
+
+
+def scripts_ending_with(folder: Path, ending: str) -> Path:
+    """The project's migrations and one more, which ends as given."""
+    shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "versions" / "0002_extra.py").write_text(SCRIPT.format(ending=ending))
+    return folder
+
+
+def content(path: Path) -> list[str]:
+    """Everything in the database, as SQL."""
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
+
+
+def test_the_scripts_build_what_is_declared(filled: Path) -> None:
+    engine = build_engine(resolve_location(str(filled)), 1.0)
+    options = {
+        "version_table": VERSION_TABLE,
+        "compare_type": True,
+        "include_name": lambda name, kind, _: kind != "table" or name.startswith(PREFIX),
+    }
+    try:
+        with transaction(engine, writes=False) as connection:
+            assert compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata) == []
+    finally:
+        engine.dispose()
+
+
+def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp_path: Path) -> None:
+    scripts = scripts_ending_with(tmp_path / "scripts", "pass")
+    with open_store(str(filled), migrations=scripts) as store:
+        study = store.study("kept")
+        assert study is not None
+        assert len(store.trials(study.id)) == 1
+    with closing(sqlite3.connect(filled)) as connection:
+        assert connection.execute("SELECT comment FROM autotune_studies").fetchall() == [("kept",)]
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        references = {row[2] for row in connection.execute("PRAGMA foreign_key_list(autotune_trials)")}
+    assert references == {"autotune_studies", "autotune_workloads", "autotune_environments"}
+    # Whoever has the older autotune is now told so.
+    with pytest.raises(StorageError, match="newer autotune"):
+        open_store(str(filled))
+
+
+def test_a_migration_that_the_database_refuses_leaves_it_as_it_was(filled: Path, tmp_path: Path) -> None:
+    before = content(filled)
+    twice = 'op.execute("INSERT INTO autotune_workloads SELECT * FROM autotune_workloads")'
+    scripts = scripts_ending_with(tmp_path / "scripts", twice)
+    with pytest.raises(StorageError, match="UNIQUE constraint failed") as caught:
+        open_store(str(filled), migrations=scripts)
+    assert isinstance(caught.value.__cause__, IntegrityError)
+    assert content(filled) == before
+
+
+def test_a_migration_with_a_fault_leaves_the_database_as_it_was(filled: Path, tmp_path: Path) -> None:
+    before = content(filled)
+    scripts = scripts_ending_with(tmp_path / "scripts", "raise RuntimeError('a fault')")
+    with pytest.raises(RuntimeError, match="a fault"):
+        open_store(str(filled), migrations=scripts)
+    assert content(filled) == before
+
+
+def test_a_process_killed_within_a_migration_leaves_the_database_as_it_was(filled: Path, tmp_path: Path) -> None:
+    before = content(filled)
+    scripts = scripts_ending_with(tmp_path / "scripts", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    child = multiprocessing.get_context("fork").Process(
+        target=open_store, args=(str(filled),), kwargs={"migrations": scripts}
+    )
+    child.start()
+    child.join(30)
+    assert child.exitcode == -9
+    assert content(filled) == before
+    open_store(str(filled)).close()
+
+
+def test_a_new_file_is_not_left_behind_by_a_migration_that_fails(database: Path, tmp_path: Path) -> None:
+    scripts = scripts_ending_with(tmp_path / "scripts", "op.execute('no SQL')")
+    with pytest.raises(StorageError, match="syntax error"):
+        open_store(str(database), migrations=scripts)
+    assert list(database.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("frozen", sorted(FROZEN.glob("*.sql")), ids=lambda path: path.stem)
+def test_a_database_of_every_earlier_revision_can_still_be_used(frozen: Path, tmp_path: Path) -> None:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(frozen.read_text())
+    with open_store(str(path)) as store:
+        (summary,) = store.studies()
+        assert (summary.study.name, summary.completed, summary.out_of_memory, summary.failed) == ("frozen", 1, 1, 1)
+        assert summary.best is not None
+        assert summary.best.outcome is not None
+        assert optuna.load_study(study_name="frozen", storage=store.optuna).best_value == 300.0
+        store.start_trial(
+            TrialRecord(summary.study.id, 3, Candidate(Arm(), 8), summary.best.workload_id, summary.best.environment_id)
+        )
+
+
+def test_each_revision_has_its_frozen_database() -> None:
+    revisions = {path.name.partition("_")[0] for path in (migrations_folder() / "versions").glob("*.py")}
+    assert {path.stem for path in FROZEN.glob("*.sql")} == revisions
+
+
+def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The ``alembic`` command in the checkout, where a folder bears the library's name."""
+    settings = folder / "pyproject.toml"
+    settings.write_text(f'[tool.alembic]\nscript_location = "{migrations_folder()}"\nprepend_sys_path = ["."]\n')
+    return subprocess.run(
+        [sys.executable, "-m", "alembic", "-c", str(settings), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"AUTOTUNE_STORAGE": str(database), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(not (ROOT / "alembic" / "env.py").is_file(), reason="needs the checkout")
+def test_the_alembic_command_works_in_the_checkout(filled: Path, tmp_path: Path) -> None:
+    checked = run_alembic(tmp_path, filled, "check")
+    assert checked.returncode == 0, checked.stderr
+    assert "No new upgrade operations detected" in checked.stdout
+    downgraded = run_alembic(tmp_path, filled, "downgrade", "base")
+    assert downgraded.returncode == 0, downgraded.stderr
+    left = "\n".join(content(filled))
+    assert "CREATE TABLE studies" in left
+    assert "CREATE TABLE autotune_studies" not in left
+
+
+def test_an_installation_finds_its_own_migrations(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    package = Path(autotune.__file__).parent
+    shutil.copytree(package, site / "autotune", ignore=shutil.ignore_patterns("__pycache__", "_migrations"))
+    # The library lies beside an installed package under the very name of the checkout's folder.
+    (site / "alembic" / "versions").mkdir(parents=True)
+    look = "import autotune.store as store; print(store.migrations_folder()); store.open_store('new.db').close()"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", look],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    without = run()
+    assert without.returncode == 1
+    assert "lacks its migrations" in without.stderr
+    shutil.copytree(migrations_folder(), site / "autotune" / "_migrations")
+    found = run()
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == str(site / "autotune" / "_migrations")
+    assert (tmp_path / "new.db").is_file()

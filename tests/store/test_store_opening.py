@@ -1,0 +1,254 @@
+"""What opening a database makes of every file one may point it at."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import resource
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autotune.errors import StorageError
+from autotune.store import current_revision, open_store, upgrade
+from autotune.store.engine import build_engine, choose_journal
+from autotune.store.location import resolve_location
+
+HEAD = "0001"
+
+
+def query(path: Path, sql: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(sql).fetchall()
+
+
+def tables(path: Path) -> set[str]:
+    return {str(name) for (name,) in query(path, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def plain_optuna(tmp_path: Path) -> Path:
+    """A file that Optuna alone made, with a study and a trial in it."""
+    path = tmp_path / "optuna.db"
+    storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+    study = optuna.create_study(storage=storage, study_name="older")
+    study.tell(study.ask(), 1.5)
+    storage.remove_session()
+    storage.engine.dispose()
+    return path
+
+
+def test_a_missing_file_is_made_with_its_folders_and_both_sets_of_tables(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "autotune.db"
+    with open_store(str(path)) as store:
+        assert optuna.get_all_study_names(store.optuna) == []
+    assert {"autotune_studies", "autotune_trials", "studies", "trials", "alembic_version"} <= tables(path)
+    assert query(path, "SELECT version_num FROM autotune_alembic_version") == [(HEAD,)]
+    assert query(path, "PRAGMA journal_mode") == [("wal",)]
+    assert [file.name for file in path.parent.iterdir()] == ["autotune.db"]
+
+
+def test_a_missing_file_is_not_made_for_those_who_only_read(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "autotune.db"
+    for read in (lambda: open_store(str(path), create=False), lambda: current_revision(str(path))):
+        with pytest.raises(StorageError, match="there is no database at"):
+            read()
+    assert not path.parent.exists()
+
+
+def test_opening_again_changes_nothing(database: Path) -> None:
+    open_store(str(database)).close()
+    before = digest(database)
+    open_store(str(database), create=False).close()
+    open_store(str(database)).close()
+    assert digest(database) == before
+
+
+def test_closing_twice_is_no_error(database: Path) -> None:
+    store = open_store(str(database))
+    store.close()
+    store.close()
+
+
+def test_an_empty_file_is_filled(database: Path) -> None:
+    database.parent.mkdir()
+    database.touch()
+    open_store(str(database), create=False).close()
+    assert current_revision(str(database)) == (HEAD, HEAD)
+
+
+def test_a_file_of_plain_optuna_gains_our_tables_and_keeps_its_own(plain_optuna: Path) -> None:
+    assert current_revision(str(plain_optuna)) == (None, HEAD)
+    assert upgrade(str(plain_optuna)) == (None, HEAD)
+    assert upgrade(str(plain_optuna)) == (HEAD, HEAD)
+    with open_store(str(plain_optuna)) as store:
+        assert optuna.load_study(study_name="older", storage=store.optuna).best_value == 1.5
+        assert store.studies() == []
+
+
+def test_upgrade_makes_a_missing_file(database: Path) -> None:
+    assert upgrade(str(database)) == (None, HEAD)
+    assert current_revision(str(database)) == (HEAD, HEAD)
+
+
+def make_text(path: Path) -> None:
+    path.write_text("these are notes, no database\n" * 100)
+
+
+def make_short(path: Path) -> None:
+    path.write_bytes(b"SQLite")
+
+
+def make_noise_after_header(path: Path) -> None:
+    path.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 40)
+
+
+def make_truncated(path: Path) -> None:
+    open_store(str(path)).close()
+    os.truncate(path, 4096)
+
+
+def make_foreign(path: Path) -> None:
+    query(path, "CREATE TABLE bookmarks (url TEXT)")
+
+
+def make_newer_autotune(path: Path) -> None:
+    open_store(str(path)).close()
+    query(path, "UPDATE autotune_alembic_version SET version_num = '9999'")
+
+
+def make_newer_optuna(path: Path) -> None:
+    open_store(str(path)).close()
+    query(path, "UPDATE alembic_version SET version_num = 'v99.0.0'")
+
+
+def make_older_optuna(path: Path) -> None:
+    open_store(str(path)).close()
+    query(path, "UPDATE alembic_version SET version_num = 'v3.0.0.a'")
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "hint"),
+    [
+        (make_text, "is not a SQLite database", "--storage"),
+        (make_short, "is not a SQLite database", "--storage"),
+        (make_noise_after_header, "is not a SQLite database", "--storage"),
+        (make_truncated, "is damaged", "restore it from a copy"),
+        (make_foreign, "another program's database .*bookmarks", "--storage"),
+        (make_newer_autotune, "newer autotune .*9999.*0001", "upgrade autotune"),
+        (make_newer_optuna, "newer Optuna .*v99", "upgrade Optuna"),
+        (make_older_optuna, "older Optuna .*v3.0.0.a", "optuna storage upgrade"),
+    ],
+)
+def test_a_file_we_cannot_use_is_refused_and_left_as_it_was(
+    tmp_path: Path, make: Callable[[Path], None], message: str, hint: str
+) -> None:
+    path = tmp_path / "file.db"
+    make(path)
+    before = digest(path)
+    for create in (True, False):
+        with pytest.raises(StorageError, match=message) as caught:
+            open_store(str(path), create=create)
+        assert str(path) in caught.value.message
+        assert hint in caught.value.hint
+        assert "\n" not in str(caught.value)
+    assert digest(path) == before
+
+
+def test_the_refused_revision_can_still_be_shown(database: Path) -> None:
+    database.parent.mkdir()
+    make_newer_autotune(database)
+    assert current_revision(str(database)) == ("9999", HEAD)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is a folder"):
+        open_store(str(tmp_path))
+
+
+@pytest.mark.parametrize("below", ["file/autotune.db", "file/deeper/autotune.db"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be opened") as caught:
+        open_store(str(tmp_path / below))
+    assert "writable" in caught.value.hint
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    # Not even the superuser can make a file there.
+    with pytest.raises(StorageError, match="cannot be opened"):
+        open_store("/proc/autotune.db")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StorageError, match="cannot be opened"):
+        open_store(str(tmp_path / "autotune.db"))
+
+
+@pytest.fixture
+def locked(plain_optuna: Path) -> Iterator[Path]:
+    """A file that another connection holds for itself."""
+    with closing(sqlite3.connect(plain_optuna, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield plain_optuna
+
+
+def test_a_locked_file_is_refused(locked: Path) -> None:
+    with pytest.raises(StorageError, match="locked by another process"):
+        open_store(str(locked), lock_timeout_seconds=0.1)
+
+
+def test_a_file_locked_for_writing_opens_but_refuses_to_write(database: Path) -> None:
+    open_store(str(database)).close()
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with open_store(str(database), lock_timeout_seconds=0.1) as store:
+            assert store.studies() == []
+            with pytest.raises(StorageError, match="locked by another process"):
+                store.intern_workload({}, "fingerprint")
+            other.execute("ROLLBACK")
+            store.intern_workload({}, "fingerprint")
+
+
+def test_wal_is_taken_back_where_machines_share_the_file(database: Path) -> None:
+    open_store(str(database)).close()
+    engine = build_engine(resolve_location(str(database)), 1.0)
+    try:
+        assert choose_journal(engine, shared_file_system=True) == "delete"
+        assert query(database, "PRAGMA journal_mode") == [("delete",)]
+        assert choose_journal(engine, shared_file_system=False) == "wal"
+    finally:
+        engine.dispose()
+
+
+def _open_with_little_room(path: str, answer: multiprocessing.SimpleQueue[str]) -> None:
+    """In a process of its own: no file may grow beyond 24 KiB, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 1024, 24 * 1024))
+    try:
+        open_store(path)
+        answer.put("opened")
+    except StorageError as error:
+        answer.put(f"{type(error).__name__}: {error}")
+
+
+def test_nothing_half_written_is_left_when_the_disk_is_full(database: Path) -> None:
+    forks = multiprocessing.get_context("fork")
+    answer: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
+    child = forks.Process(target=_open_with_little_room, args=(str(database), answer))
+    child.start()
+    child.join(30)
+    assert answer.get().startswith("StorageError: ")
+    assert list(database.parent.iterdir()) == []
+    open_store(str(database)).close()

@@ -1,0 +1,364 @@
+"""The catalog: its names, its facts against real models, and what ``workload`` makes of every entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import autotune
+from autotune import catalog
+from autotune.workload import choose_seq_len, infer_task, max_seq_len
+
+PACKAGE = Path(autotune.__file__).parent
+
+PROMISED = [
+    "bert-base-uncased",
+    "bert-large-uncased",
+    "bert-base-cased",
+    "roberta-base",
+    "roberta-large",
+    "distilbert-base-uncased",
+    "distilroberta-base",
+    "albert-base-v2",
+    "electra-base-discriminator",
+    "xlm-roberta-base",
+    "microsoft/deberta-v3-base",
+    "microsoft/deberta-v3-large",
+    "answerdotai/ModernBERT-base",
+    "answerdotai/ModernBERT-large",
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "distilgpt2",
+    "EleutherAI/pythia-410m",
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-1.5B",
+    "Qwen/Qwen3-0.6B",
+    "google/gemma-2-2b",
+    "google/gemma-3-1b-pt",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "t5-small",
+    "t5-base",
+    "t5-large",
+    "google/flan-t5-base",
+    "facebook/bart-base",
+    "facebook/bart-large",
+    "google/vit-base-patch16-224",
+    "google/vit-large-patch16-224",
+    "facebook/dinov2-base",
+    "openai/whisper-tiny",
+    "openai/whisper-small",
+    "openai/whisper-medium",
+]
+FOR_TRYING_OUT = ("bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "vit-tiny", "whisper-tiny-random")
+
+# Millions of parameters as their authors or their hub pages give them; the catalog counts the head
+# of the inferred task too, which is under 1.5 % of any of these.
+PUBLISHED_MILLIONS = {
+    "bert-base-uncased": 110,
+    "bert-large-uncased": 336,
+    "bert-base-cased": 108,
+    "bert-large-cased": 334,
+    "bert-base-multilingual-cased": 178,
+    "bert-tiny": 4.4,
+    "roberta-base": 125,
+    "roberta-large": 355,
+    "distilroberta-base": 82,
+    "xlm-roberta-base": 278,
+    "xlm-roberta-large": 560,
+    "distilbert-base-uncased": 67,
+    "distilbert-base-cased": 66,
+    "albert-base-v2": 11.7,
+    "electra-small-discriminator": 13.5,
+    "electra-base-discriminator": 109,
+    "electra-large-discriminator": 335,
+    "deberta-v3-small": 141,
+    "deberta-v3-base": 184,
+    "deberta-v3-large": 435,
+    "ModernBERT-base": 149,
+    "ModernBERT-large": 395,
+    "gpt2": 124,
+    "gpt2-medium": 355,
+    "gpt2-large": 774,
+    "gpt2-xl": 1558,
+    "distilgpt2": 82,
+    "pythia-70m": 70.4,
+    "pythia-160m": 162,
+    "pythia-410m": 405,
+    "pythia-1b": 1012,
+    "pythia-1.4b": 1415,
+    "Llama-3.2-1B": 1236,
+    "Llama-3.2-3B": 3213,
+    "Llama-3.1-8B": 8030,
+    "TinyLlama-1.1B-Chat-v1.0": 1100,
+    "SmolLM2-135M": 135,
+    "SmolLM2-360M": 362,
+    "Qwen2.5-0.5B": 494,
+    "Qwen2.5-1.5B": 1544,
+    "Qwen2.5-3B": 3086,
+    "Qwen2.5-7B": 7616,
+    "Qwen3-0.6B": 596,
+    "Qwen3-1.7B": 1720,
+    "Qwen3-4B": 4022,
+    "gemma-2-2b": 2614,
+    "gemma-3-1b-pt": 1000,
+    "t5-small": 60.5,
+    "t5-base": 223,
+    "t5-large": 738,
+    # Published as 77, 248 and 783 with an output matrix of its own; transformers 5 ties it to the
+    # embedding when it builds from a config, so that much less is trained.
+    "flan-t5-small": 77 - 0.512 * 32.128,
+    "flan-t5-base": 247.6 - 0.768 * 32.128,
+    "flan-t5-large": 783 - 1.024 * 32.128,
+    "bart-base": 139,
+    "bart-large": 406,
+    "vit-base-patch16-224": 86.6,
+    "vit-base-patch16-224-in21k": 86,
+    "vit-large-patch16-224": 304,
+    "dinov2-small": 22.1,
+    "dinov2-base": 86.6,
+    "dinov2-large": 304,
+    "whisper-tiny": 37.8,
+    "whisper-base": 72.6,
+    "whisper-small": 242,
+    "whisper-medium": 764,
+    "whisper-large-v3": 1543,
+    "whisper-large-v3-turbo": 809,
+}
+
+TASK_OF_TYPE = {
+    **dict.fromkeys(("gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"), "causal-lm"),
+    **dict.fromkeys(("t5", "bart"), "seq2seq-lm"),
+    **dict.fromkeys(("vit", "dinov2"), "image-classification"),
+    "whisper": "speech-seq2seq",
+    **dict.fromkeys(("albert", "bert", "deberta-v2", "distilbert", "electra"), "sequence-classification"),
+    **dict.fromkeys(("modernbert", "roberta", "xlm-roberta"), "sequence-classification"),
+}
+
+# Builds every entry without memory for its weights, in a process of its own: torch stays out of this one.
+BUILD_ALL = """
+import json, sys
+import torch, transformers
+from autotune import catalog
+from autotune.workload import infer_task
+
+AUTO = {
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
+    "image-classification": transformers.AutoModelForImageClassification,
+    "speech-seq2seq": transformers.AutoModelForSpeechSeq2Seq,
+}
+counts = {}
+for entry in catalog.entries():
+    config = dict(entry.config)
+    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device("meta"):
+        model = AUTO[infer_task(entry.config)].from_config(config)
+    counts[entry.name] = sum(parameter.numel() for parameter in model.parameters())
+
+def longer_than_stated(name, length, **smaller):
+    config = {**catalog.find(name).config, **smaller}
+    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    tokens = torch.ones(1, length, dtype=torch.long)
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM.from_config(config)(input_ids=tokens, labels=tokens).logits.shape[1]
+    return transformers.AutoModel.from_config(config)(input_ids=tokens).last_hidden_state.shape[1]
+
+small = dict(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=10)
+lengths = [longer_than_stated("t5-tiny", 150), longer_than_stated("deberta-v3-base", 600, **small)]
+json.dump({"counts": counts, "lengths": lengths}, sys.stdout)
+"""
+
+
+def entry_of(name: str) -> catalog.CatalogEntry:
+    entry = catalog.find(name)
+    assert entry is not None, f"{name} is not in the catalog"
+    return entry
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, object]:
+    child = subprocess.run(
+        [sys.executable, "-c", BUILD_ALL],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    facts = json.loads(child.stdout)
+    assert isinstance(facts, dict)
+    return facts
+
+
+def test_every_promised_name_is_there() -> None:
+    assert not [name for name in (*PROMISED, *FOR_TRYING_OUT) if catalog.find(name) is None]
+    assert len(catalog.entries()) >= 30
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("bert-large-uncased", "google-bert/bert-large-uncased"),
+        ("google-bert/bert-large-uncased", "google-bert/bert-large-uncased"),
+        ("BERT-Large-Uncased", "google-bert/bert-large-uncased"),
+        ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("META-LLAMA/llama-3.2-1b", "meta-llama/Llama-3.2-1B"),
+        ("gpt2", "openai-community/gpt2"),
+        ("google/bert_uncased_L-2_H-128_A-2", "prajjwal1/bert-tiny"),
+    ],
+)
+def test_names_with_and_without_organisation_in_any_case(spelling: str, name: str) -> None:
+    assert entry_of(spelling).name == name
+
+
+@pytest.mark.parametrize("name", ["", "bert", "someone-else/gpt2", "google-bert/bert-large-uncased/", "gpt2 "])
+def test_other_names_find_nothing(name: str) -> None:
+    assert catalog.find(name) is None
+
+
+def test_no_spelling_belongs_to_two_entries() -> None:
+    spellings = [name.lower() for entry in catalog.entries() for name in entry.names]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_only_what_is_for_trying_out_has_no_organisation() -> None:
+    homeless = {entry.name for entry in catalog.entries() if "/" not in entry.name}
+    assert homeless == {*FOR_TRYING_OUT} - {"bert-tiny"}
+    for name in FOR_TRYING_OUT:
+        entry = entry_of(name)
+        assert entry.about.endswith("for trying out")
+        assert entry.parameters < 5_000_000
+        assert name == "bert-tiny" or entry.config.get("vocab_size", 0) <= 1000
+
+
+def test_families_stay_together_from_small_to_large() -> None:
+    ours = [entry.name for entry in catalog.entries() if entry.config["model_type"] == "gpt2"]
+    assert [name.rsplit("/", 1)[-1] for name in ours] == [
+        "gpt2-tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
+    ]  # fmt: skip
+    names = [entry.name for entry in catalog.entries()]
+    start = names.index("gpt2-tiny")
+    assert names[start : start + 6] == ours
+
+
+def test_about_tells_the_layers_of_the_config() -> None:
+    for entry in catalog.entries():
+        config = entry.config
+        encoder = config.get("encoder_layers", config.get("num_layers"))
+        layers = [encoder, config.get("decoder_layers", encoder)] if config.get("is_encoder_decoder") else []
+        for key in ("num_hidden_layers", "n_layers", "n_layer"):
+            layers = layers or ([config[key]] if key in config else [])
+        phrase = " + ".join(map(str, layers)) + " layers"
+        assert re.search(rf"(?<![\d+] ){re.escape(phrase)}", entry.about), entry
+
+
+def test_configs_hold_no_generation_settings_nor_labels() -> None:
+    # transformers refuses or warns about the former; the latter are a thousand lines.
+    unwanted = {"id2label", "label2id", "auto_map", "transformers_version", "max_length", "num_beams", "use_cache"}
+    assert not [entry.name for entry in catalog.entries() if unwanted & entry.config.keys()]
+
+
+def test_parameters_are_those_of_the_model_that_transformers_builds(built: dict[str, object]) -> None:
+    assert {entry.name: entry.parameters for entry in catalog.entries()} == built["counts"]
+
+
+def test_parameters_are_those_that_were_published() -> None:
+    not_here_alone = {entry.short_name for entry in catalog.entries() if "/" in entry.name}
+    assert not_here_alone == PUBLISHED_MILLIONS.keys()
+    for name, millions in PUBLISHED_MILLIONS.items():
+        assert entry_of(name).parameters == pytest.approx(millions * 1e6, rel=0.015), name
+
+
+def test_every_entry_has_a_sensible_task() -> None:
+    for entry in catalog.entries():
+        assert infer_task(entry.config) == TASK_OF_TYPE[entry.config["model_type"]], entry.name
+
+
+def test_every_entry_has_a_sensible_sequence_length() -> None:
+    shorter = {"gpt2-tiny": 128, "llama-tiny": 256, "t5-tiny": 128, "whisper-tiny-random": 64}
+    for entry in catalog.entries():
+        task = infer_task(entry.config)
+        expected = {"image-classification": 1, "speech-seq2seq": 448}.get(task, 512)
+        assert choose_seq_len(entry.config, task, None) == shorter.get(entry.name, expected), entry.name
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("bert-base-uncased", 512),
+        ("roberta-base", 512),
+        ("ModernBERT-base", 8192),
+        ("gpt2", 1024),
+        ("Llama-3.2-1B", 131072),
+        ("t5-base", None),
+        ("deberta-v3-base", None),
+        ("vit-base-patch16-224", None),
+    ],
+)
+def test_the_longest_sequence(name: str, limit: int | None) -> None:
+    assert max_seq_len(entry_of(name).config) == limit
+
+
+def test_relative_positions_really_go_beyond_what_the_config_says(built: dict[str, object]) -> None:
+    assert built["lengths"] == [150, 600]
+    assert choose_seq_len(entry_of("t5-base").config, "seq2seq-lm", 1024) == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("bert-large-uncasd", "bert-large-uncased"),
+        ("someone/Roberta-Larg", "roberta-large"),
+        ("llama-3.2-1b-base", "Llama-3.2-1B"),
+        ("deberta-large", "deberta-v3-large"),
+    ],
+)
+def test_near_names(name: str, near: str) -> None:
+    names = catalog.near_names(name)
+    assert near in names
+    assert len(names) <= 3
+    assert all(catalog.find(known) for known in names)
+
+
+def test_near_names_are_as_many_as_asked_and_none_if_nothing_is_near() -> None:
+    assert len(catalog.near_names("gpt2", count=1)) == 1
+    assert catalog.near_names("zzzzzzzz") == ()
+    assert catalog.near_names("") == ()
+    assert catalog.near_names("x" * 1_000_000) == ()
+
+
+def test_importing_reads_nothing_and_the_data_is_found_inside_an_archive(tmp_path: Path) -> None:
+    archive = tmp_path / "autotune.zip"
+    with zipfile.ZipFile(archive, "w") as whole:
+        for file in (PACKAGE / "__init__.py", *(PACKAGE / "catalog").rglob("*.*")):
+            if file.suffix in (".py", ".json"):
+                whole.write(file, file.relative_to(PACKAGE.parent))
+    script = (
+        "import sys; from autotune import catalog; print(catalog.__file__); "
+        "print(catalog.entries.cache_info().currsize, len(catalog.entries())); "
+        "print(*{'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(archive)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    where, sizes, heavy = child.stdout.split("\n")[:3]
+    assert where.startswith(str(archive))
+    assert sizes == f"0 {len(catalog.entries())}"
+    assert heavy == ""

@@ -1,0 +1,379 @@
+"""The GPUs: a stand-in NVML library, asked in real child processes through both of pynvml's distributions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune import device as device_module
+from autotune.device import Device, device_used_bytes, find_device
+from autotune.device.facts import Precision as DevicePrecision
+from autotune.device.nvml import visible_gpus
+from autotune.errors import InvalidRequestError
+from autotune.trial import PRECISIONS
+from autotune.trial import Precision as TrialPrecision
+from autotune.units import GIB, MIB
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+PROJECT = Path(device_module.__file__).parents[2]
+
+
+def uuid_of(number: int) -> str:
+    """The UUID that the stand-in library gives GPU ``number``."""
+    return f"GPU-{number:08x}-1111-2222-3333-444444444444"
+
+
+class Machine:
+    """A machine with the stand-in library and one of the two bindings; questions are asked in a child process."""
+
+    def __init__(self, library_folder: Path, binding_folder: Path | None) -> None:
+        self.library_folder = library_folder
+        self.folders = [str(PROJECT)] if binding_folder is None else [str(binding_folder), str(PROJECT)]
+
+    def ask(self, code: str, **settings: str) -> Any:
+        """What ``answer`` holds after ``code`` ran, with ``settings`` in its environment."""
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(self.folders)}
+        program = f"import json, os\nfrom autotune.device import *\n{code}\nprint(json.dumps(answer))"
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | settings,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def devices(self, **settings: str) -> list[dict[str, Any]]:
+        """The documents of all devices."""
+        found: list[dict[str, Any]] = self.ask("answer = [d.document() for d in list_devices()]", **settings)
+        return found
+
+    def listing(self, **settings: str) -> tuple[list[tuple[str, str]], str | None]:
+        """Label and beginning of the UUID of every GPU, and the problem."""
+        devices, problem = self.ask("answer = [d.document() for d in list_devices()], nvml_problem()", **settings)
+        assert devices[-1]["label"] == "cpu"
+        return [(found["label"], found["uuid"][:12]) for found in devices[:-1]], problem
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the compiled stand-in library."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the stand-in library is found through LD_LIBRARY_PATH, which only Linux has")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler (cc, gcc or clang) to build the stand-in NVML library with")
+    folder = tmp_path_factory.mktemp("nvml")
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1")]
+    subprocess.run([*command, str(STAND_INS / "nvml.c")], check=True, timeout=60)
+    return folder
+
+
+@pytest.fixture
+def machine(library_folder: Path) -> Machine:
+    """The stand-in library with the installed binding."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    return Machine(library_folder, None)
+
+
+@pytest.fixture
+def old_machine(library_folder: Path, tmp_path: Path) -> Machine:
+    """The stand-in library with the binding of 2017."""
+    shutil.copyfile(STAND_INS / "pynvml_2017.py", tmp_path / "pynvml.py")
+    return Machine(library_folder, tmp_path)
+
+
+@pytest.fixture(params=["machine", "old_machine"])
+def either_machine(request: pytest.FixtureRequest) -> Machine:
+    """Each of the two bindings in turn."""
+    found: Machine = request.getfixturevalue(request.param)
+    return found
+
+
+class TestListing:
+    def test_every_fact_of_a_gpu(self, machine: Machine) -> None:
+        gpu, cpu = machine.devices(STAND_IN_PROCESSES="71=python=512,9=Xorg=-")
+        assert gpu == {
+            "label": "cuda:0",
+            "kind": "cuda",
+            "index": 0,
+            "uuid": uuid_of(0),
+            "name": "Stand-in GPU",
+            "memory_total_bytes": 79 * GIB,
+            "memory_reserved_bytes": 1 * GIB,
+            "memory_used_bytes": 2 * GIB,
+            "memory_free_bytes": 76 * GIB,
+            "driver": "580.1",
+            "capability": [9, 0],
+            "neighbours": [
+                {"pid": 9, "name": "Xorg", "used_bytes": None},
+                {"pid": 71, "name": "python", "used_bytes": 512 * MIB},
+            ],
+            "native_bf16": False,
+            "precisions": ["fp32", "tf32", "fp16", "bf16"],
+        }
+        assert (cpu["label"], cpu["uuid"], cpu["neighbours"]) == ("cpu", "cpu", [])
+
+    def test_the_binding_of_2017_knows_all_but_what_is_reserved(self, machine: Machine, old_machine: Machine) -> None:
+        new = machine.devices(STAND_IN_PROCESSES="71=python=512,9=Xorg=-", STAND_IN_GPUS="2")[:-1]
+        old = old_machine.devices(STAND_IN_PROCESSES="71=python=512,9=Xorg=-", STAND_IN_GPUS="2")[:-1]
+        assert old == [{**gpu, "memory_reserved_bytes": None, "memory_used_bytes": 3 * GIB} for gpu in new]
+
+    def test_a_driver_without_the_second_memory_reading(self, machine: Machine) -> None:
+        gpu = machine.devices(STAND_IN_ERRORS="nvmlDeviceGetMemoryInfo_v2=13")[0]
+        assert (gpu["memory_reserved_bytes"], gpu["memory_used_bytes"]) == (None, 3 * GIB)
+
+    def test_a_gpu_without_memory_of_its_own_shows_that_of_the_host(self, either_machine: Machine) -> None:
+        errors = "nvmlDeviceGetMemoryInfo=3,nvmlDeviceGetMemoryInfo_v2=3"
+        gpu, cpu = either_machine.devices(STAND_IN_ERRORS=errors)
+        assert gpu["memory_total_bytes"] == cpu["memory_total_bytes"]
+        assert gpu["memory_free_bytes"] > 0
+        assert gpu["memory_reserved_bytes"] is None
+
+    def test_facts_that_the_driver_keeps_to_itself_are_none(self, either_machine: Machine) -> None:
+        functions = (
+            "nvmlSystemGetDriverVersion",
+            "nvmlDeviceGetCudaComputeCapability",
+            "nvmlSystemGetProcessName",
+            "nvmlDeviceGetGraphicsRunningProcesses",
+            "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        )
+        errors = ",".join(f"{function}=4" for function in functions)
+        gpu = either_machine.devices(STAND_IN_ERRORS=errors, STAND_IN_PROCESSES="71=python=512")[0]
+        assert (gpu["driver"], gpu["capability"], gpu["precisions"]) == (None, None, ["fp32"])
+        assert gpu["neighbours"] == [{"pid": 71, "name": None, "used_bytes": 512 * MIB}]
+
+    def test_this_process_is_not_its_own_neighbour(self, either_machine: Machine) -> None:
+        code = """
+os.environ["STAND_IN_PROCESSES"] = f"{os.getpid()}=python=512,7=other=1"
+answer = [n.pid for n in list_devices()[0].neighbours]"""
+        assert either_machine.ask(code) == [7]
+
+    def test_importing_the_module_opens_nothing(self, machine: Machine, tmp_path: Path) -> None:
+        code = "import sys\nanswer = [name for name in ('pynvml', 'torch', 'ctypes') if name in sys.modules]"
+        assert machine.ask(code, STAND_IN_LOG=str(tmp_path / "log")) == []
+        assert not (tmp_path / "log").exists()
+
+
+class TestTrouble:
+    def test_no_library_is_no_gpu_and_no_problem(self, either_machine: Machine, tmp_path: Path) -> None:
+        # A file that is no library also hides a real one further along the search path.
+        (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+        assert either_machine.listing(LD_LIBRARY_PATH=str(tmp_path)) == ([], None)
+
+    def test_no_binding_is_a_problem_that_names_the_package(self, machine: Machine, tmp_path: Path) -> None:
+        (tmp_path / "pynvml.py").write_text("raise ImportError('no such thing')")
+        gpus, problem = machine.listing(PYTHONPATH=f"{tmp_path}{os.pathsep}{PROJECT}")
+        assert gpus == []
+        assert problem is not None
+        assert "pip install nvidia-ml-py" in problem
+
+    @pytest.mark.parametrize("code", [9, 18, 999, 77])
+    def test_a_library_that_does_not_start_is_a_problem(self, either_machine: Machine, code: int) -> None:
+        gpus, problem = either_machine.listing(STAND_IN_ERRORS=f"nvmlInit={code}")
+        assert gpus == []
+        assert problem is not None
+        assert problem.startswith("NVML does not start: ")
+        assert "b'" not in problem
+        assert either_machine.ask("answer = device_used_bytes('GPU-0')", STAND_IN_ERRORS=f"nvmlInit={code}") is None
+
+    @pytest.mark.parametrize(
+        ("errors", "said"),
+        [
+            ("nvmlDeviceGetHandleByIndex_v2:1=15", "GPU 1: GPU is lost"),
+            ("nvmlDeviceGetMemoryInfo:1=15,nvmlDeviceGetMemoryInfo_v2:1=15", "cuda:1: GPU is lost"),
+            ("nvmlDeviceGetUUID:1=15", "cuda:1: GPU is lost"),
+        ],
+    )
+    def test_a_lost_gpu_hides_no_other(self, either_machine: Machine, errors: str, said: str) -> None:
+        gpus, problem = either_machine.listing(STAND_IN_GPUS="3", STAND_IN_ERRORS=errors)
+        assert gpus == [("cuda:0", "GPU-00000000"), ("cuda:2", "GPU-00000002")]
+        assert problem == said
+
+    def test_gpus_that_cannot_be_counted(self, either_machine: Machine) -> None:
+        gpus, problem = either_machine.listing(STAND_IN_ERRORS="nvmlDeviceGetCount_v2=15")
+        assert (gpus, problem) == ([], "the GPUs cannot be counted: GPU is lost")
+
+    def test_a_problem_that_passed_is_forgotten(self, machine: Machine) -> None:
+        code = """
+list_devices(); before = nvml_problem()
+del os.environ["STAND_IN_ERRORS"]
+list_devices(); answer = [before, nvml_problem()]"""
+        said = "GPU 0: GPU is lost"
+        assert machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetHandleByIndex_v2=15") == [said, None]
+
+
+class TestVisible:
+    @pytest.mark.parametrize(
+        ("visible", "numbers"),
+        [
+            ("2,0", [2, 0]),
+            ("", []),
+            ("-1", []),
+            ("0,-1,1", [0]),
+            ("GPU-00000001,GPU-00000002-1111", [1, 2]),
+            ("GPU-00000002,0", [2, 0]),
+        ],
+    )
+    def test_order_and_choice_go_by_uuid(self, either_machine: Machine, visible: str, numbers: list[int]) -> None:
+        gpus, problem = either_machine.listing(STAND_IN_GPUS="3", CUDA_VISIBLE_DEVICES=visible)
+        assert gpus == [(f"cuda:{n}", uuid_of(number)[:12]) for n, number in enumerate(numbers)]
+        assert problem is None
+
+    def test_a_mig_instance_is_a_device_with_its_own_memory(self, machine: Machine, old_machine: Machine) -> None:
+        for asked in (machine, old_machine):
+            gpu = asked.devices(STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")[0]
+            assert (gpu["label"], gpu["uuid"], gpu["memory_total_bytes"]) == ("cuda:0", "MIG-1", 10 * GIB)
+        assert machine.devices(CUDA_VISIBLE_DEVICES="MIG-1")[0]["capability"] == [9, 0]
+
+    def test_an_unknown_mig_instance_is_a_problem(self, either_machine: Machine) -> None:
+        assert either_machine.listing(CUDA_VISIBLE_DEVICES="MIG-9") == ([], "MIG-9: Not Found")
+
+    @pytest.mark.parametrize(
+        ("visible", "shown"),
+        [
+            (None, (0, 1, 2)),
+            ("1", (1,)),
+            (" 1 , 0 ", (1, 0)),
+            ("1gpu,2", (1, 2)),
+            ("0,3,1", (0,)),
+            ("0,0", ()),
+            ("GPU-a", ()),
+            ("GPU-ab", (1,)),
+            ("GPU-c,GPU-x,0", (2,)),
+            ("0,MIG-1", (0,)),
+            ("MIG-1,0", ("MIG-1",)),
+            ("NoDevFiles", ()),
+            ("٢", ()),
+        ],
+    )
+    def test_the_rules_of_the_variable(self, visible: str | None, shown: tuple[int | str, ...]) -> None:
+        assert visible_gpus(visible, ["GPU-aa", "GPU-ab", "GPU-cc"]) == shown
+
+    def test_a_gpu_that_cannot_be_read_keeps_its_number(self) -> None:
+        assert visible_gpus("1,GPU-c", ["GPU-aa", None, "GPU-cc"]) == (1, 2)
+
+    @given(st.text(alphabet="0123-,GPUMIabc +", max_size=20))
+    def test_whatever_it_holds_no_gpu_shows_twice(self, visible: str) -> None:
+        shown = visible_gpus(visible, ["GPU-aa", "GPU-ab"])
+        assert len(set(shown)) == len(shown)
+        assert all(position in (0, 1) for position in shown if isinstance(position, int))
+
+
+class TestFindDevice:
+    @pytest.mark.parametrize(
+        ("text", "label"),
+        [
+            ("None", "cuda:0"),
+            ("'cuda'", "cuda:0"),
+            ("' cuda:1 '", "cuda:1"),
+            ("'cpu'", "cpu"),
+            (f"'{uuid_of(0)}'", "cuda:1"),
+            ("'GPU-00000001'", "cuda:0"),
+        ],
+    )
+    def test_every_way_to_name_one(self, machine: Machine, text: str, label: str) -> None:
+        code = f"answer = find_device({text}).label"
+        assert machine.ask(code, STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="1,0") == label
+
+    def test_without_a_gpu_the_cpu_is_the_default(self, machine: Machine) -> None:
+        assert machine.ask("answer = find_device(None).label", CUDA_VISIBLE_DEVICES="") == "cpu"
+
+    @pytest.mark.parametrize("text", ["cuda:1", "cuda:007", "GPU-00000001", "MIG-5"])
+    def test_an_absent_one_is_named_with_what_there_is(self, machine: Machine, text: str) -> None:
+        code = f"""
+from autotune.errors import DeviceError
+try: find_device({text!r})
+except DeviceError as error: answer = [error.message, error.hint]"""
+        message, hint = machine.ask(code, STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="0")
+        assert message == f"there is no device {text}"
+        assert "cuda:0 (Stand-in GPU), cpu (" in hint
+        assert "CUDA_VISIBLE_DEVICES='0'" in hint
+
+    def test_an_ambiguous_one_is_refused(self, machine: Machine) -> None:
+        code = """
+from autotune.errors import DeviceError
+try: find_device("GPU-0")
+except DeviceError as error: answer = error.message"""
+        assert machine.ask(code, STAND_IN_GPUS="2") == "GPU-0 means 2 devices"
+
+    def test_the_error_tells_of_a_gpu_that_is_lost(self, machine: Machine) -> None:
+        code = """
+from autotune.errors import DeviceError
+try: find_device("cuda:0")
+except DeviceError as error: answer = error.hint"""
+        assert "GPU 0: GPU is lost" in machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetHandleByIndex_v2=15")
+
+    @pytest.mark.parametrize("text", ["gpu7x", "", "cuda:", "cuda:-1", "cuda:1.5", "cuda:٢", "cpu:0", "GPU-", "0"])
+    def test_bad_text_is_a_bad_request(self, text: str) -> None:
+        with pytest.raises(InvalidRequestError, match=r"cpu, cuda, cuda:N"):
+            find_device(text)
+
+
+class TestUsedBytes:
+    def test_the_second_reading_opens_nothing_again(self, either_machine: Machine, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        code = f"answer = [device_used_bytes('{uuid_of(1)}') for _ in range(3)]"
+        used = either_machine.ask(code, STAND_IN_GPUS="2", STAND_IN_LOG=str(log))
+        assert used in ([2 * GIB] * 3, [3 * GIB] * 3)
+        calls = log.read_text().split()
+        assert calls.count("nvmlInit") == calls.count("nvmlDeviceGetHandleByUUID") == 1
+
+    def test_unknown_and_unreadable_devices_have_none(self, either_machine: Machine) -> None:
+        code = f"answer = [device_used_bytes(uuid) for uuid in ('cpu', 'GPU-5', '{uuid_of(0)}')]"
+        errors = "nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15"
+        assert either_machine.ask(code, STAND_IN_ERRORS=errors) == [None, None, None]
+
+    def test_a_forked_child_opens_its_own(self, either_machine: Machine) -> None:
+        code = f"""
+before = device_used_bytes("{uuid_of(0)}")
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(writing, json.dumps([device_used_bytes("{uuid_of(0)}"), len(list_devices())]).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+answer = [before, device_used_bytes("{uuid_of(0)}"), *json.loads(os.read(reading, 100))]"""
+        before, after, in_child, devices_in_child = either_machine.ask(code)
+        assert before == after == in_child
+        assert before in (2 * GIB, 3 * GIB)
+        assert devices_in_child == 2
+
+    def test_on_this_machine_the_cpu_has_none(self) -> None:
+        assert device_used_bytes("cpu") is None
+
+
+def gpu_of(capability: tuple[int, int] | None) -> Device:
+    """A GPU of which only the capability matters."""
+    return Device("cuda", 3, "GPU-0", "a GPU", GIB, None, 0, GIB, capability=capability)
+
+
+class TestPrecisions:
+    @pytest.mark.parametrize(
+        ("capability", "precisions"),
+        [
+            (None, ("fp32",)),
+            ((5, 2), ("fp32",)),
+            ((5, 3), ("fp32", "fp16")),
+            ((7, 5), ("fp32", "fp16")),
+            ((8, 0), PRECISIONS),
+            ((12, 1), PRECISIONS),
+        ],
+    )
+    def test_of_a_gpu(self, capability: tuple[int, int] | None, precisions: tuple[str, ...]) -> None:
+        assert gpu_of(capability).precisions == precisions
+        assert gpu_of(capability).label == "cuda:3"
+
+    def test_the_words_are_those_of_a_trial(self) -> None:
+        assert get_args(DevicePrecision) == get_args(TrialPrecision)

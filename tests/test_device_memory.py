@@ -1,0 +1,215 @@
+"""The CPU and its memory from recorded /proc and control group files; the ceiling and its headroom."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.device import Ceiling, Device, Headroom, find_device, list_devices, parse_headroom
+from autotune.device.host import cpu_device, host_memory
+from autotune.errors import InvalidRequestError, NothingFitsError
+from autotune.units import GIB, MIB
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    """Files below a folder that stands for ``/``."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   25165824 kB\n"
+
+
+class TestProcessor:
+    @pytest.mark.parametrize(
+        ("line", "precisions"),
+        [
+            ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", ("fp32", "bf16")),
+            ("flags\t\t: fpu amx_bf16", ("fp32", "bf16")),
+            ("flags\t\t: fpu avx512f amx_fp16 xavx512_bf16", ("fp32",)),
+            ("Features\t: fp asimd bf16 i8mm", ("fp32", "bf16")),
+            ("Features\t: fp asimd", ("fp32",)),
+            ("", ("fp32",)),
+        ],
+    )
+    def test_precisions_and_name(self, tmp_path: Path, line: str, precisions: tuple[str, ...]) -> None:
+        first = f"processor\t: 0\nmodel name\t: A  CPU @ 2:1\n{line}\n"
+        write(tmp_path, {"proc/cpuinfo": f"{first}\nmodel name\t: another\nflags\t: amx_bf16\n"})
+        assert cpu_device(tmp_path).precisions == precisions
+        assert cpu_device(tmp_path).name == "A  CPU @ 2:1"
+
+
+class TestHostMemory:
+    def test_without_control_groups_it_is_the_machines(self, tmp_path: Path) -> None:
+        write(tmp_path, {"proc/meminfo": MEMINFO})
+        memory = host_memory(tmp_path)
+        assert (memory.total_bytes, memory.free_bytes) == (32 * GIB, 24 * GIB)
+
+    def test_version_2_counts_every_level_and_not_the_cache(self, tmp_path: Path) -> None:
+        top = "sys/fs/cgroup"
+        files = {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/user/job\n",
+            f"{top}/user/memory.max": f"{8 * GIB}\n",
+            f"{top}/user/memory.current": f"{5 * GIB}\n",
+            f"{top}/user/memory.stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file {GIB}\n",
+            f"{top}/user/job/memory.max": "max\n",
+            f"{top}/user/job/memory.current": f"{GIB}\n",
+        }
+        write(tmp_path, files)
+        memory = host_memory(tmp_path)
+        assert (memory.total_bytes, memory.free_bytes) == (8 * GIB, 5 * GIB)
+        write(tmp_path, {f"{top}/user/job/memory.max": f"{4 * GIB}"})
+        memory = host_memory(tmp_path)
+        assert (memory.total_bytes, memory.free_bytes) == (4 * GIB, 3 * GIB)
+
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_version_1_also_where_a_container_sees_a_path_of_the_host(self, tmp_path: Path, inside: bool) -> None:
+        folder = "sys/fs/cgroup/memory" + ("" if inside else "/docker/abc")
+        files = {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "9:name=systemd:/docker/abc\n4:cpu,memory:/docker/abc\n0::/\n",
+            f"{folder}/memory.limit_in_bytes": f"{8 * GIB}\n",
+            f"{folder}/memory.usage_in_bytes": f"{3 * GIB}\n",
+            f"{folder}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+        }
+        write(tmp_path, files)
+        memory = host_memory(tmp_path)
+        assert (memory.total_bytes, memory.free_bytes) == (8 * GIB, 6 * GIB)
+
+    def test_a_limit_above_the_machine_is_none(self, tmp_path: Path) -> None:
+        files = {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "4:memory:/job\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
+        }
+        write(tmp_path, files)
+        memory = host_memory(tmp_path)
+        assert (memory.total_bytes, memory.free_bytes) == (32 * GIB, 24 * GIB)
+
+    def test_a_full_group_has_nothing_free(self, tmp_path: Path) -> None:
+        files = {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/../elsewhere\n",
+            "sys/fs/cgroup/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+        }
+        write(tmp_path, files)
+        assert host_memory(tmp_path).free_bytes == 0
+
+    def test_without_proc_the_facts_are_fewer(self, tmp_path: Path) -> None:
+        cpu = cpu_device(tmp_path)
+        assert cpu.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert (cpu.memory_free_bytes, cpu.memory_used_bytes, cpu.precisions) == (None, None, ("fp32",))
+        assert cpu.name
+        assert Ceiling.on_device(cpu, None, 0).free_bytes == cpu.memory_total_bytes
+
+    def test_this_machine(self) -> None:
+        cpu = list_devices()[-1]
+        assert (cpu.label, cpu.kind, cpu.driver) == ("cpu", "cpu", None)
+        assert cpu.memory_total_bytes > 256 * MIB
+        if sys.platform.startswith("linux"):
+            assert cpu.memory_free_bytes is not None
+            assert cpu.memory_used_bytes == cpu.memory_total_bytes - cpu.memory_free_bytes
+        assert json.loads(json.dumps(cpu.document())) == cpu.document()
+        assert find_device("cpu").uuid == cpu.uuid
+
+
+class TestHeadroom:
+    @pytest.mark.parametrize(
+        ("text", "headroom"),
+        [
+            ("5%", Headroom(0.05)),
+            (" 2.5 % ", Headroom(0.025)),
+            ("0.05", Headroom(0.05)),
+            (".1", Headroom(0.1)),
+            ("0", Headroom(0.0)),
+            ("1GiB", Headroom(size_bytes=GIB)),
+            ("512 MB", Headroom(size_bytes=512_000_000)),
+            ("1048576B", Headroom(size_bytes=MIB)),
+        ],
+    )
+    def test_as_people_write_it(self, text: str, headroom: Headroom) -> None:
+        assert parse_headroom(text) == headroom
+
+    @pytest.mark.parametrize("text", ["", "3", "1073741824", "1", "100%", "-5%", "nan", "5%%", "1 apple", "٣%"])
+    def test_what_could_mean_anything_else_is_refused(self, text: str) -> None:
+        with pytest.raises(InvalidRequestError, match=r"headroom.*write --headroom as 5%"):
+            parse_headroom(text)
+
+    def test_description(self) -> None:
+        assert [Headroom().describe(), Headroom(size_bytes=GIB).describe()] == ["3 %", "1.0 GiB"]
+
+
+SIZES = st.integers(min_value=1, max_value=2**50)
+HEADROOMS = st.one_of(
+    st.builds(Headroom, st.floats(min_value=0, max_value=0.999)), st.builds(Headroom, size_bytes=SIZES)
+)
+
+
+class TestCeiling:
+    @given(st.none() | SIZES, SIZES, st.integers(min_value=0, max_value=GIB), HEADROOMS)
+    def test_line_cap_limit_are_in_order_or_nothing_is_left(
+        self, limit_bytes: int | None, free_bytes: int, context_bytes: int, headroom: Headroom
+    ) -> None:
+        reachable = min(free_bytes, limit_bytes or free_bytes)
+        try:
+            ceiling = Ceiling(limit_bytes, free_bytes, context_bytes, headroom)
+        except (InvalidRequestError, NothingFitsError):
+            cap_bytes = reachable - context_bytes
+            assert cap_bytes <= 0 or headroom.of_cap(cap_bytes) >= cap_bytes
+            return
+        assert 0 < ceiling.line_bytes <= ceiling.cap_bytes == reachable - context_bytes <= reachable
+        assert ceiling.line_bytes + ceiling.headroom_bytes == ceiling.cap_bytes
+        assert ceiling.fits(ceiling.line_bytes)
+        assert not ceiling.fits(ceiling.line_bytes + 1)
+        assert Ceiling.from_document(json.loads(json.dumps(ceiling.document()))) == ceiling
+
+    def test_a_smaller_card_emulated_on_a_larger_one(self) -> None:
+        ceiling = Ceiling(24 * GIB, 140 * GIB, 620 * MIB)
+        assert ceiling.cap_bytes == 24 * GIB - 620 * MIB
+        assert ceiling.headroom_bytes == 753590600  # 3 % of the cap, rounded up
+
+    def test_a_limit_above_what_is_free_does_not_count(self) -> None:
+        assert Ceiling(24 * GIB, 10 * GIB, GIB, Headroom(size_bytes=2 * GIB)).line_bytes == 7 * GIB
+
+    @pytest.mark.parametrize(
+        ("limit_bytes", "free_bytes", "context_bytes", "headroom", "kind", "said"),
+        [
+            (512 * MIB, 8 * GIB, 620 * MIB, Headroom(), InvalidRequestError, "of 512.0 MiB leaves nothing after the"),
+            (0, 8 * GIB, 0, Headroom(), InvalidRequestError, "memory limit of 0 B leaves nothing\\. raise"),
+            (None, 512 * MIB, 620 * MIB, Headroom(), NothingFitsError, "512.0 MiB that are free.*autotune devices"),
+            (GIB, 0, 0, Headroom(), NothingFitsError, "the 0 B that are free"),
+            (GIB, GIB, 0, Headroom(size_bytes=GIB), InvalidRequestError, "headroom of 1.0 GiB leaves nothing"),
+        ],
+    )
+    def test_one_that_leaves_nothing_is_refused(
+        self,
+        limit_bytes: int | None,
+        free_bytes: int,
+        context_bytes: int,
+        headroom: Headroom,
+        kind: type[Exception],
+        said: str,
+    ) -> None:
+        with pytest.raises(kind, match=said):
+            Ceiling(limit_bytes, free_bytes, context_bytes, headroom)
+
+    def test_on_a_device_what_is_free_there_counts(self) -> None:
+        gpu = Device("cuda", 0, "GPU-0", "a GPU", 2 * GIB, None, GIB, GIB)
+        assert Ceiling.on_device(gpu, None, 24 * MIB).cap_bytes == 1000 * MIB
+
+    @pytest.mark.parametrize("document", [{}, {"headroom": {}}, {"headroom": 3}, {"headroom": {"percent": 3}}])
+    def test_a_malformed_document_is_refused(self, document: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="malformed ceiling"):
+            Ceiling.from_document(document)
