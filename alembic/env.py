@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from alembic import context
 from sqlalchemy import Connection
 
-from alembic import context
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, transaction
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base

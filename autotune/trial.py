@@ -90,7 +90,7 @@ class Effort:
     target_spread: float = 0.01
     """Stop once half the 95 % interval is below this fraction of the median."""
     max_seconds: float = 2.0
-    """Measure no longer than this once two steps are measured."""
+    """Measure no longer than this once two steps are measured (one, where ``max_steps`` is one)."""
     max_micro_steps: int = 3
     """Micro-steps run in place of a longer accumulation; the third is like all that follow."""
 

@@ -57,8 +57,7 @@ def resolve_location(location: str) -> Location:
     if not _URL_START.match(text):
         if text == ":memory:" or text.startswith(("sqlite:", "file:")):
             raise _not_a_file(text)
-        path = Path(text).expanduser().absolute()
-        return Location(URL.create("sqlite", database=str(path)), path, text)
+        return _file_location(URL.create("sqlite"), text, text)
     try:
         url = make_url(text)
     except (ArgumentError, ValueError) as error:
@@ -68,8 +67,16 @@ def resolve_location(location: str) -> Location:
     database = url.database or ""
     if url.drivername not in _SQLITE_DRIVERS or database in ("", ":memory:") or database.startswith("file:"):
         raise _not_a_file(text)
-    path = Path(database).expanduser().absolute()
-    return Location(url.set(database=str(path)), path, text)
+    return _file_location(url, database, text)
+
+
+def _file_location(url: URL, name: str, label: str) -> Location:
+    path = Path(name).expanduser().absolute()
+    location = Location(url.set(database=str(path)), path, label)
+    # Optuna takes the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
+    if make_url(location.url_text).database != str(path):
+        raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
+    return location
 
 
 def _not_a_file(text: str) -> StorageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
@@ -11,7 +12,6 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection
 
 import autotune
-from alembic import command
 from autotune.errors import StorageError
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import Location

@@ -24,6 +24,8 @@ _FINGERPRINT_LENGTH = 64
 _WORD_LENGTH = 16
 # Optuna's own limit for the name of a study (optuna.storages._rdb.models.MAX_INDEXED_STRING_LENGTH).
 _NAME_LENGTH = 512
+# None is then no document, rather than the JSON document "null".
+_DOCUMENT = JSON(none_as_null=True)
 
 # Constraints need names that do not depend on the database, or a later migration cannot drop them.
 _NAMING_CONVENTION = {
@@ -63,7 +65,6 @@ class Base(DeclarativeBase):
     metadata = MetaData(naming_convention=_NAMING_CONVENTION)
     type_annotation_map = {  # noqa: RUF012
         datetime: UtcDateTime,
-        dict[str, Any]: JSON(none_as_null=True),
         # What float stands for by itself depends on the version of SQLAlchemy.
         float: Double,
     }
@@ -76,7 +77,7 @@ class EnvironmentRow(Base):
 
     id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), unique=True)
-    document: Mapped[dict[str, Any]]
+    document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     created_at: Mapped[datetime]
 
 
@@ -87,7 +88,7 @@ class WorkloadRow(Base):
 
     id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), unique=True)
-    document: Mapped[dict[str, Any]]
+    document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     created_at: Mapped[datetime]
 
 
@@ -100,8 +101,8 @@ class StudyRow(Base):
     name: Mapped[str] = mapped_column(String(_NAME_LENGTH), unique=True)
     workload_id: Mapped[str] = mapped_column(ForeignKey(WorkloadRow.id))
     environment_id: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.id))
-    request: Mapped[dict[str, Any]]
-    ceiling: Mapped[dict[str, Any]]
+    request: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    ceiling: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
     stopped_because: Mapped[str | None] = mapped_column(Text)
     best_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
@@ -125,9 +126,9 @@ class TrialRow(Base):
     study_id: Mapped[str] = mapped_column(ForeignKey(StudyRow.id))
     number: Mapped[int]
     stage: Mapped[str] = mapped_column(String(_WORD_LENGTH))
-    candidate: Mapped[dict[str, Any]]
+    candidate: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
-    outcome: Mapped[dict[str, Any] | None]
+    outcome: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     log_path: Mapped[str | None] = mapped_column(Text)
     started_at: Mapped[datetime]
     seconds: Mapped[float | None]

@@ -117,7 +117,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def _enough(self) -> bool:
         measured = [step.seconds for step in self._measured]
-        if len(measured) < 2:
+        if len(measured) < min(2, self._effort.max_steps):
             return False
         if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:
             return True

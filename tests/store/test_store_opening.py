@@ -50,6 +50,9 @@ def plain_optuna(tmp_path: Path) -> Path:
 def test_a_missing_file_is_made_with_its_folders_and_both_sets_of_tables(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "autotune.db"
     with open_store(str(path)) as store:
+        assert store.path == path
+        assert store.url == f"sqlite:///{path}"
+        assert store.label == str(path)
         assert optuna.get_all_study_names(store.optuna) == []
     assert {"autotune_studies", "autotune_trials", "studies", "trials", "alembic_version"} <= tables(path)
     assert query(path, "SELECT version_num FROM autotune_alembic_version") == [(HEAD,)]

@@ -257,18 +257,19 @@ def test_ten_thousand_trials_are_listed_in_time(
     store.finish_trial(trial.id, Completed(measurement), 3.0)
     with closing(sqlite3.connect(database)) as other, other:
         other.execute(MULTIPLY)
-    for read in (
+    reads: tuple[Callable[[], list[TrialRecord]], ...] = (
         lambda: store.trials(study.id),
         lambda: store.find_trials("environment-1", "workload-1"),
-    ):
-        start = time.perf_counter()
+    )
+    for read in reads:
+        # Of this process alone: the machine may have other work.
+        start = time.process_time()
         found = read()
-        assert time.perf_counter() - start < 1.5
+        assert time.process_time() - start < 1.5
         assert len(found) == MANY
-    start = time.perf_counter()
+    start = time.process_time()
     assert store.studies()[0].trials == MANY
-    assert time.perf_counter() - start < 0.5
-    # Few of a hundred studies' trials are looked at, not all of them.
+    assert time.process_time() - start < 0.5
     with closing(sqlite3.connect(database)) as other:
         for columns in ("study_id = ''", "environment_id = '' AND workload_id = ''"):
             plan = other.execute(f"EXPLAIN QUERY PLAN SELECT * FROM autotune_trials WHERE {columns}").fetchall()
