@@ -4,7 +4,9 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests
 
 .PHONY: search test test-gpu install install-dev lint clean help
@@ -16,18 +18,18 @@ help:
 	@echo "make clean     remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
-# With torch pinned, pip takes a build for the CPU where one is at hand; a GPU machine that has
-# its own torch can use it with: make search VENV=/path/to/that/environment
+# With torch pinned, pip takes a build for the CPU where one is at hand. An environment that has its own
+# torch is used, and left as it is otherwise, with: make search VENV=/path/to/environment CONSTRAINTS=
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autotune needs Python 3.11 or newer; name one with make PYTHON=…")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 install: $(VENV)/.installed

@@ -82,26 +82,40 @@ class History:
         (gradients outlive the micro-step), never less; so does keeping activations that another
         arm recomputes. 8 × 8 can peak above 16 × 1, so nothing is said the other way round.
         """
-        for tried in self.tried:
-            if (
-                self.is_over(tried)
-                and tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size
-                and tried.candidate.accumulates <= candidate.accumulates
-                and _needs_at_least(candidate.arm, tried.candidate.arm)
-            ):
+        for tried in self._over_with_no_more(candidate.arm, accumulates=candidate.accumulates):
+            if tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size:
                 return tried
         return None
+
+    def smallest_over(self, arm: Arm, *, accumulates: bool) -> int | None:
+        """The smallest per-device batch that ``ruled_out_by`` refuses to this arm."""
+        over = self._over_with_no_more(arm, accumulates=accumulates)
+        return min((tried.candidate.per_device_train_batch_size for tried in over), default=None)
+
+    def _over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
+        """Trials that ran over although this arm needs as much at the same batch."""
+        return [
+            tried
+            for tried in self.tried
+            if self.is_over(tried)
+            and tried.candidate.accumulates <= accumulates
+            and _needs_at_least(arm, tried.candidate.arm)
+        ]
 
     def feasible(self, arm: Arm | None = None) -> list[Tried]:
         """Feasible trials, of one arm or of all."""
         return [t for t in self.tried if (arm is None or t.candidate.arm == arm) and self.is_feasible(t)]
 
     def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
-        """One feasible trial for each candidate: the latest of those run in full, else the latest."""
+        """One feasible trial for each candidate: the latest of those run in full, else the latest.
+
+        A candidate that ran over in any of its trials is not there: it would in training, too.
+        """
         latest: dict[Candidate, Tried] = {}
         wanted = None if among is None else set(among)
+        over = {tried.candidate for tried in self.tried if self.is_over(tried)}
         for tried in self.feasible():
-            if wanted is not None and tried.candidate not in wanted:
+            if tried.candidate in over or (wanted is not None and tried.candidate not in wanted):
                 continue
             known = latest.get(tried.candidate)
             if known is None or tried.in_full or not known.in_full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from optuna.trial import TrialState
 from autotune.device import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import PolicySampler, params_of
-from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, new_id
+from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
 from autotune.trial import Candidate, Completed, Outcome, OutOfMemory
 from autotune.units import GIB
 
@@ -44,19 +45,46 @@ class OptunaStudy:
     """The ask and tell of one study; created where it does not exist."""
 
     def __init__(
-        self, name: str, store: Store, sampler: optuna.samplers.BaseSampler, space: dict[str, BaseDistribution]
+        self,
+        name: str,
+        store: Store,
+        sampler: optuna.samplers.BaseSampler,
+        space: dict[str, BaseDistribution],
+        objective: Objective,
+        ceiling: Ceiling,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space = space
+        self._objective = objective
+        self._ceiling = ceiling
+        self._label = store.label
         self.sampler = sampler
-        self._study = optuna.create_study(
-            storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
-        )
+        with storage_errors(self._label):
+            self._study = optuna.create_study(
+                storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
+            )
 
-    def settle(self) -> None:
-        """Tell FAIL for what an earlier, killed search left running or waiting: nobody will."""
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING)):
-            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+    @staticmethod
+    def exists(name: str, store: Store) -> bool:
+        """Whether Optuna knows a study of this name."""
+        with storage_errors(store.label):
+            return name in optuna.get_all_study_names(store.optuna)
+
+    def settle(self, trials: Mapping[str, TrialRecord]) -> None:
+        """Tell of what an earlier, killed search left running or waiting: nobody else will.
+
+        A trial whose end is among ``trials`` (by id) was killed just before it could be told, the
+        others during it.
+        """
+        with storage_errors(self._label):
+            for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                record = trials.get(left.user_attrs.get(TRIAL_ID_ATTRIBUTE, ""))
+                if record is not None and record.outcome is not None:
+                    self._tell(left.number, record.candidate, record.outcome)
+                else:
+                    self._study.tell(left.number, state=TrialState.FAIL)
+            for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+                self._study.tell(self._study.ask(), state=TrialState.FAIL)
 
     def upcoming(self) -> Candidate | None:
         """What a policy will propose next; ``None`` when it is done. Optuna's samplers never say."""
@@ -64,38 +92,55 @@ class OptunaStudy:
 
     def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
         """The next proposal, or ``forced`` as if it had been proposed."""
-        if forced is not None:
-            self._study.enqueue_trial(params_of(forced, self._space))
-        trial = self._study.ask(self._space)
-        trial_id = new_id()
-        trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
-        trial.set_user_attr("stage", stage)
-        return Asked(trial, trial_id)
-
-    def tell(
-        self, asked: Asked, candidate: Candidate, outcome: Outcome, objective: Objective, ceiling: Ceiling
-    ) -> None:
-        """How it ended. Out of memory is PRUNED with its constraint and no made-up value; a fault is FAIL."""
-        trial = asked.optuna_trial
-        for name, value in _attributes(candidate, outcome).items():
-            trial.set_user_attr(name, value)
-        excess = over_line_gib(outcome, ceiling)
-        if excess is not None:
+        with storage_errors(self._label):
+            if forced is not None:
+                self._study.enqueue_trial(params_of(forced, self._space))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ExperimentalWarning)
-                trial.set_constraint(CONSTRAINT, excess)
+                # The baseline's batch need not be one of the multiples that Optuna's samplers draw from.
+                warnings.filterwarnings("ignore", message="Fixed parameter")
+                trial = self._study.ask(self._space)
+            trial_id = new_id()
+            trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
+            trial.set_user_attr("stage", stage)
+            return Asked(trial, trial_id)
+
+    def describe(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
+        """Set the attributes and the constraint of a trial that ended; ``tell`` is all that is then left to do."""
+        with storage_errors(self._label):
+            for name, value in _attributes(candidate, outcome).items():
+                asked.optuna_trial.set_user_attr(name, value)
+            excess = over_line_gib(outcome, self._ceiling)
+            if excess is not None:
+                _constrain(asked.optuna_trial, excess)
+
+    def tell(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
+        """How it ended. Out of memory is PRUNED with its constraint and no made-up value; a fault is FAIL."""
+        self._tell(asked.number, candidate, outcome)
+
+    def _tell(self, number: int, candidate: Candidate, outcome: Outcome) -> None:
+        value = None
+        state = TrialState.PRUNED if isinstance(outcome, OutOfMemory) else TrialState.FAIL
         if isinstance(outcome, Completed):
             batch = candidate.per_device_train_batch_size
-            value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
-            self._study.tell(trial, value)
-        else:
-            state = TrialState.PRUNED if isinstance(outcome, OutOfMemory) else TrialState.FAIL
-            self._study.tell(trial, state=state)
+            value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
+            state = TrialState.COMPLETE
+        with storage_errors(self._label):
+            self._study.tell(number, value, state)
 
-    def skip(self, asked: Asked, why: str) -> None:
-        """Tell that a proposal was not run, because what it would show is known or it is not in the space."""
-        asked.optuna_trial.set_user_attr("skipped", why)
-        self._study.tell(asked.optuna_trial, state=TrialState.PRUNED)
+    def skip(self, asked: Asked, why: str, known: Outcome | None = None) -> None:
+        """Tell that a proposal was not run, because what it would show is ``known`` or it is not wanted."""
+        with storage_errors(self._label):
+            asked.optuna_trial.set_user_attr("skipped", why)
+            excess = over_line_gib(known, self._ceiling) if known is not None else None
+            if excess is not None:
+                _constrain(asked.optuna_trial, excess)
+            self._study.tell(asked.optuna_trial, state=TrialState.PRUNED)
+
+
+def _constrain(trial: optuna.Trial, excess: float) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        trial.set_constraint(CONSTRAINT, excess)
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling) -> float | None:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from autotune.history import NOISE, History, Tried, memory_class
-from autotune.space import DEFAULT_MULTIPLE, Space
+from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried, memory_class
+from autotune.space import DEFAULT_MULTIPLE, LARGEST_FREE_BATCH, Space
 from autotune.trial import Arm, Candidate, Failed
 
 Objective = Literal["throughput", "max-batch"]
@@ -17,6 +17,11 @@ Objective = Literal["throughput", "max-batch"]
 _HOPELESS = 0.75
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
+# Two batches nearer to each other than this tell more of the noise than of the slope between them;
+# a line that passes by what ran over farther than this is plainly not the true one.
+_FAR_ENOUGH = 0.75
+# Aiming at the boundary takes 4 to 6 trials an arm on recorded landscapes; after that, halving is safer.
+_MOST_AIMS = 8
 
 
 class Policy(Protocol):
@@ -30,14 +35,37 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
+def _batch(tried: Tried) -> int:
+    return tried.candidate.per_device_train_batch_size
+
+
+def _something_fits(space: Space, history: History, multiple: int) -> bool:
+    """Whether a batch of this level or a higher one fits, so that lower levels are not looked at.
+
+    The baseline may be on a lower level than the batches that are searched; it says nothing of those.
+    """
+    return any(space.contains(t.candidate) and _batch(t) % multiple == 0 for t in history.believed())
+
+
+def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
+    """Whether a batch of a higher level than the candidate's may still fit, so that its turn has not come."""
+    batches = space.batches
+    level = batches.level(candidate.per_device_train_batch_size)
+    higher = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
+    return any(
+        history.ruled_out_by(other) is None
+        and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
+        for other in (space.candidate(arm, batch) for arm in space.arms for batch in higher)
+    )
+
+
 class _ArmView:
     """One arm's trials among those of a history, by batch."""
 
     def __init__(self, space: Space, arm: Arm, history: History) -> None:
         self.space, self.arm, self.history = space, arm, history
-        self.tried = {t.candidate.per_device_train_batch_size: t for t in history.tried if self._counts(t)}
-        believed = {t.candidate.per_device_train_batch_size: t for t in history.believed() if self._counts(t)}
-        self.feasible = believed
+        self.tried = {_batch(t): t for t in history.tried if self._counts(t)}
+        self.feasible = {_batch(t): t for t in history.believed() if self._counts(t)}
         self.broken = any(isinstance(t.outcome, Failed) for t in self.tried.values())
 
     def _counts(self, tried: Tried) -> bool:
@@ -51,17 +79,24 @@ class _ArmView:
         """The feasible batch with the most samples a second."""
         return max(self.feasible, key=lambda batch: _speed(self.feasible[batch]))
 
+    def micro_step_seconds(self, batch: int) -> float:
+        """One of the micro-steps of a feasible batch."""
+        measured = self.feasible[batch].measurement
+        assert measured is not None
+        return measured.step_seconds / self.space.batches.accumulation(batch)
+
 
 class ThroughputPolicy:
-    """Climbs each arm from its largest batch (or a known good one) to the nearest best.
+    """Climbs each arm from a batch that is likely to fit to the nearest best.
 
-    Arms are taken in the space's order. A smaller batch is only tried next to the best known one of
-    its arm, and not at all where the arm is hopeless or another arm that is never slower at the
-    same batch has measured it.
+    Arms are taken in the space's order. A batch is not tried where another arm that is never slower
+    has measured it or a larger one; a larger batch only while it can still gain; a smaller one only
+    next to the best of an arm that is not hopeless.
     """
 
     def __init__(self, space: Space) -> None:
         self._space = space
+        self._is_free = space.batches.effective_batch is None
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. A lower multiple is only looked at when nothing above it fits."""
@@ -72,82 +107,90 @@ class ThroughputPolicy:
                 batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
-            if any(self._space.contains(t.candidate) for t in history.feasible()):
+            if _something_fits(self._space, history, multiple):
                 return None
         return None
 
     def _outclassed(self, arm: Arm, history: History) -> bool:
-        """fp32 is never faster than tf32 and needs the same memory; nor than its own twin in the space."""
+        """fp32 is never faster than tf32 and needs the same memory."""
         faster = dataclasses.replace(arm, precision="tf32")
         return arm.precision == "fp32" and faster in self._space.arms and bool(history.feasible(faster))
 
     def _next_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
-        open_batches = [batch for batch in ladder if view.open(batch)]
-        # The baseline's batch was not chosen for its speed, so climbing does not start from there.
-        if not set(view.feasible) - {self._space.batches.baseline()[0]} and open_batches:
-            return self._first_batch(view, open_batches)
+        rungs = [batch for batch in ladder if view.open(batch) and not self._is_beaten(view, batch)]
+        if rungs and not any(self._was_chosen(tried) for tried in view.feasible.values()):
+            return self._first_batch(view, rungs)
         if not view.feasible:
             return None
         peak = view.fastest()
-        above = [batch for batch in ladder if batch > peak]
-        below = [batch for batch in ladder if batch < peak]
-        if above and view.open(above[0]) and not self._saturated(view, peak):
-            return above[0]
-        if self._between_is_worth_it(view, peak, above):
-            return self._between(view, peak, above[0])
-        if below and view.open(below[-1]) and self._below_is_worth_it(view, peak, below[-1]):
-            return below[-1]
-        return None
+        if self._can_gain(view, peak):
+            above = [batch for batch in rungs if batch > peak and self._may_fit(view, batch)]
+            larger = above[0] if above else self._between(view, peak)
+            if larger is not None:
+                return larger
+        below = [batch for batch in ladder if batch < peak][-1:]
+        return below[0] if below and below[0] in rungs and not self._is_hopeless(view, peak) else None
 
-    def _first_batch(self, view: _ArmView, open_batches: list[int]) -> int:
-        if self._space.batches.effective_batch is not None:
-            return max(open_batches)
-        best = view.history.fastest()
-        start = best.candidate.per_device_train_batch_size if best else _FREE_START
-        return min(open_batches, key=lambda batch: max(batch / start, start / batch))
+    def _was_chosen(self, tried: Tried) -> bool:
+        """The baseline's batch was not chosen for its speed, so climbing does not start from there."""
+        return tried.candidate != self._space.baseline(tried.candidate.arm.attn_implementation)
 
-    def _saturated(self, view: _ArmView, peak: int) -> bool:
-        """A free batch stops growing where a doubling no longer pays; a slow arm where it cannot catch up."""
-        if self._space.batches.effective_batch is not None:
+    def _first_batch(self, view: _ArmView, rungs: list[int]) -> int:
+        """Near the best of the arms that recompute as this one does; in the middle where there is none."""
+        recomputes = view.arm.gradient_checkpointing
+        like = [
+            tried
+            for tried in view.history.believed()
+            if tried.candidate.arm.gradient_checkpointing == recomputes and self._was_chosen(tried)
+        ]
+        middle = _FREE_START if self._is_free else rungs[len(rungs) // 2]
+        start = _batch(max(like, key=_speed)) if like else middle
+        return min(rungs, key=lambda batch: max(batch / start, start / batch))
+
+    def _is_beaten(self, view: _ArmView, batch: int) -> bool:
+        """Whether the same arm without recomputation, never slower, has measured this batch or a larger one."""
+        if not view.arm.gradient_checkpointing:
             return False
-        smaller = [batch for batch in view.feasible if batch < peak]
-        if smaller and _speed(view.feasible[peak]) < _speed(view.feasible[max(smaller)]) * (1 + NOISE):
-            return True
-        return self._hopeless(view, peak)
+        twin = dataclasses.replace(view.arm, gradient_checkpointing=False)
+        return any(t.candidate.arm == twin and _batch(t) >= batch for t in view.history.believed())
 
-    def _hopeless(self, view: _ArmView, peak: int) -> bool:
-        best = view.history.fastest()
-        return best is not None and _speed(view.feasible[peak]) < _HOPELESS * _speed(best)
+    def _may_fit(self, view: _ArmView, batch: int) -> bool:
+        """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
+        over = [b for b, tried in view.tried.items() if view.history.is_over(tried) and b < batch]
+        return not over or batch <= 2 * min(over)
 
-    def _between_is_worth_it(self, view: _ArmView, peak: int, above: list[int]) -> bool:
-        """Between the best free batch and the first that does not fit lie untried multiples."""
-        if self._space.batches.effective_batch is not None or not above or self._saturated(view, peak):
+    def _can_gain(self, view: _ArmView, peak: int) -> bool:
+        """Whether a batch above the arm's best can beat it and come near the best of all.
+
+        A step's time is affine in the batch above a floor, so that two batches give the most samples
+        a second that any batch can reach.
+        """
+        if max(view.feasible) > peak:
             return False
-        between = self._between(view, peak, above[0])
-        return between is not None and view.open(between)
+        own = _speed(view.feasible[peak])
+        wanted = max(own * (1 + NOISE), self._best_speed(view) * (1 - NOISE))
+        smaller = [batch for batch in view.feasible if batch <= _FAR_ENOUGH * peak]
+        if not smaller:
+            return view.micro_step_seconds(peak) < LAUNCH_BOUND_SECONDS or not self._is_hopeless(view, peak)
+        seconds = view.micro_step_seconds(peak) - view.micro_step_seconds(max(smaller))
+        return peak - max(smaller) > wanted * seconds
 
-    def _between(self, view: _ArmView, peak: int, above: int) -> int | None:
-        """A batch about halfway to the smallest one known not to fit, while that is an eighth or more away."""
+    def _is_hopeless(self, view: _ArmView, peak: int) -> bool:
+        return _speed(view.feasible[peak]) < _HOPELESS * self._best_speed(view)
+
+    def _best_speed(self, view: _ArmView) -> float:
+        """The most samples a second so far; a baseline outside the space is nothing to be measured by."""
+        return max((_speed(t) for t in view.history.believed() if self._space.contains(t.candidate)), default=0.0)
+
+    def _between(self, view: _ArmView, peak: int) -> int | None:
+        """A free batch about halfway to the smallest one known not to fit, while that is an eighth or more away."""
+        limit = view.history.smallest_over(view.arm, accumulates=False)
+        if not self._is_free or limit is None:
+            return None
         multiple = self._space.batches.multiple or DEFAULT_MULTIPLE
-        over = [b for b, t in view.tried.items() if b > peak and view.history.is_over(t)]
-        limit = min([*over, above])
         middle = (peak + limit) // 2 // multiple * multiple
-        return middle if peak < middle < limit and (limit - peak) * 8 > peak else None
-
-    def _below_is_worth_it(self, view: _ArmView, peak: int, batch: int) -> bool:
-        if self._hopeless(view, peak):
-            return False
-        candidate = self._space.candidate(view.arm, batch)
-        for tried in view.history.feasible():
-            same_batch = tried.candidate.per_device_train_batch_size == batch
-            if same_batch and _never_slower(tried.candidate.arm, view.arm):
-                return False
-        return view.history.ruled_out_by(candidate) is None
-
-
-def _never_slower(arm: Arm, other: Arm) -> bool:
-    """Whether ``arm`` is ``other`` without checkpointing: it does the same work less the recomputation."""
-    return other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
+        is_new = peak < middle < limit and view.open(middle) and not self._is_beaten(view, middle)
+        return middle if is_new and (limit - peak) * 8 > peak else None
 
 
 class MaxBatchPolicy:
@@ -175,40 +218,51 @@ class MaxBatchPolicy:
                     batch = self._next_batch(view, multiple)
                     if batch is not None:
                         return self._space.candidate(arm, batch)
-            if any(self._space.contains(t.candidate) for t in history.feasible()):
+            if _something_fits(self._space, history, multiple):
                 return None
         return None
 
     def _next_batch(self, view: _ArmView, multiple: int) -> int | None:
-        largest = view.history.largest()
-        record = largest.candidate.per_device_train_batch_size if largest else 0
-        fits = max(view.feasible, default=0)
-        over = min((b for b, t in view.tried.items() if view.history.is_over(t) and b > fits), default=None)
-        floor = max(fits, record)
+        among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
+        largest = view.history.largest(among)
+        floor = _batch(largest) if largest else 0
         if self._space.batches.effective_batch is not None:
-            rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and (over is None or b < over)]
-            rungs = [b for b in rungs if view.open(b)]
+            rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and view.open(b)]
             return rungs[len(rungs) // 2] if rungs else None
-        if over is not None and over - floor <= multiple:
+        over = view.history.smallest_over(view.arm, accumulates=False)
+        least = (floor // multiple + 1) * multiple
+        most = (LARGEST_FREE_BATCH if over is None else over - 1) // multiple * multiple
+        if least > most:
             return None
-        if not view.feasible:
-            start = floor + multiple if record else _FREE_START * multiple // DEFAULT_MULTIPLE or 1
-            batch = start if over is None else (floor + over) // 2 // multiple * multiple
-            return batch if batch > floor and view.open(batch) else None
-        batch = self._aim(view, multiple, floor, over)
-        return batch if view.open(batch) else None
+        if view.feasible:
+            aimed = self._aim(view, multiple, max(view.feasible), over)
+        elif floor:
+            aimed = least
+        else:
+            aimed = max(multiple, _FREE_START) if over is None else over // 2
+        return max(least, min(aimed // multiple * multiple, most))
 
-    def _aim(self, view: _ArmView, multiple: int, floor: int, over: int | None) -> int:
-        """The batch that the two largest known ones point to, kept strictly inside the open interval."""
-        known = sorted((b, t.measurement.peak_reserved_bytes) for b, t in view.tried.items() if t.measurement)
-        aimed = floor * 2
-        if len(known) >= 2:
-            (b0, m0), (b1, m1) = known[-2:]
-            slope = (m1 - m0) / (b1 - b0)
-            line = view.history.ceiling.line_bytes
-            aimed = min(floor * 4, int(b1 + (line - m1) / slope)) if slope > 0 else floor * 2
-        most = over - multiple if over is not None else aimed
-        return max(floor + multiple, min(aimed, most)) // multiple * multiple
+    def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
+        """Where the line through two known batches meets the ceiling's."""
+        known: dict[int, int] = {b: t.measurement.peak_reserved_bytes for b, t in view.tried.items() if t.measurement}
+        far = [b for b in known if b <= _FAR_ENOUGH * fits]
+        above = [b for b in known if b > fits]
+        other = min(above) if above else max(far, default=None)
+        middle = fits * 2 if over is None else (fits + over) // 2
+        if other is None or len(view.tried) >= _MOST_AIMS:
+            return middle
+        slope = (known[fits] - known[other]) / (fits - other)
+        line_bytes = view.history.ceiling.line_bytes
+        aimed = int(fits + (line_bytes - known[fits]) / slope) if slope > 0 else LARGEST_FREE_BATCH
+        if over is None:
+            return min(aimed, fits * 4)
+        if aimed < over:
+            return aimed
+        if aimed * _FAR_ENOUGH > over:
+            return middle
+        # A near miss: the boundary lies closer below it than the middle does.
+        missed = sum(view.history.is_over(tried) for tried in view.tried.values())
+        return max(middle, over - (max(multiple, (over - fits) // 8) << max(0, missed - 1)))
 
 
 class ExhaustivePolicy:
@@ -225,6 +279,6 @@ class ExhaustivePolicy:
                     candidate = self._space.candidate(arm, batch)
                     if not history.outcomes_of(candidate) and history.ruled_out_by(candidate) is None:
                         return candidate
-            if history.feasible():
+            if _something_fits(self._space, history, multiple):
                 return None
         return None

@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.device import Ceiling, Device
+from autotune.device import Ceiling, Device, Headroom
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.request import SearchRequest
 from autotune.space import Space, choose_arms
 from autotune.trial import Candidate, Document
-from autotune.units import format_bytes, format_count
+from autotune.units import GIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
 
@@ -33,15 +33,20 @@ class Prepared:
     @property
     def environment_fingerprint(self) -> str:
         """The same for two environments exactly when a measurement in one holds in the other."""
-        facts = {key: value for key, value in self.environment.items() if key not in _NOT_IN_FINGERPRINT}
+        facts = measured_environment(self.environment)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 _NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
 
-# Bytes of optimizer state per byte of weights: Adam keeps two moments in the weights' dtype.
-# Others keep less; what they keep is left out, since only what is certain may refuse a request.
-_ADAM_STATES = 2
+# Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. Others
+# keep less; what they keep is left out, since only what is certain may refuse a request.
+_FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
+
+
+def measured_environment(environment: Document) -> Document:
+    """The part of an environment that a measurement depends on."""
+    return {key: value for key, value in environment.items() if key not in _NOT_IN_FINGERPRINT}
 
 
 def prepare(request: SearchRequest, facts: Document) -> Prepared:
@@ -56,10 +61,9 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
             "check its config.json against the installed transformers, or name another --task",
         )
     model: Document = facts["model"]
-    ceiling = Ceiling.on_device(
-        request.device, request.memory_limit_bytes, int(facts["context_bytes"]), request.headroom
-    )
-    _check_training_state_fits(request, model, ceiling)
+    context_bytes = int(facts["context_bytes"])
+    _check_training_state_fits(request, model, context_bytes)
+    ceiling = Ceiling.on_device(request.device, request.memory_limit_bytes, context_bytes, request.headroom)
     attentions = _attentions(request, model)
     arms = choose_arms(
         request.chosen_precisions,
@@ -89,24 +93,39 @@ def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:
 
 def training_state_bytes(request: SearchRequest, model: Document) -> int:
     """Bytes that any step of this workload needs at least: weights, gradients, optimizer state."""
-    adam = all(optim.startswith("adamw_torch") or optim == "adamw_apex_fused" for optim in request.optims)
-    copies = 2 + (_ADAM_STATES if adam else 0)
-    return int(model["parameters"]) * BYTES_PER_ELEMENT[request.workload.dtype] * copies
+    moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
+    elements = int(model["parameters"]) + int(model["trainable_parameters"]) * (1 + moments)
+    return elements * BYTES_PER_ELEMENT[request.workload.dtype]
 
 
-def _check_training_state_fits(request: SearchRequest, model: Document, ceiling: Ceiling) -> None:
-    needed = training_state_bytes(request, model)
-    if needed <= ceiling.line_bytes:
+def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
+    """The smallest memory limit whose line is not below the training state."""
+    if headroom.size_bytes is not None:
+        return state_bytes + headroom.size_bytes + context_bytes
+    return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
+
+
+def _check_training_state_fits(request: SearchRequest, model: Document, context_bytes: int) -> None:
+    device, limit_bytes = request.device, request.memory_limit_bytes
+    state_bytes = training_state_bytes(request, model)
+    least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
+    free_bytes = device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
+    reachable_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+    if reachable_bytes >= least_bytes:
         return
-    limit = needed / (1 - ceiling.headroom.fraction) + ceiling.context_bytes + (ceiling.headroom.size_bytes or 0)
-    whole_gib = math.ceil(limit / 2**30 * 10) / 10
+    where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"
+    beside = "CUDA context and headroom" if context_bytes else "headroom"
+    # Rounded up, so that what is asked for is enough.
+    needed_gib = f"{math.ceil(least_bytes / GIB * 100) / 100:g}"
+    enough = f"--memory-limit {needed_gib}GiB" if least_bytes <= free_bytes else f"a device with {needed_gib} GiB free"
+    ways = [f"use {enough} or more", "a smaller model"]
+    if request.workload.dtype == "float32":
+        ways.append("--dtype bfloat16")
     raise NothingFitsError(
-        f"{request.workload.model} has {format_count(model['parameters'])} parameters: weights, gradients and "
-        f"optimizer state alone take {format_bytes(needed)}, more than the {format_bytes(ceiling.line_bytes)} "
-        f"that a trial may reserve on {request.device.label}",
-        f"it takes a limit above {whole_gib:g} GiB, a smaller model, or --dtype bfloat16"
-        if request.workload.dtype == "float32"
-        else f"it takes a limit above {whole_gib:g} GiB or a smaller model",
+        f"{where} {format_bytes(reachable_bytes)} is too little for {request.workload.model}: the weights, gradients "
+        f"and optimizer state of its {format_count(model['parameters'])} parameters alone take "
+        f"{format_bytes(state_bytes)}, with {beside} {needed_gib} GiB",
+        f"{', '.join(ways[:-1])} or {ways[-1]}",
     )
 
 

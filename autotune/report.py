@@ -9,7 +9,7 @@ from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.store import Store, StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_rate, format_seconds
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
 # enough; a wider interval than that deserves a word.
@@ -80,19 +80,28 @@ def load_report(store: Store, name: str) -> Report:
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
-    """What came of a trial in a few words."""
+    """What came of a trial in a few words: why it has no result, or how it compares with the baseline."""
+    measured = measurement(trial)
     match trial.outcome:
         case None:
             return "running"
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason, message=message):
-            return f"failed: {message}" if reason == "error" else f"failed ({reason})"
+            return f"failed: {message}" if reason == "error" else f"{reason}: {message}"
         case _ if not report.feasible(trial):
-            return "over the line"
-    if trial.id == report.study.best_trial_id:
-        return "best"
-    return "baseline" if trial.stage == "baseline" else ""
+            return "low headroom"
+    if trial.id == report.study.baseline_trial_id:
+        words = ["baseline"]
+    else:
+        baseline = measurement(report.baseline)
+        words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
+    return " ".join([*words, "best"] if trial.id == report.study.best_trial_id else words)
+
+
+def times(ratio: float) -> str:
+    """``7.45×``, ``12.4×``."""
+    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:,.1f}×"
 
 
 def trial_document(report: Report, trial: TrialRecord) -> Document:
@@ -180,11 +189,27 @@ def notes(report: Report) -> list[str]:
         )
     if measured and measured.relative_spread > _WIDE_SPREAD:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
+    if best is not None and measured and request["objective"] == "throughput":
+        found += _faster_ones(report, best, measured)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
     return found
+
+
+def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """Why a trial that measured more samples a second is not the winner."""
+    feasible = [
+        (found.samples_per_second, t) for t in report.trials if report.feasible(t) and (found := measurement(t))
+    ]
+    speed, fastest = max(feasible, key=lambda pair: pair[0])
+    gain = speed / measured.samples_per_second - 1
+    if fastest.candidate == best.candidate or gain <= 0:
+        return []
+    if fastest.stage == "baseline":
+        return [f"the baseline was faster, by {gain:.1%}, but the options leave it out of the search"]
+    return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 
 
 def _unless_divides(request: dict[str, Any]) -> str:
@@ -209,7 +234,7 @@ def summary_lines(report: Report) -> list[str]:
     best, measured = report.best, measurement(report.best)
     request = report.study.request
     if best is None or measured is None:
-        return [f"Study {report.study.name}: no feasible trial yet"]
+        return [f"No feasible trial in the study {report.study.name}: {_counts(report)}", *_note_lines(report)]
     lines = [
         f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
         f"{best.candidate.gradient_accumulation_steps}"
@@ -218,27 +243,48 @@ def summary_lines(report: Report) -> list[str]:
     ]
     tokens = _tokens_per_second(report, measured)
     lines.append(
-        f"  {measured.samples_per_second:.1f} samples/s ± {measured.relative_spread:.1%}"
-        + (f", {tokens:,.0f} tokens/s" if tokens else "")
+        f"  {format_rate(measured.samples_per_second)} samples/s ± {measured.relative_spread:.1%}"
+        + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(measured.step_seconds)} an optimizer step"
     )
-    speedup, baseline = report.speedup(), report.baseline
-    if speedup is not None and baseline is not None:
-        lines.append(f"  {speedup:.2f} × the TrainingArguments defaults ({baseline.candidate.describe()})")
+    speedup, baseline = report.speedup(), measurement(report.baseline)
+    if speedup is not None and baseline is not None and report.baseline is not None:
+        lines.append(
+            f"  {speedup:.2f} × the TrainingArguments defaults "
+            f"({report.baseline.candidate.describe()}: {format_rate(baseline.samples_per_second)} samples/s)"
+        )
     elif request["measure_baseline"] and request["objective"] == "throughput":
         lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
     cap = report.ceiling.cap_bytes
     spare = cap - measured.peak_reserved_bytes
     lines.append(
-        f"  {format_bytes(measured.peak_reserved_bytes)} reserved at the peak of a {format_bytes(cap)} cap: "
-        f"headroom {format_bytes(spare)} ({spare / cap:.0%}), measured"
+        f"  {format_bytes(measured.peak_reserved_bytes)} of {format_bytes(cap)} reserved at the peak, measured; "
+        f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
     )
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
-    lines.append(
-        f"  {len(report.trials)} trials in {format_seconds(report.study.seconds)}; {report.study.stopped_because}"
-    )
-    return lines + [f"  note: {note}" for note in notes(report)]
+    return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+
+
+def _counts(report: Report) -> str:
+    """How many trials were run and what became of them, how long it took and why it ended."""
+    study = report.study
+    states = [trial.state for trial in report.trials]
+    others = [
+        f"{states.count(state)} {word}"
+        for state, word in (("out_of_memory", "out of memory"), ("failed", "failed"), ("running", "running"))
+        if state in states
+    ]
+    text = f"{len(states)} trial{'' if len(states) == 1 else 's'}"
+    if others:
+        text += f" ({', '.join(others)})"
+    if study.ended_at is None:
+        return text
+    return f"{text} in {format_seconds(study.seconds)}; {study.stopped_because}"
+
+
+def _note_lines(report: Report) -> list[str]:
+    return [f"  note: {note}" for note in notes(report)]
 
 
 def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:

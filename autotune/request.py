@@ -12,6 +12,7 @@ from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
 from autotune.trial import Effort, Precision
+from autotune.units import format_bytes
 from autotune.workload import Workload
 
 # What TrainingArguments itself defaults to.
@@ -85,9 +86,9 @@ class SearchRequest:
     def check(self) -> None:
         """Raise for everything that can be known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
-        limit, total = self.memory_limit_bytes, self.device.memory_total_bytes
-        if limit is not None and self.device.memory_free_bytes == 0:
-            raise DeviceError(f"{self.device.label} has no free memory of its {total} bytes", "end what holds it")
+        if self.device.memory_free_bytes == 0:
+            total = format_bytes(self.device.memory_total_bytes)
+            raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
 
     def document(self) -> dict[str, Any]:
         """As JSON-ready data: two searches with the same document and environment are the same search."""
@@ -122,12 +123,18 @@ _BUDGET_KEYS = frozenset({"trials", "time_budget_seconds", "trial_timeout_second
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """What keeps a request from continuing a recorded one, as ``name: recorded, now asked``."""
-    return [
-        f"{key}: {recorded.get(key)!r}, now {asked[key]!r}"
-        for key in asked
-        if key not in _BUDGET_KEYS and recorded.get(key) != asked[key]
-    ]
+    """What keeps a request from continuing a recorded one, as ``name: recorded, now asked``.
+
+    Also for other documents, of which a nested one's differences are named ``outer.inner``.
+    """
+    found: list[str] = []
+    for key in sorted({*recorded, *asked} - _BUDGET_KEYS):
+        before, now = recorded.get(key), asked.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += [f"{key}.{inner}" for inner in differences(before, now)]
+        elif before != now:
+            found.append(f"{key}: {before!r}, now {now!r}")
+    return found
 
 
 def check_study_name(name: str) -> None:

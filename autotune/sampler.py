@@ -21,6 +21,8 @@ SAMPLERS: tuple[SamplerName, ...] = ("autotune", "grid", "tpe", "random")
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024
+# With a large strict multiple that would leave them little to choose from.
+_FOREIGN_FEWEST_FREE_BATCHES = 16
 
 
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
@@ -35,7 +37,9 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
     if batches.effective_batch is None:
         own = sampler in ("autotune", "grid")
         step = 1 if own else batches.levels()[0]
-        batch = IntDistribution(step, LARGEST_FREE_BATCH if own else _FOREIGN_LARGEST_FREE_BATCH, step=step)
+        most = LARGEST_FREE_BATCH if own else max(_FOREIGN_LARGEST_FREE_BATCH, _FOREIGN_FEWEST_FREE_BATCHES * step)
+        # Trimmed here, since Optuna warns where the step does not lead to the end.
+        batch = IntDistribution(step, min(most, LARGEST_FREE_BATCH) // step * step, step=step)
     else:
         rungs = {b for level in batches.levels() for b in batches.at_level(level)}
         batch = CategoricalDistribution(sorted(rungs | {baseline.per_device_train_batch_size}))

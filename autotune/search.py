@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,19 +10,23 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune import __version__
-from autotune.errors import InvalidRequestError, NoResultError, NothingFitsError
+from autotune.device import Ceiling
+from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
 from autotune.history import History, Tried, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
-from autotune.preparation import Prepared
+from autotune.policy import is_premature
+from autotune.preparation import Prepared, measured_environment
 from autotune.request import differences
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
-from autotune.trial import Candidate, Document, Failed, Outcome, OutOfMemory
+from autotune.trial import Candidate, Document, Failed, Outcome
 from autotune.units import format_bytes, format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
+_INTERRUPTED = "interrupted"
+_NOTHING_LEFT = "no remaining candidate is worth a trial"
 
 
 class Runner(Protocol):
@@ -68,6 +73,7 @@ class Search:
         observer: Observer,
         log_folder: Path,
         interruption: Interruption | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepared = prepared
         self._request = prepared.request
@@ -79,8 +85,10 @@ class Search:
         self._history = History(prepared.ceiling)
         self._records: dict[str, TrialRecord] = {}
         self._repeats = 0
+        self._level = prepared.space.batches.levels()[0]
+        self._clock = clock
         self._spent_seconds = 0.0
-        self._started = time.monotonic()
+        self._started = clock()
 
     def run(self) -> StudyRecord:
         """Search to the end; the study as it stands then.
@@ -94,16 +102,23 @@ class Search:
         sampler = make_sampler(
             request.sampler, request.objective, self._prepared.space, self._history, space, request.seed
         )
-        self._optuna = OptunaStudy(self._study.name, self._store, sampler, space)
-        self._optuna.settle()
+        self._optuna = OptunaStudy(
+            self._study.name, self._store, sampler, space, request.objective, self._prepared.ceiling
+        )
+        self._optuna.settle(self._records)
         self._observer.begins(self._prepared, self._study)
-        reason = "interrupted"
+        reason = _INTERRUPTED
+        finished = False
         try:
             reason = self._loop()
+            finished = reason != _INTERRUPTED
+        except AutotuneError as error:
+            reason = error.message
+            raise
         finally:
-            self._close_study(reason)
-        if reason != "interrupted":
-            self._check_result()
+            self._close_study(reason, finished=finished)
+        if finished:
+            self._check_result(reason)
         return self._study
 
     # The study
@@ -114,6 +129,11 @@ class Search:
         known = self._store.study(request.study)
         if known is not None:
             return self._continue(known)
+        if OptunaStudy.exists(request.study, self._store):
+            raise InvalidRequestError(
+                f"{self._store.label} holds an Optuna study {request.study!r} that autotune did not make",
+                "choose another --study",
+            )
         study = StudyRecord(
             name=request.study,
             workload_id=self._store.intern_workload(request.workload.document(), request.workload.fingerprint()),
@@ -126,13 +146,17 @@ class Search:
         return study
 
     def _continue(self, known: StudyRecord) -> StudyRecord:
-        changed = differences(known.request, self._request.document())
-        if changed:
-            raise InvalidRequestError(
-                f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
-                "choose another --study, or repeat its options",
-            )
+        self._check_is_the_same(known)
         self._store.lose_running_trials(known.id)
+        recorded = Ceiling.from_document(known.ceiling)
+        if recorded.line_bytes > self._prepared.ceiling.cap_bytes:
+            self._observer.note(
+                f"only {format_bytes(self._prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
+                f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
+            )
+        # Verdicts under two ceilings cannot be compared, so the study keeps the one it began with.
+        self._prepared = replace(self._prepared, ceiling=recorded)
+        self._history.ceiling = recorded
         for trial in self._store.trials(known.id):
             self._remember(trial)
         self._spent_seconds = known.seconds
@@ -141,11 +165,32 @@ class Search:
         self._store.update_study(study)
         return study
 
-    def _close_study(self, reason: str) -> None:
+    def _check_is_the_same(self, known: StudyRecord) -> None:
+        """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
+        workload = self._store.workload(known.workload_id)
+        environment = self._store.environment(known.environment_id)
+        recorded = {**workload, **known.request, **measured_environment(environment)}
+        request = self._request
+        asked = {
+            **request.workload.document(),
+            **request.document(),
+            **measured_environment(self._prepared.environment),
+            # Nothing that is measured depends on it, and workloads that differ in it alone share one record.
+            "weights": workload["weights"],
+        }
+        # Through JSON, as the recorded ones: what is equal must look equal.
+        changed = differences(recorded, json.loads(json.dumps(asked)))
+        if changed:
+            raise InvalidRequestError(
+                f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
+                "choose another --study, or repeat its options on the same machine",
+            )
+
+    def _close_study(self, reason: str, *, finished: bool) -> None:
         best, baseline = self.best(), self.baseline()
         self._study = replace(
             self._study,
-            state="interrupted" if reason == "interrupted" else "finished",
+            state="finished" if finished else "interrupted",
             stopped_because=reason,
             best_trial_id=best.trial_id if best else None,
             baseline_trial_id=baseline.trial_id if baseline else None,
@@ -154,18 +199,26 @@ class Search:
         )
         self._store.update_study(self._study)
 
-    def _check_result(self) -> None:
+    def _check_result(self, reason: str) -> None:
+        """Raise where there is nothing to recommend, and say why."""
         if self.best() is not None:
             return
-        log = f"its log is {self._log_folder}"
-        failed = [t.outcome for t in self._history.tried if isinstance(t.outcome, Failed)]
-        ceiling = self._prepared.ceiling
-        if failed and not any(isinstance(t.outcome, OutOfMemory) for t in self._history.tried):
-            raise NoResultError(f"no trial completed; the last one failed: {failed[-1].message}", log)
+        tried, ceiling = self._history.tried, self._prepared.ceiling
+        failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
+        if not any(self._history.is_over(t) for t in tried):
+            if failed:
+                raise NoResultError(
+                    f"no candidate completed; the last one failed: {failed[-1].message}",
+                    f"its log is in {self._log_folder}",
+                )
+            raise NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
+        is_certain = reason == _NOTHING_LEFT
         raise NothingFitsError(
-            f"nothing fits under {format_bytes(ceiling.line_bytes)} "
-            f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(self._history.tried)} trials were run",
-            "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
+            f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
+            f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(tried)} trials were run"
+            + (f", {len(failed)} of them failed" if failed else ""),
+            ("" if is_certain else "search on with the same --study and more --trials or --time-budget, ")
+            + "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
             "and --batch-multiple 1",
         )
 
@@ -192,7 +245,7 @@ class Search:
             self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
 
     def _elapsed_seconds(self) -> float:
-        return self._spent_seconds + time.monotonic() - self._started
+        return self._spent_seconds + self._clock() - self._started
 
     # The loop
 
@@ -203,57 +256,80 @@ class Search:
             if reason:
                 return reason
             stage, forced = self._next_forced()
-            if forced is None and self._is_done():
-                return "no remaining candidate is worth a trial"
+            if forced is None and (reason := self._done()):
+                return reason
             asked = self._optuna.ask(forced, stage)
-            candidate = forced or candidate_of(asked.params, self._prepared.space)
-            why = None if forced else self._why_not(candidate)
-            if why is not None or candidate is None:
-                self._optuna.skip(asked, why or "not in the space")
+            if forced is not None:
+                self._run_trial(asked, forced, stage)
+                continue
+            candidate = candidate_of(asked.params, self._prepared.space)
+            why, known = self._why_not(candidate)
+            if candidate is None or why is not None:
+                self._optuna.skip(asked, why or "", known)
                 self._repeats += 1
                 continue
             self._repeats = 0
+            self._say_level(candidate)
             self._run_trial(asked, candidate, stage)
 
     def _exhausted(self) -> str | None:
+        """Why no further trial may be run, whatever there is to try."""
         request = self._request
         if self._interruption.asked:
-            return "interrupted"
+            return _INTERRUPTED
         most = request.most_trials
         if most is not None and len(self._records) >= most:
             return f"the budget of {most} trials is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
-        if self._repeats >= _MOST_REPEATS:
-            return f"the sampler proposed nothing new {_MOST_REPEATS} times in a row"
         return None
 
+    def _done(self) -> str | None:
+        """Why the sampler has nothing more to propose."""
+        if self._repeats >= _MOST_REPEATS:
+            return f"the sampler proposed nothing new {_MOST_REPEATS} times in a row"
+        is_policy = isinstance(self._optuna.sampler, PolicySampler)
+        return _NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
+
     def _next_forced(self) -> tuple[Stage, Candidate | None]:
-        """The baseline first; a winner that was measured in part again, in full, when all else is done."""
+        """The baseline first; a winner that was measured in part again, in full and once, when all else is done."""
         baseline = self._prepared.baseline
         wants_baseline = self._request.measure_baseline and self._request.objective == "throughput"
         if wants_baseline and not self._history.outcomes_of(baseline):
             return "baseline", baseline
         best = self.best()
+        if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
+            return "search", None
         most = self._request.most_trials
-        last = most is not None and len(self._records) == most - 1
-        if best is not None and not best.in_full and (last or self._is_done()):
-            return "final", best.candidate
-        return "search", None
+        is_last = most is not None and len(self._records) == most - 1
+        return ("final", best.candidate) if is_last or self._done() else ("search", None)
 
-    def _is_done(self) -> bool:
-        is_policy = isinstance(self._optuna.sampler, PolicySampler)
-        return is_policy and self._optuna.upcoming() is None
+    def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
+        """Why a proposal need not be run, and what is known of it instead.
 
-    def _why_not(self, candidate: Candidate | None) -> str | None:
-        """Why a proposal need not be run: Optuna's samplers repeat themselves and do not know our rules."""
+        Optuna's samplers repeat themselves and do not know our rules.
+        """
         if candidate is None:
-            return "not in the space"
+            return "not in the space", None
         if self._history.outcomes_of(candidate):
-            return "tried before"
-        if self._history.ruled_out_by(candidate) is not None:
-            return "known not to fit"
-        return None
+            return "tried before", None
+        over = self._history.ruled_out_by(candidate)
+        if over is not None:
+            return "known not to fit", over.outcome
+        if is_premature(self._prepared.space, self._history, candidate):
+            return "a batch of a larger multiple may fit", None
+        return None, None
+
+    def _say_level(self, candidate: Candidate) -> None:
+        """Tell the observer that the search goes down to a smaller multiple, and why."""
+        batches = self._prepared.space.batches
+        level = batches.level(candidate.per_device_train_batch_size)
+        if level >= self._level:
+            return
+        is_possible = any(batches.at_level(multiple) for multiple in batches.levels() if multiple > level)
+        why = "fits" if is_possible else f"divides what a device gets of effective batch {batches.effective_batch}"
+        self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
+        self._level = level
 
     def _run_trial(self, asked: Asked, candidate: Candidate, stage: Stage) -> None:
         study, request = self._study, self._request
@@ -272,7 +348,7 @@ class Search:
         )
         self._store.start_trial(record)
         self._observer.trial_begins(asked.number, candidate, stage)
-        started = time.monotonic()
+        started = self._clock()
         job = TrialJob(
             trial_id=record.id,
             candidate=candidate,
@@ -286,9 +362,11 @@ class Search:
         try:
             outcome = self._runner.run(job, self._observer.progress)
         finally:
-            seconds = time.monotonic() - started
+            seconds = self._clock() - started
+            # Killed between any two of these, the next run of the study can still set right what is missing.
+            self._optuna.describe(asked, candidate, outcome)
             self._store.finish_trial(record.id, outcome, seconds)
-            self._optuna.tell(asked, candidate, outcome, request.objective, self._prepared.ceiling)
+            self._optuna.tell(asked, candidate, outcome)
         ended = replace(record, outcome=outcome, seconds=seconds)
         self._remember(ended)
         self._observer.trial_ends(ended, self._history)

@@ -39,6 +39,11 @@ class Batches:
         if self.multiple is not None and self.multiple < 1:
             raise InvalidRequestError(f"--batch-multiple {self.multiple} is not a multiple", "use 1 or more")
         if self.effective_batch is None:
+            if self.multiple is not None and self.multiple > LARGEST_FREE_BATCH:
+                raise InvalidRequestError(
+                    f"--batch-multiple {self.multiple} is beyond the largest batch that is tried",
+                    f"use {LARGEST_FREE_BATCH} or less",
+                )
             return
         if self.effective_batch < 1:
             raise InvalidRequestError(f"--effective-batch {self.effective_batch} is not a batch", "use 1 or more")
@@ -46,7 +51,7 @@ class Batches:
             lower = self.effective_batch // self.world_size * self.world_size
             raise InvalidRequestError(
                 f"--effective-batch {self.effective_batch} cannot be shared equally by --world-size {self.world_size}",
-                f"use --effective-batch {lower or self.world_size} or {lower + self.world_size}",
+                f"use --effective-batch {f'{lower} or ' if lower else ''}{lower + self.world_size}",
             )
         if self.multiple and self._per_device % self.multiple:
             raise InvalidRequestError(
@@ -65,6 +70,10 @@ class Batches:
     def levels(self) -> tuple[int, ...]:
         """The multiples to go down through; a lower one only counts when nothing above fits."""
         return (self.multiple,) if self.multiple else (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES)
+
+    def level(self, batch: int) -> int:
+        """The highest level that a valid per-device batch is on."""
+        return next(multiple for multiple in self.levels() if batch % multiple == 0)
 
     def at_level(self, multiple: int) -> tuple[int, ...]:
         """Batches of exactly this level, ascending: its multiples that are on no higher level.

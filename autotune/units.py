@@ -20,15 +20,19 @@ _BYTES_OF_SUFFIX = {
     "": 1,
     "b": 1,
     "k": KIB,
+    "ki": KIB,
     "kib": KIB,
     "kb": 1000,
     "m": MIB,
+    "mi": MIB,
     "mib": MIB,
     "mb": 1000**2,
     "g": GIB,
+    "gi": GIB,
     "gib": GIB,
     "gb": 1000**3,
     "t": TIB,
+    "ti": TIB,
     "tib": TIB,
     "tb": 1000**4,
 }
@@ -59,7 +63,8 @@ def format_bytes(size_bytes: float) -> str:
     sign = "-" if size_bytes < 0 else ""
     size = abs(size_bytes)
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= scale:
+        # What would be written as 1024.0 of the next smaller unit is written as 1.0 of this one.
+        if size >= scale * (1 - 0.05 / 1024):
             return f"{sign}{size / scale:.1f} {unit}"
     return f"{sign}{size:.0f} B"
 
@@ -82,9 +87,9 @@ def format_seconds(seconds: float) -> str:
     """``0.21`` as ``210 ms``, ``75`` as ``1m15s``, ``12.34`` as ``12.3 s``."""
     if not math.isfinite(seconds):
         return "?"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -93,7 +98,14 @@ def format_seconds(seconds: float) -> str:
 
 def format_count(count: float) -> str:
     """``335143938`` as ``335.1M``; small numbers are left as they are."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
-        if count >= scale:
-            return f"{count / (scale if unit != 'k' else 1e3):.1f}{unit}"
-    return f"{count:.0f}"
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if count >= scale * (1 - 0.05 / 1000):
+            return f"{count / scale:.1f}{unit}"
+    return f"{count / 1e3:.1f}k" if count >= 1e4 else f"{count:.0f}"
+
+
+def format_rate(per_second: float) -> str:
+    """A number of samples or tokens a second to about three digits: ``0.53``, ``310.7``, ``159,060``."""
+    if per_second < 9.995:
+        return f"{per_second:.2f}"
+    return f"{per_second:.1f}" if per_second < 999.95 else f"{per_second:,.0f}"

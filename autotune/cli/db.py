@@ -7,9 +7,12 @@ import click
 from autotune.cli.options import storage_option
 
 
-@click.group()
-def db() -> None:
+@click.group(short_help="Look after the database.", invoke_without_command=True)
+@click.pass_context
+def db(ctx: click.Context) -> None:
     """Look after the database's schema."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @db.command()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
-from autotune import __version__
+from autotune import __version__, errors
 from autotune.errors import AutotuneError
 
-# The conventional exit code of a process that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED = 130
+"""The conventional exit code of a process that Ctrl-C ended: 128 + SIGINT."""
 
 _COMMANDS = {
     "search": "autotune.cli.search",
@@ -26,8 +28,17 @@ _COMMANDS = {
 }
 
 
+def exit_codes() -> dict[int, str]:
+    """Every exit code of the command line with what it says, smallest first."""
+    found = {0: "All went well.", INTERRUPTED: "Ctrl-C ended the command; what was measured is recorded."}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, AutotuneError):
+            found[kind.exit_code] = (kind.__doc__ or "").partition("\n")[0]
+    return dict(sorted(found.items()))
+
+
 class _LazyGroup(click.Group):
-    """Imports a command's module when it is asked for, and turns errors into one line and an exit code."""
+    """Imports a command's module when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -39,47 +50,78 @@ class _LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), cmd_name)
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except AutotuneError as error:
-            say_error(error)
-            ctx.exit(error.exit_code)
-        except BrokenPipeError:
-            # The reader of our output has left: not our error, and nobody to tell.
-            sys.stderr.close()
-            ctx.exit(1)
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in exit_codes().items()])
 
 
-def say_error(error: AutotuneError) -> None:
-    """What was wrong and what to do next, on stderr."""
-    click.echo(f"autotune: error: {_one_line(error.message)}", err=True)
-    if error.hint:
-        click.echo(f"  {_one_line(error.hint)}", err=True)
+def say_error(message: str, hint: str = "") -> None:
+    """What was wrong on one line and what to do next on another, on stderr."""
+    click.echo(f"autotune: error: {_one_line(message)}", err=True)
+    if hint:
+        click.echo(f"  {_one_line(hint)}", err=True)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="autotune")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Find the fastest way to train a transformer on your GPU at a fixed effective batch size.
 
     Real training steps in isolated processes; the answer is TrainingArguments that run as measured.
 
     \b
       autotune search --model bert-large-uncased --effective-batch 64
+      autotune search --help
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
-def main() -> None:
-    """The console script."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; always ends in ``SystemExit``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that knows no × shows a question mark in its place.
+            stream.reconfigure(errors="replace")
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
+    """Run the command; every error that a user can meet becomes its line and its code."""
     try:
-        cli.main(prog_name="autotune")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        returned = cli.main(arguments, prog_name="autotune", standalone_mode=False)
+        return returned if isinstance(returned, int) else 0
+    except AutotuneError as error:
+        say_error(error.message, error.hint)
+        return error.exit_code
+    except click.ClickException as error:
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autotune"
+        message = error.format_message().rstrip(".")
+        say_error(message[:1].lower() + message[1:], f"{command} --help says what can be given")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return AutotuneError.exit_code
+    except OSError as error:
+        say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
+        _forget_output()
+        return AutotuneError.exit_code
+
+
+def _forget_output() -> None:
+    """What is left in the buffer of a stdout that cannot be written would be tried again at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

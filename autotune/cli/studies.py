@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from autotune.cli.options import json_option, print_json, storage_option
-from autotune.cli.table import print_table
+from autotune.cli.table import batch_cell, peak_cell, print_table, speed_cell
+from autotune.trial import Completed
+
+if TYPE_CHECKING:
+    from autotune.report import Report
 
 
 @click.command()
@@ -14,39 +20,46 @@ from autotune.cli.table import print_table
 @json_option
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
-    from autotune.report import load_report, measurement, report_document, summary_lines, verdict
+    from autotune.report import load_report, report_document
     from autotune.store import open_store
-    from autotune.units import format_bytes, format_seconds
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
     if as_json:
         print_json(report_document(report))
-        return
-    workload, environment = report.workload, report.environment
+    else:
+        _print_report(report)
+
+
+def _print_report(report: Report) -> None:
+    from autotune.report import describe_data, summary_lines, verdict
+    from autotune.units import format_seconds
+
+    workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]
-    click.echo(f"Study {report.study.name}: {workload['model']}, {workload['task']}, {workload['dtype']} weights")
+    batch = f"effective batch {request['effective_batch']}" if request["effective_batch"] else "any batch"
+    click.echo(f"Study {report.study.name}, {report.study.started_at:%Y-%m-%d %H:%M} UTC")
+    click.echo(f"  {workload['model']}, {workload['task']}, {workload['dtype']} weights")
+    click.echo(f"  {describe_data(workload)}; {batch}")
     click.echo(
-        f"  on {environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}, "
-        f"{report.study.started_at:%Y-%m-%d %H:%M} UTC"
+        f"  {environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"
+        + (f", driver {environment['driver']}" if environment["driver"] else "")
     )
     click.echo("\n".join(summary_lines(report)) + "\n")
-    rows = []
-    for trial in report.trials:
-        measured = measurement(trial)
-        candidate = trial.candidate
-        rows.append(
-            (
-                str(trial.number),
-                f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}",
-                candidate.arm.describe(),
-                f"{measured.samples_per_second:.1f} ± {measured.relative_spread:.1%}" if measured else "",
-                format_bytes(measured.peak_reserved_bytes) if measured else "",
-                format_seconds(trial.seconds) if trial.seconds is not None else "",
-                verdict(report, trial),
-            )
+    head = ("#", "batch × acc", "configuration", "samples/s", "peak", "took", "verdict")
+    rows = [
+        (
+            str(trial.number),
+            batch_cell(trial.candidate),
+            trial.candidate.arm.describe(),
+            speed_cell(trial.outcome) if isinstance(trial.outcome, Completed) else "",
+            peak_cell(trial.outcome),
+            format_seconds(trial.seconds) if trial.seconds is not None else "",
+            verdict(report, trial),
         )
-    print_table(("", "batch × acc", "configuration", "samples/s", "peak", "took", "verdict"), rows)
+        for trial in report.trials
+    ]
+    print_table(head, rows, right=("#", "batch × acc", "samples/s", "peak", "took"))
 
 
 @click.command()
@@ -56,6 +69,7 @@ def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.report import measurement
     from autotune.store import open_store
+    from autotune.units import format_rate
 
     with open_store(storage, create=False) as store:
         found = store.studies()
@@ -89,8 +103,12 @@ def studies(storage: str, as_json: bool) -> None:
                 summary.environment["device_name"],
                 str(summary.trials),
                 summary.best.candidate.describe() if summary.best else "",
-                f"{measured.samples_per_second:.1f}" if measured else "",
+                format_rate(measured.samples_per_second) if measured else "",
                 f"{summary.study.started_at:%Y-%m-%d %H:%M}",
             )
         )
-    print_table(("study", "state", "device", "trials", "best", "samples/s", "started (UTC)"), rows)
+    if not rows:
+        click.echo(f"There is no study in {storage} yet; autotune search makes one.", err=True)
+        return
+    head = ("study", "state", "device", "trials", "best", "samples/s", "started (UTC)")
+    print_table(head, rows, right=("trials", "samples/s"))

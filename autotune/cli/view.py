@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
+from rich.text import Text
 
-from autotune.history import History
+from autotune.cli.table import batch_cell, peak_cell, speed_cell
+from autotune.history import History, Tried
 from autotune.preparation import Prepared
-from autotune.report import describe_data
+from autotune.report import describe_data, times
 from autotune.store import Stage, StudyRecord, TrialRecord
-from autotune.trial import Candidate, Completed, Document, Failed, OutOfMemory
-from autotune.units import GIB, format_bytes, format_count, format_seconds
+from autotune.trial import Candidate, Completed, Document, Failed
+from autotune.units import format_bytes, format_count, format_rate, format_seconds
 
-_ROW = "{number:>3}  {batch:>11}  {arm:<26}  {speed:>21}  {memory:>13}  {seconds:>7}  {verdict}"
+# Eighty columns hold a line of the widest default arm.
+_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
+# The clock and the spinner share two cores with what is measured there.
+_REFRESHES_PER_SECOND = 4
 
 
 class View:
@@ -25,11 +28,11 @@ class View:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Status | None = None
-        self._ceiling_bytes = 0
         self._started = time.monotonic()
+        self._prepared: Prepared | None = None
+        self._running = "starting"
+        self._doing = ""
         self._best = ""
-        self._running = ""
 
     def note(self, text: str) -> None:
         """A sentence between the lines."""
@@ -37,105 +40,116 @@ class View:
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """What is searched, on what, and the head of the table."""
-        workload, ceiling, request = prepared.request.workload, prepared.ceiling, prepared.request
-        self._ceiling_bytes = ceiling.cap_bytes
-        batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
-        self._print(
-            f"{workload.model} ({prepared.model['class']}, {format_count(prepared.model['parameters'])} parameters, "
-            f"{workload.dtype}), {describe_data(workload.document())}, {batch}"
-        )
-        device = prepared.request.device
-        self._print(
-            f"{device.label} ({device.name}): trials may reserve {format_bytes(ceiling.cap_bytes)}, "
-            f"of which {format_bytes(ceiling.headroom_bytes)} is kept as headroom; study {study.name}"
-        )
+        self._prepared = prepared
+        for line in _head_lines(prepared, study):
+            self._print(line)
         head = _ROW.format(
-            number="", batch="batch × acc", arm="configuration", speed="samples/s", memory="GiB of "
-            + f"{ceiling.cap_bytes / GIB:.1f}", seconds="took", verdict="",
+            number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(prepared), speed="samples/s",
+            peak="peak", took="took", verdict="× baseline",
         )  # fmt: skip
-        self._print(head, style="bold")
+        self._print(head.rstrip(), style="bold")
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """Show what runs."""
-        self._running = f"trial {number}: {candidate.describe()}"
-        self._show("starting")
+        self._running, self._doing = f"trial {number}: {candidate.describe()}", "starting"
 
     def progress(self, record: Document) -> None:
         """Show the phase or the step."""
-        self._show(record.get("phase") or f"step {record.get('step', '?')}")
+        self._doing = str(record.get("phase") or f"step {record.get('step', '?')}")
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """One line, for good."""
-        self._running = ""
-        self._print(self.row(trial, history))
-        fastest = history.fastest()
-        if fastest is not None and fastest.measurement is not None:
-            self._best = (
-                f"best so far {fastest.measurement.samples_per_second:.1f} samples/s ({fastest.candidate.describe()})"
-            )
-        self._show("next")
+        assert self._prepared is not None, "begins comes first"
+        self._print(self.row(trial, history, self._prepared))
+        self._running, self._doing = "choosing the next trial", ""
+        best = _best(history, self._prepared)
+        if best is not None and best.measurement is not None:
+            rate = format_rate(best.measurement.samples_per_second)
+            self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
 
-    def row(self, trial: TrialRecord, history: History) -> str:
+    def row(self, trial: TrialRecord, history: History, prepared: Prepared) -> str:
         """A trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
-        candidate, outcome = trial.candidate, trial.outcome
-        speed = memory = ""
-        if isinstance(outcome, Completed):
-            measured = outcome.measurement
-            speed = f"{measured.samples_per_second:.1f} ± {measured.relative_spread:.1%}"
-            memory = f"{measured.peak_reserved_bytes / GIB:.2f}"
-        elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes:
-            memory = f"> {outcome.peak_reserved_bytes / GIB:.2f}"
         return _ROW.format(
             number=trial.number,
-            batch=f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}",
-            arm=candidate.arm.describe(),
-            speed=speed,
-            memory=memory,
-            seconds=format_seconds(trial.seconds or 0.0),
-            verdict=_verdict(trial, history),
+            batch=batch_cell(trial.candidate),
+            arm=trial.candidate.arm.describe(),
+            arm_width=self._arm_width(prepared),
+            speed=speed_cell(trial.outcome),
+            peak=peak_cell(trial.outcome),
+            took=format_seconds(trial.seconds or 0.0),
+            verdict=_verdict(trial, history, prepared),
         ).rstrip()
 
-    def _show(self, doing: str) -> None:
-        if self._status is not None:
-            parts = [self._running and f"{self._running} ({doing})", self._best]
-            elapsed = format_seconds(time.monotonic() - self._started)
-            self._status.update(escape("; ".join([elapsed, *filter(None, parts)])))
+    def __rich__(self) -> Text:
+        """The status line, made anew at each refresh so that its clock runs; cut where the terminal ends."""
+        running = f"{self._running} ({self._doing})" if self._doing else self._running
+        elapsed = format_seconds(time.monotonic() - self._started)
+        return Text("; ".join(filter(None, (elapsed, running, self._best))), no_wrap=True, overflow="ellipsis")
+
+    @staticmethod
+    def _arm_width(prepared: Prepared) -> int:
+        return max(len(arm.describe()) for arm in (*prepared.space.arms, prepared.baseline.arm))
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def live(self) -> Iterator[None]:
-        """A status line below the others, where there is a terminal to move the cursor on."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with self._console.status("starting") as status:
-            self._status = status
-            try:
-                yield
-            finally:
-                self._status = None
+        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _verdict(trial: TrialRecord, history: History) -> str:
+def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
+    request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
+    workload = request.workload
+    batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
+    if request.world_size > 1:
+        batch += f" on {request.world_size} devices, one of them measured"
+    lines = [
+        f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
+        f"data    {describe_data(workload.document())}; {batch}; {workload.dtype} weights",
+        f"device  {request.device.label}, {request.device.name}",
+        f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
+        f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
+        f"study   {study.name}",
+    ]
+    if ceiling.limit_bytes is not None and ceiling.limit_bytes > ceiling.free_bytes:
+        lines.append(
+            f"note    --memory-limit is {format_bytes(ceiling.limit_bytes)}, but only "
+            f"{format_bytes(ceiling.free_bytes)} are free"
+        )
+    return lines
+
+
+def _best(history: History, prepared: Prepared) -> Tried | None:
+    return history.largest() if prepared.request.objective == "max-batch" else history.fastest()
+
+
+def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
+    """How fast it is against the baseline, and whether it is the best so far."""
     outcome = trial.outcome
-    if isinstance(outcome, OutOfMemory):
-        return "out of memory" if outcome.where == "device" else "out of host memory"
     if isinstance(outcome, Failed):
-        return f"failed ({outcome.reason}): {outcome.message[:80]}"
-    if isinstance(outcome, Completed) and not history.ceiling.fits(outcome.measurement.peak_reserved_bytes):
-        return "over the line"
-    fastest = history.fastest()
-    words = {"baseline": "baseline", "final": "measured in full"}.get(trial.stage, "")
-    if fastest is not None and fastest.trial_id == trial.id and words != "baseline":
-        return "fastest so far"
-    return words
+        return " ".join(outcome.message.split())[:80]
+    if not isinstance(outcome, Completed):
+        return ""
+    if not history.ceiling.fits(outcome.measurement.peak_reserved_bytes):
+        return "low headroom"
+    if trial.stage == "baseline":
+        return "baseline"
+    words = []
+    baseline = next((t.measurement for t in history.outcomes_of(prepared.baseline) if t.measurement), None)
+    if baseline is not None:
+        words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
+    best = _best(history, prepared)
+    if best is not None and best.trial_id == trial.id:
+        words.append("best")
+    if trial.stage == "final":
+        words.append("in full")
+    return " ".join(words)
 
 
 @contextmanager
 def open_view() -> Iterator[View]:
-    """The view of this process's stderr."""
-    view = View(Console(stderr=True))
-    with view.live():
+    """The view of this process's stderr, with a status line below the others where that is a terminal."""
+    console = Console(stderr=True)
+    view = View(console)
+    if not console.is_terminal:
+        yield view
+        return
+    with console.status(view, refresh_per_second=_REFRESHES_PER_SECOND):
         yield view

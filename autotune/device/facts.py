@@ -22,6 +22,18 @@ _TF32_CAPABILITY = (8, 0)
 _BF16_CAPABILITY = (8, 0)
 
 
+def precisions_of(capability: tuple[int, int]) -> tuple[Precision, ...]:
+    """What a GPU of this compute capability computes natively."""
+    found: list[Precision] = ["fp32"]
+    if capability >= _TF32_CAPABILITY:
+        found.append("tf32")
+    if capability >= _FP16_CAPABILITY:
+        found.append("fp16")
+    if capability >= _BF16_CAPABILITY:
+        found.append("bf16")
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Neighbour:
     """Another process that holds memory on the device."""
@@ -67,15 +79,7 @@ class Device:
         """What the device computes natively, in the order of ``autotune.trial.PRECISIONS``."""
         if self.kind == "cpu":
             return ("fp32", "bf16") if self.native_bf16 else ("fp32",)
-        capability = self.capability or (0, 0)
-        found: list[Precision] = ["fp32"]
-        if capability >= _TF32_CAPABILITY:
-            found.append("tf32")
-        if capability >= _FP16_CAPABILITY:
-            found.append("fp16")
-        if capability >= _BF16_CAPABILITY:
-            found.append("bf16")
-        return tuple(found)
+        return precisions_of(self.capability or (0, 0))
 
     def document(self) -> dict[str, Any]:
         """As JSON-ready data, with ``label`` and ``precisions`` beside the fields."""

@@ -43,7 +43,8 @@ def server_environment(device: Device, current: Mapping[str, str], *, offline: b
     # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # What this process can import; an empty entry means its working directory.
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

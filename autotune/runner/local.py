@@ -30,6 +30,8 @@ _START_SECONDS = 300.0
 # The server ends a trial at its time limit; the controller stops waiting for the server a little later.
 _GRACE_SECONDS = 20.0
 _INSPECT_SECONDS = 180.0
+# How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.
+_LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class LocalRunner:
         self._rest = b""
         self._ready = False
         self._trial_pid: int | None = None
+        self._submitted: dict[str, Document] = {}
+        self._ended: dict[str, Document] = {}
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -112,11 +116,14 @@ class LocalRunner:
         server, self._server = self._server, None
         if server is None:
             return
+        if not self._ready:
+            # It runs nothing yet, and would only hear of the closed pipe once its imports are done.
+            server.kill()
         if server.stdin:
             with contextlib.suppress(OSError):
                 server.stdin.close()
         try:
-            server.wait(timeout=10)
+            server.wait(timeout=_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
@@ -124,6 +131,9 @@ class LocalRunner:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._trial_pid, signal.SIGKILL)
         os.close(self._reports)
+        # Nobody will report their ends any more.
+        self._ended.update(self._submitted)
+        self._submitted = {}
 
     def _read(self, deadline: float) -> list[Document] | None:
         """Messages that have come; waits for some until ``deadline``; ``None`` once the server is gone."""
@@ -138,6 +148,9 @@ class LocalRunner:
 
     def _await_ready(self) -> None:
         """Block until the server's imports are done; ``TrialServerError`` where they fail."""
+        if self._server is not None and self._server.poll() is not None and self._ready:
+            # It died between two jobs: none of them is lost by that.
+            self.close()
         if self._server is None:
             self._start()
         deadline = time.monotonic() + _START_SECONDS
@@ -161,32 +174,84 @@ class LocalRunner:
     def _run_job(self, job: Document, progress: Progress) -> Document:
         """Send a job, wait for its end; ``result`` (if any) and how the process ended, as one document."""
         self._await_ready()
+        try:
+            return self._await_end(job, progress) if self._send(job) else {"lost": True}
+        except BaseException:
+            # Who stops waiting for a job must not leave it running beside the next.
+            self.close()
+            raise
+
+    def _send(self, job: Document) -> bool:
+        """Hand a job to the server; whether it is there to take it."""
         assert self._server is not None
         assert self._server.stdin is not None
-        deadline = time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS
         try:
             self._server.stdin.write(json.dumps({"job": job}).encode() + b"\n")
             self._server.stdin.flush()
         except OSError:
             self.close()
-            return {"lost": True}
-        result: Document = {}
+            return False
+        return True
+
+    def _await_end(self, job: Document, progress: Progress) -> Document:
+        deadline = time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS
+        answer: Document = {}
         while True:
             messages = self._read(deadline)
             if messages is None or (not messages and time.monotonic() > deadline):
                 self.close()
-                return {**result, "lost": True}
+                return {**answer, "lost": True}
             for message in messages:
                 if message.get("started") == job["id"]:
                     self._trial_pid = message["pid"]
                 elif message.get("ended") == job["id"]:
                     self._trial_pid = None
-                    return {**result, **message}
-                elif message.get("id") == job["id"]:
-                    if "progress" in message:
-                        progress(message["progress"])
-                    else:
-                        result.update(message)
+                    return {**answer, **message}
+                elif message.get("id") != job["id"]:
+                    self._note_submitted(message)
+                elif "progress" in message:
+                    answer["during"] = message["progress"].get("phase", answer.get("during", ""))
+                    progress(message["progress"])
+                else:
+                    answer.update(message)
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        """Start a job beside the trials, once the server's imports are done, and do not wait; see ``ended``."""
+        self._await_ready()
+        job = {
+            "id": job_id,
+            "kind": kind,
+            "workload": self._workload.document(),
+            "timeout_seconds": timeout_seconds,
+            "log_path": str(self._log_folder / f"{kind}-{job_id}.log"),
+            **details,
+        }
+        self._submitted[job_id] = {}
+        if not self._send(job):
+            self._ended[job_id] = self._submitted.pop(job_id)
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        """Submitted jobs that have ended since the last call; ``result`` is in what each said if it got that far."""
+        deadline = time.monotonic() + wait_seconds
+        while self._submitted and self._server is not None:
+            messages = self._read(deadline)
+            if messages is None:
+                self.close()
+            for message in messages or ():
+                self._note_submitted(message)
+            if not messages or self._ended:
+                break
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def _note_submitted(self, message: Document) -> None:
+        job_id = message.get("ended") or message.get("id")
+        if job_id not in self._submitted:
+            return
+        if "ended" in message:
+            self._ended[job_id] = {**self._submitted.pop(job_id), **message}
+        elif "result" in message:
+            self._submitted[job_id].update(message)
 
     def _device_facts(self) -> Document:
         return {"device_kind": self._device.kind, "device_uuid": self._device.uuid}
@@ -253,13 +318,14 @@ def _outcome(answer: dict[str, Any], job: TrialJob) -> Outcome:
             return outcome_from_document(answer["result"])
         except ValueError as error:
             return Failed("malformed", str(error))
+    during = answer.get("during", "")
     if answer.get("timed_out"):
-        return Failed("timeout", f"stopped after the time limit of {job.timeout_seconds:.0f} s")
+        return Failed("timeout", f"stopped after the time limit of {job.timeout_seconds:.3g} s", during)
     if answer.get("lost"):
-        return Failed("lost", "the trial server died during the trial")
+        return Failed("lost", "the trial server died during the trial", during)
     if answer.get("signal"):
         hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
-        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}")
+        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}", during)
     if "malformed" in answer:
-        return Failed("malformed", f"not a result: {answer['malformed']!r}")
-    return Failed("error", _how_it_ended(answer, job.log_path))
+        return Failed("malformed", f"not a result: {answer['malformed']!r}", during)
+    return Failed("error", _how_it_ended(answer, job.log_path), during)

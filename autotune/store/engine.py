@@ -131,4 +131,10 @@ def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
         current = str(dbapi_connection.execute("PRAGMA journal_mode").fetchone()[0])
         if current == wanted:
             return current
-        return str(dbapi_connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0])
+        try:
+            return str(dbapi_connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()[0])
+        except sqlite3.OperationalError as error:
+            if not error.sqlite_errorname.startswith("SQLITE_BUSY"):
+                raise
+            # Somebody is reading or writing just now; either mode is safe, so the next to open it will change it.
+            return current

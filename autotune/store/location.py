@@ -18,8 +18,6 @@ LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
 
 _URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
-# The first 16 bytes of every SQLite file (https://www.sqlite.org/fileformat2.html#magic_header_string).
-_SQLITE_MAGIC = b"SQLite format 3\x00"
 # File systems whose locks or shared memory do not hold between machines, as /proc/mounts names them.
 # WAL needs both (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
 _NETWORK_FILE_SYSTEMS = frozenset(
@@ -83,17 +81,6 @@ def _not_a_file(text: str) -> StorageError:
     return StorageError(
         f"{text!r} does not name a SQLite file", "give a path such as studies/autotune.db, or sqlite:///path/to/file.db"
     )
-
-
-def check_is_database_file(location: Location) -> None:
-    """``StorageError`` when the existing file is visibly no SQLite database; an empty one is."""
-    assert location.path is not None
-    if location.path.is_dir():
-        raise StorageError(f"{location.label} is a folder", "name a file within it with --storage")
-    with location.path.open("rb") as file:
-        start = file.read(len(_SQLITE_MAGIC))
-    if start and start != _SQLITE_MAGIC:
-        raise StorageError(f"{location.label} is not a SQLite database", "choose another file with --storage")
 
 
 def on_network_file_system(path: Path, mounts: str | None = None) -> bool:

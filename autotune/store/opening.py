@@ -10,7 +10,7 @@ from sqlalchemy import Engine, inspect
 
 from autotune.errors import StorageError
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
-from autotune.store.location import Location, check_is_database_file, on_network_file_system, resolve_location
+from autotune.store.location import Location, on_network_file_system, resolve_location
 from autotune.store.migrate import (
     check_revision_is_known,
     head_revision,
@@ -82,7 +82,10 @@ def _check_file(place: Location, path: Path) -> None:
         raise StorageError(
             f"there is no database at {place.label}", "run a search first, or name its file with --storage"
         )
-    check_is_database_file(place)
+    # The file is not read here: closing it would take SQLite's locks from any connection that this
+    # process has already (https://www.sqlite.org/howtocorrupt.html, section 2.2).
+    if path.is_dir():
+        raise StorageError(f"{place.label} is a folder", "name a file within it with --storage")
 
 
 def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scripts: Path) -> None:

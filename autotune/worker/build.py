@@ -39,8 +39,14 @@ def build_config(workload: Workload) -> Any:
 
 
 def model_class(workload: Workload) -> Any:
-    """The concrete class that will be built; importing it early saves each trial the import."""
-    return auto_class(workload)._model_mapping[type(build_config(workload))]
+    """The concrete class that will be built; importing it early saves each trial the import.
+
+    Raises ``ValueError`` where transformers has none for this task.
+    """
+    try:
+        return auto_class(workload)._model_mapping[type(build_config(workload))]
+    except KeyError as error:
+        raise ValueError(f"transformers has no {workload.task} model of type {workload.model_type!r}") from error
 
 
 @contextlib.contextmanager

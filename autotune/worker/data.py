@@ -32,15 +32,18 @@ class SyntheticDataset(Dataset[Sample]):
         return self._pool[index % len(self._pool)]
 
 
-def real_tokens(seq_len: int, padding: float, generator: torch.Generator) -> int:
-    """How many tokens of one sample are real, so that ``padding`` is the mean fraction that is not.
+def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Generator) -> list[int]:
+    """How many tokens of each of ``count`` samples are real, so that ``padding`` is the mean fraction that is not.
 
-    Lengths are uniform over the widest range with that mean.
+    Lengths are uniform over the widest range with that mean, one from each ``count``-th of the range:
+    drawn freely, the mean of a few dozen would be off by several per cent.
     """
     low = max(0.0, 1 - 2 * padding)
     high = min(1.0, 2 * (1 - padding))
-    fraction = low + (high - low) * float(torch.rand((), generator=generator))
-    return max(1, min(seq_len, round(seq_len * fraction)))
+    places = (torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)) / count
+    # A causal model predicts nothing from a single token, and the mean loss of nothing is no number.
+    least = min(2, seq_len)
+    return [max(least, min(seq_len, round(seq_len * (low + (high - low) * place)))) for place in places.tolist()]
 
 
 def _image(config: Any, generator: torch.Generator) -> torch.Tensor:
@@ -49,12 +52,10 @@ def _image(config: Any, generator: torch.Generator) -> torch.Tensor:
     return torch.rand((config.num_channels, height, width), generator=generator)
 
 
-def _text_sample(workload: Workload, vocabulary: int, num_labels: int, generator: torch.Generator) -> Sample:
+def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int, generator: torch.Generator) -> Sample:
     tokens = torch.randint(min(_LOWEST_TOKEN, vocabulary - 1), vocabulary, (workload.seq_len,), generator=generator)
     sample: Sample = {"input_ids": tokens}
-    real = workload.seq_len
     if workload.padding > 0:
-        real = real_tokens(workload.seq_len, workload.padding, generator)
         sample["attention_mask"] = (torch.arange(workload.seq_len) < real).long()
     if workload.task == "sequence-classification":
         sample["labels"] = torch.randint(0, num_labels, (), generator=generator)
@@ -69,7 +70,7 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, generator
     return sample
 
 
-def _sample(workload: Workload, model: Any, generator: torch.Generator) -> Sample:
+def _sample(workload: Workload, model: Any, real: int, generator: torch.Generator) -> Sample:
     config = model.config
     if workload.task == "image-classification":
         label = torch.randint(0, config.num_labels, (), generator=generator)
@@ -81,11 +82,15 @@ def _sample(workload: Workload, model: Any, generator: torch.Generator) -> Sampl
         features = torch.rand((config.num_mel_bins, frames), generator=generator)
         labels = torch.randint(0, config.vocab_size, (workload.seq_len,), generator=generator)
         return {"input_features": features, "labels": labels}
-    return _text_sample(workload, vocabulary, getattr(config, "num_labels", 2), generator)
+    return _text_sample(workload, vocabulary, getattr(config, "num_labels", 2), real, generator)
 
 
 def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) -> SyntheticDataset:
     """Samples for ``model``: text (seq_len,), images (channels, height, width), speech (mel bins, frames)."""
     generator = torch.Generator().manual_seed(seed)
-    pool = [_sample(workload, model, generator) for _ in range(min(_POOL, length))]
+    count = min(_POOL, length)
+    lengths = [workload.seq_len] * count
+    if workload.padding > 0:
+        lengths = real_tokens(workload.seq_len, workload.padding, count, generator)
+    pool = [_sample(workload, model, real, generator) for real in lengths]
     return SyntheticDataset(pool, length)

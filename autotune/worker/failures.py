@@ -12,6 +12,7 @@ from autotune.trial import Failed, FailureReason, OutOfMemory
 _DEVICE_FRAGMENTS = (
     "cuda out of memory",
     "cuda error: out of memory",
+    "triton error [cuda]: out of memory",
     "hip out of memory",
     "cublas_status_alloc_failed",
     "cusolver_status_alloc_failed",
@@ -20,8 +21,10 @@ _DEVICE_FRAGMENTS = (
     "nonzero is not supported for tensors with more than int_max",
     "canuse32bitindexmath",
 )
-# cuDNN gives these when it cannot get a workspace, but also for layers it does not know.
+# cuDNN gives these when it cannot get a workspace, but also for layers it does not know; cuBLAS the first
+# when it cannot get memory for its handle, but also after a kernel that failed.
 _DEVICE_FRAGMENTS_NEAR_LIMIT = (
+    "cublas_status_not_initialized",
     "cudnn_status_not_supported",
     "cudnn_status_internal_error",
     "cudnn_status_alloc_failed",

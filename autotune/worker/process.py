@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 # linux/prctl.h
@@ -49,10 +50,10 @@ def children() -> list[int]:
     return found
 
 
-def end_children(limit_seconds: float = 5.0) -> None:
-    """Kill and reap every child until none is left; each round meets those that were orphaned by the last."""
+def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
+    """Kill and reap every child but the ``spared`` until none is left; each round meets those the last one orphaned."""
     deadline = time.monotonic() + limit_seconds
-    while (left := children()) and time.monotonic() < deadline:
+    while (left := [pid for pid in children() if pid not in spared]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

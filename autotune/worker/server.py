@@ -2,7 +2,7 @@
 
 Spoken over two pipes in lines of JSON. From the controller, on standard input::
 
-    {"job": {"id": …, "kind": "trial" | "inspect", "log_path": …, "timeout_seconds": …, …}}
+    {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
 
 and back, on the file descriptor named on the command line: ``ready`` or ``import_error`` once,
 then for each job any number of ``progress``, at most one ``result``, and exactly one ``ended``
@@ -74,7 +74,7 @@ class Server:
         self._report_fd = report_fd
         self._torch_threads = torch_threads
         self._control = _Lines(0)
-        self._child: _Child | None = None
+        self._children: dict[int, _Child] = {}
         self._parent = os.getppid()
         self._told_to_leave = False
         # A byte arrives here with every signal, so that select sees it.
@@ -100,28 +100,26 @@ class Server:
             while os.getppid() == self._parent and not self._control.closed and not self._told_to_leave:
                 self._wait_and_act()
         finally:
-            if self._child:
-                process.kill_group(self._child.pid)
+            for child in self._children.values():
+                process.kill_group(child.pid)
             process.end_children()
 
     def _wait_and_act(self) -> None:
         fds = [self._control.fd, self._wake_read]
-        if self._child and not self._child.lines.closed:
-            fds.append(self._child.lines.fd)
+        fds += [child.lines.fd for child in self._children.values() if not child.lines.closed]
         readable, _, _ = select.select(fds, [], [], self._patience_seconds())
         if self._wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        if self._child:
-            self._attend(self._child)
+        for child in list(self._children.values()):
+            self._attend(child)
         if self._control.fd in readable:
             for line in self._control.read():
                 self._start(json.loads(line)["job"])
 
     def _patience_seconds(self) -> float:
-        if self._child and not self._child.timed_out:
-            return min(1.0, max(0.0, self._child.deadline - time.monotonic()))
-        return 1.0
+        deadlines = [child.deadline for child in self._children.values() if not child.timed_out]
+        return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
         read_fd, write_fd = os.pipe()
@@ -133,7 +131,7 @@ class Server:
             os.close(read_fd)
             _become_child(job, server, write_fd, self._torch_threads, [self._report_fd, self._wake_read])
         os.close(write_fd)
-        self._child = _Child(job, pid, read_fd)
+        self._children[pid] = _Child(job, pid, read_fd)
         self.report({"started": job["id"], "pid": pid})
 
     def _attend(self, child: _Child) -> None:
@@ -149,9 +147,10 @@ class Server:
             return
         self._forward(child)
         process.kill_group(child.pid)
-        process.end_children()
+        del self._children[child.pid]
+        # What the job left behind was orphaned, and so adopted; other jobs go on.
+        process.end_children(spared=self._children)
         os.close(child.lines.fd)
-        self._child = None
         code = os.waitstatus_to_exitcode(status)
         self.report(
             {
@@ -168,6 +167,8 @@ class Server:
             try:
                 message = json.loads(line)
             except ValueError:
+                message = None
+            if not isinstance(message, dict):
                 message = {"malformed": line[:200].decode(errors="replace")}
             self.report({**message, "id": child.id})
 
@@ -207,7 +208,12 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
             data = data[os.write(result_fd, data) :]
 
     torch.set_num_threads(torch_threads)
-    if job["kind"] == "inspect":
+    if job["kind"] == "predict":
+        # Patches torch for good, so it is imported where it is used: in this process alone.
+        from autotune.worker.predict import predict
+
+        send("result", predict(job))
+    elif job["kind"] == "inspect":
         send("result", inspect(job))
     else:
         send("result", run_trial(job, lambda record: send("progress", record)))
@@ -246,9 +252,13 @@ def main() -> None:
         os.write(report_fd, json.dumps({"import_error": message}).encode() + b"\n")
         raise SystemExit(1) from error
     server = Server(report_fd, threads)
-    server.report({"ready": os.getpid()})
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        server.report({"ready": os.getpid()})
         server.serve()
+    # Everything is ended by now; taking torch apart module by module would cost another second.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -121,7 +123,7 @@ class _Trial:
 
     def _failure(self, error: Exception) -> OutOfMemory | Failed:
         peaks = self._meter.peaks() if self._meter else (None, None)
-        return classify(
+        outcome = classify(
             error,
             during=self._phases.current,
             on_cpu=self._device_kind == "cpu",
@@ -131,6 +133,10 @@ class _Trial:
                 "cap_bytes": self._cap_bytes,
             },
         )
+        # The log is where people are sent to look; where memory has run out there may be none left for it.
+        with contextlib.suppress(MemoryError):
+            print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
+        return outcome
 
 
 def run_trial(job: Document, send: Send) -> Document:

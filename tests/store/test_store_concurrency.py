@@ -47,6 +47,46 @@ def test_processes_that_make_the_same_file_at_once_share_it(database: Path) -> N
     assert [file.name for file in database.parent.iterdir()] == ["autotune.db"]
 
 
+def _intern_many(path: str, start_at: float, answers: multiprocessing.SimpleQueue[str]) -> None:
+    try:
+        with open_store(path) as store:
+            time.sleep(max(0.0, start_at - time.time()))
+            for number in range(100):
+                store.intern_workload({}, f"{os.getpid()}-{number}")
+        answers.put("")
+    except AutotuneError as error:
+        answers.put(str(error))
+
+
+def test_writers_that_read_first_wait_for_each_other(database: Path) -> None:
+    open_store(str(database)).close()
+    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
+    start_at = time.time() + 0.3
+    children = [forks.Process(target=_intern_many, args=(str(database), start_at, answers)) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert [answers.get() for _ in children] == ["", ""]
+    for child in children:
+        child.join(30)
+
+
+def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path) -> None:
+    database.parent.mkdir()
+    storage = optuna.storages.RDBStorage(f"sqlite:///{database}")
+    storage.remove_session()
+    storage.engine.dispose()
+    answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
+    start_at = time.time() + 0.3
+    children = [forks.Process(target=_open_and_intern, args=(str(database), start_at, answers)) for _ in range(4)]
+    for child in children:
+        child.start()
+    ids = {answers.get() for _ in children}
+    for child in children:
+        child.join(30)
+    assert len(ids) == 1, ids
+    assert not ids.pop().startswith("failed")
+
+
 def test_our_writes_and_optunas_do_not_lock_each_other_out(
     store: Store, new_study: NewStudy, new_trial: NewTrial
 ) -> None:

@@ -173,6 +173,19 @@ def test_the_refused_revision_can_still_be_shown(database: Path) -> None:
     assert current_revision(str(database)) == ("9999", HEAD)
 
 
+@pytest.mark.skipif(not Path("/proc/locks").is_file(), reason="needs /proc/locks")
+def test_opening_a_file_twice_in_one_process_keeps_its_locks(database: Path) -> None:
+    """The system drops a process's locks on a file when it closes any descriptor of it."""
+    with open_store(str(database)) as first:
+        first.intern_workload({}, "first")
+        locks = Path("/proc/locks").read_text().count(f":{database.stat().st_ino} ")
+        assert locks > 0
+        current_revision(str(database))
+        open_store(str(database)).close()
+        assert Path("/proc/locks").read_text().count(f":{database.stat().st_ino} ") == locks
+        first.intern_workload({}, "second")
+
+
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is a folder"):
         open_store(str(tmp_path))
@@ -234,6 +247,19 @@ def test_wal_is_taken_back_where_machines_share_the_file(database: Path) -> None
         assert choose_journal(engine, shared_file_system=False) == "wal"
     finally:
         engine.dispose()
+
+
+def test_a_file_that_is_being_read_keeps_its_journal_for_now(plain_optuna: Path) -> None:
+    upgrade(str(plain_optuna))
+    with closing(sqlite3.connect(plain_optuna, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode=DELETE")
+        other.execute("BEGIN")
+        other.execute("SELECT * FROM studies").fetchall()
+        with open_store(str(plain_optuna), lock_timeout_seconds=0.1) as store:
+            assert store.studies() == []
+        assert query(plain_optuna, "PRAGMA journal_mode") == [("delete",)]
+    open_store(str(plain_optuna)).close()
+    assert query(plain_optuna, "PRAGMA journal_mode") == [("wal",)]
 
 
 def _open_with_little_room(path: str, answer: multiprocessing.SimpleQueue[str]) -> None:

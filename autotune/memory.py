@@ -1,0 +1,140 @@
+"""What peak memory a candidate will reach on a GPU: predicted with fake tensors, corrected by what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.device import Ceiling
+from autotune.device.chips import Chip
+from autotune.trial import Arm, Candidate, Completed, Document, Outcome
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Of one arm at one batch, with or without accumulation."""
+
+    per_device_train_batch_size: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    """By a model of the caching allocator, without meeting the cap where that could be helped."""
+    runs_out: bool
+    """The cap is met even after cached segments are given back."""
+    fits: bool
+    """It does not run out and stays under the line."""
+    anatomy: dict[str, int]
+    """What the peak consists of: weights, gradients, optimizer, activations, logits, inputs, workspaces."""
+
+
+def memory_class(arm: Arm) -> Arm:
+    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32.
+
+    Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
+    """
+    twins = {"bf16": "fp16", "tf32": "fp32"}
+    return dataclasses.replace(arm, precision=twins.get(arm.precision, arm.precision))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prediction job: a memory class with or without accumulation, at some batches."""
+
+    arm: Arm
+    accumulates: bool
+    batches: tuple[int, ...]
+    multiple: int | None
+    """Also find the largest multiple of this that fits."""
+
+    @property
+    def key(self) -> tuple[Arm, bool]:
+        """What the answer is filed under."""
+        return memory_class(self.arm), self.accumulates
+
+    def details(self, chip: Chip, ceiling: Ceiling) -> Document:
+        """The job's part of the message to the trial server."""
+        return {
+            "arm": dataclasses.asdict(self.arm),
+            "accumulates": self.accumulates,
+            "batches": list(self.batches),
+            "multiple": self.multiple,
+            "chip": chip.document(),
+            "cap_bytes": ceiling.cap_bytes,
+            "line_bytes": ceiling.line_bytes,
+        }
+
+
+def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
+    """What to ask for these arms and ``(batch, accumulation)`` pairs, each memory class once, in the arms' order."""
+    pairs = list(batches)
+    asked: dict[tuple[Arm, bool], Question] = {}
+    for arm in arms:
+        for accumulates in (True, False):
+            wanted = tuple(sorted({batch for batch, accumulation in pairs if (accumulation > 1) == accumulates}))
+            if wanted or (multiple and not accumulates):
+                question = Question(arm, accumulates, wanted, None if accumulates else multiple)
+                asked.setdefault(question.key, question)
+    return list(asked.values())
+
+
+# A trial that is predicted to be over is skipped only when that is beyond doubt. On eleven models
+# the peak of allocated bytes was predicted within 1.4 %; reserved bytes within 5 % (15 % once).
+_ALLOCATED_DOUBT = 0.015
+
+
+class MemoryModel:
+    """Predictions filed by memory class, and the offsets that measurements taught."""
+
+    def __init__(self, ceiling: Ceiling) -> None:
+        self._ceiling = ceiling
+        self._predictions: dict[tuple[Arm, bool], dict[int, MemoryPrediction]] = {}
+        self._largest: dict[Arm, int] = {}
+        self._offsets: dict[Arm, list[int]] = {}
+
+    def add(self, question: Question, answer: Document) -> None:
+        """File what a prediction job answered."""
+        known = self._predictions.setdefault(question.key, {})
+        for document in answer["batches"]:
+            prediction = MemoryPrediction(**document)
+            known[prediction.per_device_train_batch_size] = prediction
+        if answer["largest_batch"] is not None:
+            self._largest[memory_class(question.arm)] = int(answer["largest_batch"])
+
+    def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
+        """What is predicted for a candidate, uncorrected; ``None`` where nothing is."""
+        of_class = self._predictions.get((memory_class(candidate.arm), candidate.accumulates), {})
+        return of_class.get(candidate.per_device_train_batch_size)
+
+    def batches(self, arm: Arm, *, accumulates: bool) -> list[int]:
+        """The batches for which something is predicted, ascending."""
+        return sorted(self._predictions.get((memory_class(arm), accumulates), {}))
+
+    def largest_batch(self, arm: Arm) -> int | None:
+        """The largest batch without accumulation that is predicted to fit; 0 where none is."""
+        return self._largest.get(memory_class(arm))
+
+    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Take a measured peak into account for all candidates of its memory class."""
+        predicted = self.prediction(candidate)
+        if predicted is not None and isinstance(outcome, Completed):
+            offset = outcome.measurement.peak_allocated_bytes - predicted.peak_allocated_bytes
+            self._offsets.setdefault(memory_class(candidate.arm), []).append(offset)
+
+    def peak_allocated_bytes(self, candidate: Candidate) -> int | None:
+        """The predicted peak, corrected by the median offset of what was measured of its memory class."""
+        predicted = self.prediction(candidate)
+        if predicted is None:
+            return None
+        offsets = self._offsets.get(memory_class(candidate.arm), [0])
+        return predicted.peak_allocated_bytes + round(statistics.median(offsets))
+
+    def surely_over(self, candidate: Candidate) -> bool:
+        """Whether the candidate is beyond doubt too large: what it must allocate alone is over the line."""
+        peak = self.peak_allocated_bytes(candidate)
+        return peak is not None and peak * (1 - _ALLOCATED_DOUBT) > self._ceiling.line_bytes
+
+    def likely_fits(self, candidate: Candidate) -> bool | None:
+        """Whether the candidate is predicted to fit; ``None`` where nothing is predicted."""
+        predicted = self.prediction(candidate)
+        return None if predicted is None else predicted.fits

@@ -1,0 +1,139 @@
+"""A model of CUDA's caching allocator: what a sequence of allocations makes it reserve.
+
+Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.worker.fake.tracer import DEATH
+
+MIB = 1024**2
+_BLOCK = 512  # kMinBlockSize
+_SMALL = MIB  # kSmallSize: requests up to this share small segments
+_SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
+_LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: requests below _MIN_LARGE share these
+_MIN_LARGE = 10 * MIB  # kMinLargeAlloc
+_ROUND_LARGE = 2 * MIB  # kRoundLarge
+
+
+class OutOfCapError(Exception):
+    """The cap was met even after every cached segment was given back."""
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A piece of a segment; neighbours are linked so that free ones can be merged."""
+
+    address: int
+    size: int
+    small: bool
+    previous: _Block | None = None
+    next: _Block | None = None
+    free: bool = True
+
+
+class CachingAllocator:
+    """Allocations by number; ``allocated``, ``reserved`` and their peaks in bytes."""
+
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        self._cap = cap_bytes
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._alive: dict[int, _Block] = {}
+        self._next_address = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+
+    def allocate(self, number: int, size_bytes: int) -> None:
+        """Serve a request, from the cache or a new segment; ``OutOfCapError`` where neither will do."""
+        size = max(_BLOCK, -(-size_bytes // _BLOCK) * _BLOCK)
+        small = size <= _SMALL
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        self._split(block, size)
+        block.free = False
+        self._alive[number] = block
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+
+    def holds(self, number: int) -> bool:
+        """Whether the allocation is alive; one of no bytes never was."""
+        return number in self._alive
+
+    def release(self, number: int) -> None:
+        """Give an allocation back to the cache, merged with free neighbours."""
+        block = self._alive.pop(number)
+        self.allocated_bytes -= block.size
+        block.free = True
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free:
+                self._forget(neighbour)
+                block = self._merge(block, neighbour)
+        bisect.insort(self._free[block.small], (block.size, block.address, block))
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        free = self._free[small]
+        at = bisect.bisect_left(free, (size, -1))
+        return free.pop(at)[2] if at < len(free) else None
+
+    def _new_segment(self, size: int, small: bool) -> _Block:
+        if small:
+            segment = _SMALL_SEGMENT
+        else:
+            segment = _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self._cap is not None and self.reserved_bytes + segment > self._cap:
+            self.retries += 1
+            self._give_back()
+            if self.reserved_bytes + segment > self._cap:
+                raise OutOfCapError(f"{segment} bytes more than {self.reserved_bytes} of {self._cap}")
+        self.reserved_bytes += segment
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        block = _Block(self._next_address, segment, small)
+        # A gap between segments, so that addresses of different ones never touch.
+        self._next_address += segment + _BLOCK
+        return block
+
+    def _give_back(self) -> None:
+        """Return every wholly free segment to the device."""
+        for small, free in self._free.items():
+            kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
+            self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
+            self._free[small] = kept
+
+    def _split(self, block: _Block, size: int) -> None:
+        remaining = block.size - size
+        if remaining < _BLOCK if block.small else remaining <= _SMALL:
+            return
+        rest = _Block(block.address + size, remaining, block.small, previous=block, next=block.next)
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        bisect.insort(self._free[rest.small], (rest.size, rest.address, rest))
+
+    def _forget(self, block: _Block) -> None:
+        free = self._free[block.small]
+        free.pop(bisect.bisect_left(free, (block.size, block.address)))
+
+    @staticmethod
+    def _merge(block: _Block, neighbour: _Block) -> _Block:
+        first, second = (neighbour, block) if neighbour.address < block.address else (block, neighbour)
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.previous = first
+        first.free = True
+        return first
+
+
+def replay(events: Iterable[tuple[int, int]], cap_bytes: int | None = None) -> CachingAllocator:
+    """Serve births and deaths in order; ``OutOfCapError`` when the cap is met."""
+    allocator = CachingAllocator(cap_bytes)
+    for number, size in events:
+        if size > 0:
+            allocator.allocate(number, size)
+        elif size == DEATH and allocator.holds(number):
+            allocator.release(number)
+    return allocator

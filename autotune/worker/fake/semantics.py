@@ -1,0 +1,199 @@
+"""Making fake CPU tensors behave, for memory, as CUDA tensors do.
+
+Functions and kernels are replaced for the whole process, because modes are not active inside the
+autograd engine and a checkpoint's recomputation would take another path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from transformers import masking_utils
+
+# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: what CUDA autocast computes in float32 and CPU
+# autocast leaves alone. Reductions that only return a scalar are left out: they do not weigh.
+_FLOAT32_OPERATIONS = (
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "nll_loss",
+    "nll_loss2d",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "binary_cross_entropy_with_logits",
+    "logsumexp",
+)
+# AT_FORALL_FP32_SET_OPT_DTYPE: a dtype argument is filled in instead of casting the input first.
+_FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod")
+
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_HALF = (torch.float16, torch.bfloat16)
+_HARDWARE = {"flash": True}
+
+
+def _packet(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _cast_to_float32(operation: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+            return operation(*(_float32(a) for a in args), **{name: _float32(value) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in _HALF:
+        return value.to(torch.float32)
+    return value
+
+
+def _set_dtype(operation: Any) -> Callable[..., Any]:
+    def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if dtype is None and input.dtype in _HALF:
+            dtype = torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+            return operation(input, *args, dtype=dtype, **kwargs)
+
+    return kernel
+
+
+def install_cuda_autocast() -> torch.library.Library:
+    """Give CPU autocast CUDA's float32 list. Keep the returned library alive."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
+    for name in _FLOAT32_OPERATIONS:
+        library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    for name in _FLOAT32_BY_ARGUMENT:
+        library.impl(name, _set_dtype(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    return library
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """CUDA's fused dropout saves a boolean mask, a byte an element."""
+    if not training or p == 0.0:
+        return input
+    out: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+    return out
+
+
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
+               is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
+    bias = None
+    if mask is not None:
+        bias = mask
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
+        length = bias.shape[-1]
+        if length % 16:
+            # The kernel wants rows aligned to 16 elements: a padded copy, of which a view is used.
+            bias = functional.pad(bias, (0, 16 - length % 16))[..., :length]
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], length)
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool,
+           scale: float | None) -> torch.Tensor:  # fmt: skip
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    if size % 8:
+        query, key, value = (functional.pad(t, (0, 8 - size % 8)) for t in (query, key, value))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if size % 8 else out
+
+
+def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
+          is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
+    """As _scaled_dot_product_attention_math of transformers/attention.cpp: 16-bit inputs are computed in float32."""
+    dtype = query.dtype
+    if dtype in _HALF:
+        query, key, value = (t.to(torch.float32) for t in (query, key, value))
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(allowed.logical_not(), float("-inf"))
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        scores.add_(mask.to(query.dtype))
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    if dropout_p > 0:
+        weights = torch.ops.aten.native_dropout(weights, dropout_p, True)[0]
+    out = torch.matmul(weights, value).to(dtype)
+    weights.to(dtype)  # the second result, which nobody takes
+    return out
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` as the kernel that CUDA would choose (sdp_utils.cpp, priority order)."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dtype.is_floating_point:
+            attn_mask = attn_mask.to(dtype)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        if _HARDWARE["flash"] and attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
+            # Flash attention reads grouped key and value heads where they are: nothing is repeated.
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if not enable_gqa and (attn_mask is None or not attn_mask.requires_grad):
+            return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        # Neither grouped heads nor the gradient of a mask is known to the memory-efficient kernel.
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
+        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def install_cuda_functions(*, flash: bool) -> None:
+    """Replace dropout and attention by what CUDA runs, wherever they are reached from.
+
+    Samples here are never packed, which transformers finds out from the positions' values; fake
+    tensors have none, and it would keep a mask that a real step drops.
+    """
+    _HARDWARE["flash"] = flash
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    functional.dropout = _dropout
+    torch.dropout = lambda input, p, train: _dropout(input, p, train)
+    functional.scaled_dot_product_attention = _attention
+    torch._C._nn.scaled_dot_product_attention = _attention

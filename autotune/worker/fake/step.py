@@ -1,0 +1,150 @@
+"""Two optimizer steps of the ``Trainer``, emulated on fake tensors: the same order of the same allocations."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Trainer, TrainingArguments
+
+from autotune.device.chips import Chip
+from autotune.trial import Arm
+from autotune.worker.build import build_model
+from autotune.worker.data import synthetic_dataset
+from autotune.worker.fake.scaling import ScalableTrace
+from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
+from autotune.worker.fake.tracer import StorageTracer, Trace
+from autotune.workload import Workload
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
+    """Replace every ``meta`` parameter and buffer by a fake one, keeping ties."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                tracer.see(fake, "weights")
+                made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    tracer.see(made[id(buffer)], "weights")
+                module._buffers[name] = made[id(buffer)]
+
+
+def _enable_checkpointing(model: Any) -> None:
+    """As the Trainer does, under the name that the installed transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
+    """One batch on the device, of the shapes and dtypes of real ones."""
+    sample = synthetic_dataset(workload, model, 1, 0)[0]
+    return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+
+
+def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that ``TrainingArguments.optim`` names, with its default settings."""
+    arguments = TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused")
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    return optimizer
+
+
+@contextlib.contextmanager
+def _fake() -> Iterator[FakeTensorMode]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        yield mode
+
+
+@contextlib.contextmanager
+def _no_surprise_collection() -> Iterator[None]:
+    """Cycles are collected where the caller says so, or two traces would free in different orders."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+class FakeTraining:
+    """Training steps of one arm on fake tensors, as they would go on a chip. Patches torch for good."""
+
+    def __init__(self, workload: Workload, arm: Arm, chip: Chip, *, accumulates: bool) -> None:
+        self._workload = workload
+        self._arm = arm
+        self._chip = chip
+        self._micro_steps = 2 if accumulates else 1
+        self._library = install_cuda_autocast()
+        install_cuda_functions(flash=chip.has_flash_attention)
+
+    def scalable(self, batches: tuple[int, int] = (8, 16)) -> ScalableTrace:
+        """The allocations at any batch, from those at two."""
+        first, second = (self.trace(batch) for batch in batches)
+        return ScalableTrace.of(first, second, batches)
+
+    def trace(self, batch_size: int) -> Trace:
+        """The allocations of two optimizer steps at a per-device batch; the second has the optimizer's state."""
+        arm = self._arm
+        model = build_model(self._workload, arm.attn_implementation, torch.device("meta"))
+        model.config.use_cache = False
+        tracer = StorageTracer()
+        with _fake(), _no_surprise_collection(), tracer:
+            _materialise(model, tracer)
+            if arm.gradient_checkpointing:
+                _enable_checkpointing(model)
+            optimizer = _optimizer(arm.optim, model)
+            # One for the thread that runs the forward pass, one for autograd's.
+            for _ in range(2):
+                tracer.hold("workspaces", self._chip.workspace_bytes)
+            for _ in range(2):
+                self._optimizer_step(model, optimizer, tracer, batch_size)
+                gc.collect()
+        return tracer.trace
+
+    def _optimizer_step(
+        self, model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, batch_size: int
+    ) -> None:
+        tracer.phase = "inputs"
+        batches = [_batch(self._workload, model, batch_size) for _ in range(self._micro_steps)]
+        tracer.phase = "activations"
+        for batch in batches:
+            self._micro_step(model, batch)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    tracer.see(parameter.grad, "gradients")
+        tracer.phase = "workspaces"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tracer.phase = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _micro_step(self, model: Any, batch: dict[str, torch.Tensor]) -> None:
+        forward = model.forward
+        dtype = _AUTOCAST.get(self._arm.precision)
+        if dtype is not None:
+            forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(forward))
+        loss = self._loss(forward, batch) / self._micro_steps
+        loss.backward()
+
+    def _loss(self, forward: Any, batch: dict[str, torch.Tensor]) -> Any:
+        """As ``Trainer.compute_loss``: the outputs die when it returns."""
+        outputs = forward(**batch)
+        return outputs["loss"]

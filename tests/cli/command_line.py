@@ -1,0 +1,84 @@
+"""Running the command line: as a process of its own, or within this one where that is enough."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY_SEARCH = ("search", "--model", "bert-tiny", "--seq-len", "32", "--device", "cpu")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: its exit code and all that it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what would change what a command says; no GPU is visible."""
+    foreign = {"COLUMNS", "LINES", "AUTOTUNE_STORAGE", "FORCE_COLOR", "NO_COLOR"}
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def command(*arguments: str) -> list[str]:
+    """The words that start autotune with the Python that runs the tests."""
+    return [sys.executable, "-m", "autotune", *arguments]
+
+
+def run_process(*arguments: str, folder: Path, **variables: str) -> Ran:
+    """Run a command to its end in a process of its own, in ``folder``."""
+    ended = subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env={**environment(), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=280,
+    )
+    return Ran(ended.returncode, ended.stdout, ended.stderr)
+
+
+@dataclass(frozen=True)
+class Studied:
+    """A study of three real trials on the CPU, as ``search --json`` made it."""
+
+    name: str
+    storage: str
+    ran: Ran
+    document: dict[str, Any]
+
+
+Run = Callable[..., Ran]
+
+
+def run_within(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
+    """Run a command within this process; anything but an orderly exit is an error of the test."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return Ran(ended.value.code, printed.out, printed.err)

@@ -1,0 +1,151 @@
+"""The commands that show what is there and what was found."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from command_line import Run, Studied
+
+
+def test_devices_without_a_gpu(run: Run) -> None:
+    """The CPU is always a device; why there is no GPU is said on stderr."""
+    ran = run("devices")
+    assert ran.code == 0
+    assert ran.stdout.startswith("cpu ")
+    assert "total" in ran.stdout
+    assert "fp32" in ran.stdout
+    assert "GPU" in ran.stderr or "NVML" in ran.stderr
+
+
+def test_devices_as_json(run: Run) -> None:
+    """One document, the same facts."""
+    document = json.loads(run("devices", "--json").stdout)
+    (cpu,) = document["devices"]
+    assert cpu["kind"] == "cpu"
+    assert cpu["memory_total_bytes"] > 0
+    assert "fp32" in cpu["precisions"]
+
+
+def test_models_lists_the_catalog(run: Run) -> None:
+    """In columns; the advice goes to stderr."""
+    ran = run("models")
+    head, *rows = ran.stdout.splitlines()
+    assert head.split() == ["model", "parameters", "task", "about"]
+    assert any(row.startswith("vit-tiny ") for row in rows)
+    assert {row.index(row.split()[2]) for row in rows} == {head.index("task")}
+    assert "config.json" in ran.stderr
+
+
+def test_models_as_json(run: Run) -> None:
+    """The same names."""
+    entries = json.loads(run("models", "--json").stdout)
+    names = [line.split()[0] for line in run("models").stdout.splitlines()[1:]]
+    assert [entry["name"] for entry in entries] == names
+    assert all(entry["parameters"] > 0 for entry in entries)
+
+
+def test_db_upgrade_makes_the_database_and_current_reads_it(run: Run, folder: Path) -> None:
+    """In the default place, and a second time nothing changes."""
+    first = run("db", "upgrade")
+    assert first.code == 0
+    assert "none -> 0001" in first.stdout
+    assert (folder / "studies" / "autotune.db").is_file()
+    assert "as before" in run("db", "upgrade").stdout
+    assert run("db", "current").stdout.startswith("0001 (newest: ")
+
+
+def test_studies_lists_the_study(studied: Studied, run: Run) -> None:
+    """One line, with its best trial."""
+    head, row = run("studies", "--storage", studied.storage).stdout.splitlines()
+    assert head.split()[:3] == ["study", "state", "device"]
+    assert row.startswith("tiny   finished")
+    best = studied.document["best"]
+    assert f"{best['per_device_train_batch_size']} × {best['gradient_accumulation_steps']}" in row
+
+
+def test_studies_as_json(studied: Studied, run: Run) -> None:
+    """What became of the trials, counted."""
+    (entry,) = json.loads(run("studies", "--storage", studied.storage, "--json").stdout)
+    assert entry["study"] == "tiny"
+    assert entry["model"] == "bert-tiny"
+    assert (entry["trials"], entry["completed"], entry["failed"]) == (3, 3, 0)
+    assert entry["best"]["precision"] == studied.document["best"]["precision"]
+
+
+def test_studies_of_an_empty_database(run: Run) -> None:
+    """Nothing on stdout, what to do on stderr."""
+    run("db", "upgrade")
+    ran = run("studies")
+    assert (ran.code, ran.stdout) == (0, "")
+    assert "autotune search" in ran.stderr
+    assert json.loads(run("studies", "--json").stdout) == []
+
+
+def test_the_environment_variable_names_the_database(
+    studied: Studied, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AUTOTUNE_STORAGE stands for --storage."""
+    monkeypatch.setenv("AUTOTUNE_STORAGE", studied.storage)
+    assert "tiny" in run("studies").stdout
+
+
+def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> None:
+    """Its columns end together, and one trial is the best."""
+    ran = run("show", "tiny", "--storage", studied.storage)
+    assert ran.code == 0
+    assert not ran.stderr
+    summary, _, table = ran.stdout.partition("\n\n")
+    assert summary.startswith("Study tiny, 20")
+    for words in (
+        "Best: per-device batch",
+        "samples/s ±",
+        "× the TrainingArguments defaults",
+        "headroom",
+        "3 trials in",
+    ):
+        assert words in summary
+    head, *rows = table.splitlines()
+    assert len(rows) == 3
+    assert rows[0].endswith("baseline")
+    assert sum(row.endswith("best") for row in rows) == 1
+    assert {len(row[: row.index("±")].rstrip()) for row in rows} <= {head.index("samples/s") + n for n in range(10)}
+
+
+def test_show_as_json_is_what_the_search_printed(studied: Studied, run: Run) -> None:
+    """One document, two ways to get it."""
+    assert json.loads(run("show", "tiny", "--storage", studied.storage, "--json").stdout) == studied.document
+
+
+def test_export_as_json_goes_to_stdout_alone(studied: Studied, run: Run) -> None:
+    """So that it can be redirected into a file; what has no place in it is said on stderr."""
+    ran = run("export", "tiny", "--storage", studied.storage)
+    arguments = json.loads(ran.stdout)
+    best = studied.document["best"]
+    assert arguments["per_device_train_batch_size"] == best["per_device_train_batch_size"]
+    assert arguments["gradient_accumulation_steps"] == best["gradient_accumulation_steps"]
+    assert arguments["bf16"] is (best["precision"] == "bf16")
+    assert "attn_implementation='sdpa'" in ran.stderr
+    assert "dtype='float32'" in ran.stderr
+
+
+def test_export_in_the_other_formats(studied: Studied, run: Run) -> None:
+    """The same values in each; Python compiles."""
+    in_json = json.loads(run("export", "tiny", "--storage", studied.storage, "--format", "json").stdout)
+    size = in_json["per_device_train_batch_size"]
+    flags = shlex.split(run("export", "tiny", "--storage", studied.storage, "--format", "cli").stdout)
+    assert dict(zip(flags[::2], flags[1::2], strict=True))["--per_device_train_batch_size"] == str(size)
+    in_yaml = run("export", "tiny", "--storage", studied.storage, "--format", "yaml").stdout
+    assert f"\nper_device_train_batch_size: {size}\n" in in_yaml
+    in_python = run("export", "tiny", "--storage", studied.storage, "--format", "python").stdout
+    compile(in_python, "export.py", "exec")
+    assert f"per_device_train_batch_size={size}," in in_python
+
+
+def test_export_into_a_file(studied: Studied, run: Run, folder: Path) -> None:
+    """The same text, nothing on stdout."""
+    ran = run("export", "tiny", "--storage", studied.storage, "--output", "arguments.json")
+    assert (ran.code, ran.stdout) == (0, "")
+    assert (folder / "arguments.json").read_text() == run("export", "tiny", "--storage", studied.storage).stdout

@@ -1,0 +1,314 @@
+"""Bad input: one line that names the value, one that says what to do, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import Ran, Run, Studied, command, environment, run_process
+
+from autotune.device import find_device
+from autotune.store import open_store
+
+BERT = ("search", "--model", "bert-tiny", "--device", "cpu")
+
+
+def check_error(ran: Ran, code: int, *named: str) -> None:
+    """The form of every error, and what its two lines have to name."""
+    assert ran.code == code, ran.stderr
+    assert not ran.stdout
+    lines = [line for line in ran.stderr.splitlines() if not line.startswith("starting a process")]
+    assert len(lines) == 2, ran.stderr
+    assert lines[0].startswith("autotune: error: ")
+    assert lines[1].startswith("  ")
+    assert lines[1].strip()
+    for word in named:
+        assert word in ran.stderr
+
+
+# Arguments after the model and the device, exit code, what the error names.
+REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
+    ("--effective-batch 12 --batch-multiple 8", 2, ("--batch-multiple 8", "12", "1, 2, 3, 4, 6, 12")),
+    ("--effective-batch 64 --world-size 3", 2, ("64", "--world-size 3", "63 or 66")),
+    ("--effective-batch 0", 2, ("'0'", "--effective-batch")),
+    ("--effective-batch -8", 2, ("'-8'", "--effective-batch")),
+    ("--effective-batch 99999999999999999999", 2, ("99999999999999999999", "2147483647")),
+    ("--effective-batch 6.5", 2, ("6.5", "whole number")),
+    ("--batch-multiple 0", 2, ("'0'", "--batch-multiple")),
+    ("--world-size 2", 2, ("--world-size 2", "--effective-batch")),
+    ("--precision tf32", 4, ("tf32", "fp32")),
+    ("--precision fp16,fp32", 4, ("fp16", "fp32")),
+    ("--precision int8", 2, ("int8", "bf16")),
+    ("--precision ,", 2, ("--precision", "empty")),
+    ("--dtype int8", 2, ("int8", "bfloat16")),
+    ("--gradient-checkpointing maybe", 2, ("maybe", "auto")),
+    ("--memory-limit 24Gig", 2, ("24Gig", "24GiB")),
+    ("--memory-limit 0", 2, ("'0'", "1 byte")),
+    ("--memory-limit -1GiB", 2, ("-1GiB", "24GiB")),
+    ("--headroom 100%", 2, ("100%", "5%")),
+    ("--headroom 5", 2, ("'5'", "5%")),
+    ("--time-budget soon", 2, ("soon", "90s")),
+    ("--trial-timeout 0s", 2, ("0s", "between 0")),
+    ("--trials 0", 2, ("'0'", "--trials")),
+    ("--seq-len 1024", 2, ("--seq-len 1024", "512")),
+    ("--seq-len 0", 2, ("'0'", "--seq-len")),
+    ("--padding 1", 2, ("'1'", "below 1")),
+    ("--seed -1", 2, ("'-1'", "--seed")),
+    ("--task dancing", 2, ("dancing", "causal-lm")),
+    ("--objective fun", 2, ("fun", "max-batch")),
+    ("--sampler fun", 2, ("fun", "tpe")),
+    ("--study a/b", 2, ("a/b", "letters")),
+    ("--efective-batch 64", 2, ("--efective-batch", "--effective-batch")),
+    ("--storage nowhere://x", 5, ("nowhere://x", "--storage")),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), REQUESTS, ids=[words for words, _, _ in REQUESTS])
+def test_a_search_that_cannot_be(words: str, code: int, named: tuple[str, ...], run: Run, folder: Path) -> None:
+    """Refused before any process is started and anything is written."""
+    ran = run(*BERT, *words.split())
+    check_error(ran, code, *named)
+    assert "starting" not in ran.stderr
+    assert not list(folder.iterdir())
+
+
+def test_a_precision_that_the_weights_cannot_have(run: Run, folder: Path) -> None:
+    """Where the CPU has it; where it has not, that is what is wrong."""
+    code = 2 if "bf16" in find_device("cpu").precisions else 4
+    check_error(run(*BERT, "--precision", "bf16", "--dtype", "float16"), code, "bf16")
+    assert not list(folder.iterdir())
+
+
+MODELS: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
+    (("bert-bse-uncased",), 3, ("bert-bse-uncased", "bert-base-uncased", "autotune models")),
+    (("./nowhere",), 3, ("./nowhere", "no such folder")),
+    ((".",), 3, ("'.'", "config.json")),
+    (("",), 3, ("''", "autotune models")),
+    (("vit-tiny", "--seq-len", "32"), 2, ("--seq-len 32", "images")),
+    (("vit-tiny", "--padding", "0.5"), 2, ("--padding 0.5", "not text")),
+    (("gpt2-tiny", "--pretrained"), 2, ("gpt2-tiny", "--pretrained")),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), MODELS, ids=[" ".join(words) for words, _, _ in MODELS])
+def test_a_model_that_cannot_be(
+    words: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
+) -> None:
+    """The same for what is wrong with the model."""
+    check_error(run("search", "--device", "cpu", "--model", *words), code, *named)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("device", "code"), [("cuda:0", 4), ("cuda", 4), ("GPU-01234567", 4), ("gpu", 2), ("", 2), ("cuda:x", 2)]
+)
+def test_a_device_that_is_not_there(device: str, code: int, run: Run, folder: Path) -> None:
+    """The hint lists those that are."""
+    check_error(run("search", "--model", "bert-tiny", "--device", device), code, device, "cpu")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (("serch",), 2, ("serch", "autotune --help")),
+        (("search",), 2, ("--model",)),
+        (("show",), 2, ("STUDY", "autotune show --help")),
+        (("show", "tiny"), 5, ("studies/autotune.db", "search")),
+        (("export", "tiny"), 5, ("studies/autotune.db", "search")),
+        (("export", "tiny", "--format", "xml"), 2, ("xml", "yaml")),
+        (("studies",), 5, ("studies/autotune.db", "search")),
+        (("dashboard",), 5, ("studies/autotune.db", "search")),
+        (("dashboard", "--port", "99999"), 2, ("99999", "65535")),
+        (("db", "current"), 5, ("studies/autotune.db", "search")),
+        (("db", "downgrade"), 2, ("downgrade", "autotune db --help")),
+        (("db", "upgrade", "--storage", ""), 5, ("no name", "--storage")),
+        (("devices", "now"), 2, ("now", "autotune devices --help")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_a_command_that_cannot_be(
+    arguments: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
+) -> None:
+    """Looking at what is not there makes nothing."""
+    check_error(run(*arguments), code, *named)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["show", "export"])
+def test_an_unknown_study(name: str, studied: Studied, run: Run) -> None:
+    """The hint names those that are there."""
+    check_error(run(name, "tyni", "--storage", studied.storage), 9, "tyni", "tiny")
+
+
+def test_a_study_of_other_options_is_not_continued(studied: Studied, run: Run) -> None:
+    """The error names what differs."""
+    words = ("--seq-len", "32", "--effective-batch", "8", "--study", "tiny", "--storage", studied.storage)
+    check_error(run(*BERT, *words), 2, "tiny", "effective_batch", "--study")
+
+
+def test_a_database_that_is_none(run: Run, folder: Path) -> None:
+    """For every command; the file stays as it was, and no process is started."""
+    file = folder / "text.db"
+    file.write_text("no database\n")
+    for arguments in (BERT, ("show", "tiny"), ("studies",), ("export", "tiny"), ("db", "upgrade"), ("db", "current")):
+        ran = run(*arguments, "--storage", "text.db")
+        check_error(ran, 5, "text.db", "--storage")
+        assert "starting" not in ran.stderr
+    assert file.read_text() == "no database\n"
+    assert list(folder.iterdir()) == [file]
+
+
+def test_a_damaged_database(studied: Studied, run: Run, folder: Path) -> None:
+    """Its header is right, the rest is not."""
+    data = bytearray(Path(studied.storage).read_bytes())
+    data[100 : len(data)] = os.urandom(len(data) - 100)
+    (folder / "damaged.db").write_bytes(data)
+    for arguments in (BERT, ("studies",), ("show", "tiny")):
+        check_error(run(*arguments, "--storage", "damaged.db"), 5, "damaged.db")
+    assert (folder / "damaged.db").read_bytes() == data
+
+
+def test_a_database_of_a_newer_version(run: Run, folder: Path) -> None:
+    """It may mean what this version does not know."""
+    open_store("newer.db").close()
+    with sqlite3.connect("newer.db") as connection:
+        connection.execute("UPDATE autotune_alembic_version SET version_num = '9999'")
+    connection.close()
+    before = {file.name for file in folder.iterdir()}
+    for arguments in (BERT, ("studies",), ("db", "upgrade")):
+        check_error(run(*arguments, "--storage", "newer.db"), 5, "newer.db", "9999", "upgrade autotune")
+    assert {file.name for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("storage", ["file/studies.db", "file"])
+def test_a_place_where_no_database_can_be(storage: str, run: Run, folder: Path) -> None:
+    """A file where a folder would have to be; also where logs would have to go."""
+    (folder / "file").write_text("in the way")
+    check_error(run(*BERT, "--storage", storage), 5, storage, "--storage")
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(run: Run, folder: Path) -> None:
+    """Known before a process is started."""
+    (folder / "closed").mkdir(mode=0o555)
+    ran = run(*BERT, "--storage", "closed/studies.db")
+    check_error(ran, 5, "closed", "--storage")
+    assert "starting" not in ran.stderr
+
+
+def test_logs_that_have_no_place(run: Run, folder: Path) -> None:
+    """The database could be made, but not the folder beside it."""
+    (folder / "logs").write_text("in the way")
+    check_error(run(*BERT, "--storage", "studies.db"), 5, "logs", "--storage")
+    assert [path.name for path in folder.iterdir()] == ["logs"]
+
+
+def test_a_busy_port(studied: Studied, run: Run) -> None:
+    """The dashboard says so and ends."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        check_error(run("dashboard", "--port", port, "--storage", studied.storage), 2, port, "--port")
+
+
+def test_an_export_that_cannot_be_written(studied: Studied, run: Run, folder: Path) -> None:
+    """The folder that is missing is named."""
+    ran = run("export", "tiny", "--storage", studied.storage, "--output", "missing/arguments.json")
+    check_error(ran, 5, "missing/arguments.json", "No such file")
+    assert not list(folder.iterdir())
+
+
+# What only the process for trials can know costs its start, a few seconds each.
+
+KNOWN_LATER = [
+    (("bert-large-uncased", "--memory-limit", "1GiB"), 6, ("1.0 GiB", "bert-large-uncased", "5.0 GiB", "5.15GiB")),
+    (("bert-tiny", "--attn", "nonsense"), 2, ("--attn nonsense", "eager", "sdpa")),
+    (("bert-tiny", "--task", "seq2seq-lm"), 3, ("bert-tiny", "seq2seq-lm", "--task")),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), KNOWN_LATER, ids=[words[1] for words, _, _ in KNOWN_LATER])
+def test_what_the_trial_process_finds_wrong_leaves_nothing_behind(
+    words: tuple[str, ...], code: int, named: tuple[str, ...], run: Run, folder: Path
+) -> None:
+    """No study, no database, no log."""
+    check_error(run("search", "--device", "cpu", "--model", *words), code, *named)
+    assert not list(folder.iterdir())
+
+
+def test_a_config_of_which_no_model_can_be_built(run: Run, folder: Path) -> None:
+    """The library's own words are passed on; what was in the folder stays alone."""
+    (folder / "model").mkdir()
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 7}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    check_error(run("search", "--device", "cpu", "--model", "./model"), 3, "./model", "hidden size", "config.json")
+    assert [path.name for path in folder.iterdir()] == ["model"]
+
+
+def test_a_limit_under_which_nothing_fits(tmp_path: Path) -> None:
+    """A real out-of-memory: the trial is recorded, the answer is an error, standard output stays empty."""
+    words = ("--seq-len", "64", "--effective-batch", "1", "--precision", "fp32", "--gradient-checkpointing", "off")
+    ran = run_process(*BERT, *words, "--memory-limit", "70MiB", "--study", "tight", "--json", folder=tmp_path)
+    assert ran.code == 6, ran.stderr
+    assert not ran.stdout
+    error, hint = ran.stderr.splitlines()[-2:]
+    assert error.startswith("autotune: error: nothing fits under 67.9 MiB (70.0 MiB less headroom)")
+    assert "--memory-limit" in hint
+    shown = json.loads(run_process("show", "tight", "--json", folder=tmp_path).stdout)
+    assert shown["best"] is None
+    assert [trial["state"] for trial in shown["trials"]] == ["out_of_memory"]
+    assert run_process("export", "tight", folder=tmp_path).code == 7
+    assert "1 trial (1 out of memory)" in run_process("show", "tight", folder=tmp_path).stdout
+
+
+# Output that cannot go anywhere.
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_of_one_line(tmp_path: Path) -> None:
+    """Standard output is redirected to it."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command("models"),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 1
+    assert "No space left" in ended.stderr.splitlines()[0]
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    """As ``autotune models --json | head -1``."""
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    ended = subprocess.run(
+        command("models", "--json"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=write_fd,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(write_fd)
+    assert ended.stderr == ""
+
+
+def test_a_terminal_without_unicode_is_no_error(studied: Studied, tmp_path: Path) -> None:
+    """A question mark stands for what it cannot show."""
+    ran = run_process("show", "tiny", "--storage", studied.storage, folder=tmp_path, PYTHONIOENCODING="cp437")
+    assert ran.code == 0, ran.stderr
+    assert "8 ? 2" in ran.stdout

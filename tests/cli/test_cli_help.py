@@ -1,0 +1,155 @@
+"""What the command line says of itself, and how soon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from command_line import Run, command, environment
+
+from autotune import __version__, errors
+from autotune.cli.main import cli, exit_codes
+from autotune.cli.search import search
+
+COMMANDS = [
+    ("search",),
+    ("show",),
+    ("studies",),
+    ("export",),
+    ("dashboard",),
+    ("devices",),
+    ("models",),
+    ("db",),
+    ("db", "current"),
+    ("db", "upgrade"),
+]
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "optuna",
+    "sqlalchemy",
+    "alembic",
+    "rich",
+    "pynvml",
+    "numpy",
+}
+
+
+def modules_after(code: str, folder: Path) -> set[str]:
+    """The top-level modules that a child has imported at the end of ``code``."""
+    program = f"import sys\n{code}\nprint(*sorted(m.partition('.')[0] for m in sys.modules), file=sys.stderr)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stderr.split())
+
+
+def running(*arguments: str) -> str:
+    """A program that runs a command and survives its exit."""
+    return f"from autotune.cli.main import main\ntry:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass"
+
+
+def test_help_comes_at_once(tmp_path: Path) -> None:
+    """It takes 0.1 s on an idle machine; the best of five keeps a busy one out of the question."""
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(command("--help"), cwd=tmp_path, env=environment(), capture_output=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("search", "--help"), ("--version",)])
+def test_help_imports_nothing_heavy(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Not even the terminal library."""
+    assert not modules_after(running(*arguments), tmp_path) & HEAVY
+
+
+@pytest.mark.parametrize("arguments", [("devices",), ("models",), ("search", "--model", "bert-tiny", "--trials", "0")])
+def test_commands_that_only_look_import_no_torch_and_no_database(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """``pynvml`` may be there, to ask for GPUs."""
+    assert not modules_after(running(*arguments), tmp_path) & (HEAVY - {"pynvml"})
+
+
+def test_the_controlling_process_never_imports_torch(tmp_path: Path) -> None:
+    """Everything that a search, a report or an export needs on this side, imported."""
+    code = "import autotune.cli.session, autotune.cli.studies, autotune.export, autotune.dashboard"
+    assert not modules_after(code, tmp_path) & {"torch", "transformers", "datasets", "accelerate"}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_every_command_has_help(words: tuple[str, ...], option: str, run: Run) -> None:
+    """On stdout, with the options of the command."""
+    ran = run(*words, option)
+    assert ran.code == 0
+    assert ran.stdout.startswith(f"Usage: autotune {' '.join(words)}")
+    assert "--help" in ran.stdout
+    assert not ran.stderr
+    assert max(map(len, ran.stdout.splitlines())) <= 100
+
+
+def test_the_list_of_commands_is_whole() -> None:
+    """So that the list above stays so."""
+    context = click.Context(cli)
+    found = []
+    for name in cli.list_commands(context):
+        made = cli.get_command(context, name)
+        assert made is not None
+        found.append((name,))
+        if isinstance(made, click.Group):
+            found += [(name, inner) for inner in made.list_commands(context)]
+    assert sorted(found) == sorted(COMMANDS)
+
+
+def test_no_command_shows_the_help(run: Run) -> None:
+    """Somebody types the bare name to see what there is."""
+    ran = run()
+    assert ran.code == 0
+    assert ran.stdout == run("--help").stdout
+
+
+def test_version(run: Run) -> None:
+    """The package's own."""
+    assert run("--version").stdout.split()[-1] == __version__
+
+
+def test_every_option_of_search_stands_under_one_heading() -> None:
+    """An option that is forgotten there would not be shown at all, or twice."""
+    named = [name for names in search.sections.values() for name in names]
+    assert sorted(named) == sorted(str(param.name) for param in search.params)
+
+
+def test_every_option_of_search_is_explained(run: Run) -> None:
+    """Each with a sentence of its own."""
+    shown = run("search", "--help").stdout
+    for param in search.params:
+        assert isinstance(param, click.Option)
+        assert param.help, param.name
+        assert param.opts[0] in shown
+
+
+def test_help_lists_every_exit_code(run: Run) -> None:
+    """The list is made from the errors themselves."""
+    shown = run("--help").stdout
+    lines = shown[shown.index("Exit codes:") :].splitlines()[1:]
+    listed = {int(line.split()[0]) for line in lines if line[2:3].isdigit()}
+    assert listed == set(exit_codes())
+
+
+def test_every_kind_of_error_has_an_exit_code_of_its_own() -> None:
+    """A script can tell them apart."""
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.AutotuneError)
+    ]
+    codes = [kind.exit_code for kind in kinds]
+    assert len(set(codes)) == len(codes)
+    assert set(codes) <= set(exit_codes())
+    assert not set(codes) & {0, 130}

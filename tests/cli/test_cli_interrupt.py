@@ -1,0 +1,131 @@
+"""Ctrl-C, as the terminal sends it: to a real search with real trials under way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from command_line import TINY_SEARCH, command, environment, run_process
+from processes import all_gone, children, wait_until
+
+# Trials of several seconds each, so that a signal meets one under way.
+SLOW = ("--effective-batch", "64", "--seq-len", "256", "--study", "slow")
+
+
+class Search:
+    """A search that runs, what it has said on stderr so far, and the processes that it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process = subprocess.Popen(
+            command(*TINY_SEARCH, *SLOW),
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        assert self._process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=[self._process.stderr], daemon=True)
+        self._reader.start()
+        self.started: set[int] = set()
+
+    def _read(self, stream: IO[str]) -> None:
+        self.lines.extend(iter(stream.readline, ""))
+
+    def await_line(self, start: str) -> None:
+        """Wait until a line on stderr begins so."""
+        assert wait_until(lambda: any(line.startswith(start) for line in self.lines), 120), self.lines
+        self._remember()
+
+    def await_server(self) -> None:
+        """Wait until there is a process for trials."""
+        assert wait_until(lambda: bool(children(self._process.pid)), 120), self.lines
+        self._remember()
+
+    def await_trial(self, number: int) -> None:
+        """Wait until the trial has a process, which writes its log."""
+        log = self.folder / "studies" / "logs" / "slow" / f"trial-{number:04d}.log"
+        assert wait_until(log.exists, 120), self.lines
+        self._remember()
+
+    def _remember(self) -> None:
+        servers = children(self._process.pid)
+        self.started |= {*servers, *(child for server in servers for child in children(server))}
+
+    def interrupt(self) -> None:
+        """What Ctrl-C sends. The server has a session of its own, so that it goes to this process alone."""
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; exit code and stdout."""
+        assert self._process.stdout is not None
+        stdout = self._process.stdout.read()
+        code = self._process.wait(120)
+        self._reader.join(30)
+        assert all_gone(self.started), "no process is left"
+        assert self.started
+        return code, stdout
+
+    def kill(self) -> None:
+        """For a test that failed."""
+        self._process.kill()
+        self._process.wait(30)
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Iterator[Search]:
+    """A slow search, in an empty folder."""
+    running = Search(tmp_path)
+    yield running
+    running.kill()
+
+
+def test_once_ends_after_the_running_trial(search: Search) -> None:
+    """The answer so far is printed, the study can be continued."""
+    search.await_line(" 0 ")
+    search.await_trial(1)
+    search.interrupt()
+    code, stdout = search.end()
+    assert code == 130
+    assert any(line.startswith("ending after the running trial") for line in search.lines)
+    assert "note: the search is interrupted" in stdout
+    document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
+    assert document["state"] == "interrupted"
+    assert {trial["state"] for trial in document["trials"]} == {"completed"}
+    assert len(document["trials"]) >= 2
+
+
+def test_twice_ends_at_once(search: Search) -> None:
+    """The running trial is lost, and recorded as that."""
+    search.await_trial(0)
+    search.interrupt()
+    search.await_line("ending after the running trial")
+    search.interrupt()
+    code, stdout = search.end()
+    assert code == 130
+    assert not stdout
+    assert "every trial is recorded in the study slow\n" in search.lines
+    document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
+    assert document["state"] == "interrupted"
+    assert document["trials"][-1]["state"] == "failed"
+    assert document["trials"][-1]["reason"] == "lost"
+
+
+def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
+    """There is nothing to wait for."""
+    search.await_line("starting a process")
+    search.await_server()
+    search.interrupt()
+    code, stdout = search.end()
+    assert (code, stdout) == (130, "")
+    assert not list(search.folder.iterdir())
+    assert not any("Traceback" in line for line in search.lines)

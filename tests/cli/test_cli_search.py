@@ -1,0 +1,136 @@
+"""What a search prints: one document or a few sentences on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from pathlib import Path
+
+from command_line import TINY_SEARCH, Studied, command, environment, run_process
+from processes import wait_until
+
+DOCUMENT_KEYS = {"study", "workload", "environment", "ceiling_bytes", "seconds", "best", "baseline", "trials"}
+TRIAL_KEYS = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "optim",
+    "precision",
+    "attn_implementation",
+    "state",
+    "samples_per_second",
+    "step_seconds",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "seconds",
+}
+
+
+def test_the_document_has_its_keys(studied: Studied) -> None:
+    """Those on which scripts rely."""
+    document = studied.document
+    assert document.keys() >= DOCUMENT_KEYS
+    assert len(document["trials"]) == 3
+    for trial in (*document["trials"], document["best"], document["baseline"]):
+        assert trial.keys() >= TRIAL_KEYS
+
+
+def test_the_document_tells_what_was_measured(studied: Studied) -> None:
+    """The numbers fit together."""
+    document = studied.document
+    assert document["study"] == "tiny"
+    assert document["workload"]["seq_len"] == 32
+    assert document["environment"]["packages"]["torch"]
+    assert document["ceiling_bytes"] > 0
+    assert document["baseline"] == document["trials"][0]
+    for trial in document["trials"]:
+        assert trial["state"] == "completed"
+        assert trial["per_device_train_batch_size"] * trial["gradient_accumulation_steps"] == 16
+        assert abs(trial["samples_per_second"] * trial["step_seconds"] - 16) < 1e-6
+        assert 0 < trial["peak_reserved_bytes"] <= document["ceiling_bytes"]
+    assert sum(trial["seconds"] for trial in document["trials"]) <= document["seconds"]
+
+
+def test_without_a_terminal_stderr_has_plain_lines(studied: Studied) -> None:
+    """What is searched, a head, a line a trial: nothing that moves a cursor, nothing that spins."""
+    lines = studied.ran.stderr.splitlines()
+    assert "\x1b" not in studied.ran.stderr
+    assert "\r" not in studied.ran.stderr
+    head = next(index for index, line in enumerate(lines) if line.startswith(" # batch×acc"))
+    assert [line.split()[0] for line in lines[1:head]] == ["model", "data", "device", "memory", "study"]
+    rows = lines[head + 1 :]
+    assert [int(row.split()[0]) for row in rows] == [0, 1, 2]
+    assert rows[0].endswith("baseline")
+    for row, trial in zip(rows, studied.document["trials"], strict=True):
+        assert f"{trial['per_device_train_batch_size']} × {trial['gradient_accumulation_steps']}" in row
+        assert re.search(r"\d ± \d+\.\d%", row)
+        assert re.search(r"\d (MiB|GiB)", row)
+
+
+def test_the_log_of_every_trial_is_beside_the_database(studied: Studied) -> None:
+    """Where the document says."""
+    logs = Path(studied.storage).parent / "logs" / "tiny"
+    assert {Path(trial["log_path"]) for trial in studied.document["trials"]} <= set(logs.iterdir())
+
+
+def test_the_next_commands_can_be_pasted(studied: Studied, tmp_path: Path) -> None:
+    """On stdout, below the answer, with the database quoted; a budget of one trial continues no study."""
+    storage = tmp_path / "my studies.db"
+    options = ("--effective-batch", "16", "--trials", "1", "--no-baseline", "--storage", str(storage))
+    ran = run_process(*TINY_SEARCH, *options, folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    answer, _, following = ran.stdout.partition("\n\nNext:\n")
+    assert answer.startswith("Best: per-device batch")
+    export, show, _ = following.splitlines()
+    for line in (export, show):
+        shown = subprocess.run(
+            line.replace("autotune", " ".join(command()), 1),
+            shell=True,
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert shown.returncode == 0, shown.stderr
+    assert (tmp_path / "training_arguments.json").stat().st_size > 0
+
+
+def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
+    """On a pseudo-terminal of 20 columns: what happens now is shown, and gone at the end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    options = ("--effective-batch", "8", "--trials", "1")
+    search = subprocess.Popen(
+        command(*TINY_SEARCH, *options),
+        cwd=tmp_path,
+        env={**environment(), "TERM": "xterm-256color"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    except OSError:
+        # What Linux answers once the other end of a pseudo-terminal is closed.
+        pass
+    finally:
+        os.close(ours)
+        assert wait_until(lambda: search.poll() is not None, 60)
+    assert search.stdout is not None
+    stdout = search.stdout.read().decode()
+    assert search.returncode == 0, shown.decode()
+    assert stdout.startswith("Best: per-device batch 8")
+    assert b"\x1b[?25l" in shown, "the cursor is hidden while the status line is there"
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "and shown again at the end"
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "starting" in text
+    assert re.search(r" 0 +8 × 1 +fp32 ", text)

@@ -1,0 +1,153 @@
+"""The live view over a made-up study: every kind of line, in narrow and wide terminals."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from autotune.cli.view import View
+from autotune.device import Ceiling, Device
+from autotune.history import History, Tried
+from autotune.policy import Objective
+from autotune.preparation import Prepared
+from autotune.request import SearchRequest
+from autotune.space import Space, choose_arms
+from autotune.store import Stage, StudyRecord, TrialRecord
+from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.units import GIB
+from autotune.workload import Workload
+
+CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
+DEVICE = Device("cuda", 0, "GPU-0", "NVIDIA H200", 141 * GIB, None, None, None)
+WORKLOAD = Workload("bert-large-uncased", {"model_type": "bert"}, "sequence-classification", 512)
+STUDY = StudyRecord("bert-large-uncased-64", "w", "e", {}, {}, "0.1.0")
+
+
+def completed(samples_per_second: float, peak_gib: float, spread: float = 0.003) -> Completed:
+    peak_bytes = int(peak_gib * GIB)
+    return Completed(Measurement(0.2, (0.2,), spread, samples_per_second, peak_bytes, peak_bytes))
+
+
+class Shown:
+    """A view over a console that keeps what it is given."""
+
+    def __init__(self, columns: int = 80, objective: Objective = "throughput", *, terminal: bool = False) -> None:
+        self._out = io.StringIO()
+        console = Console(file=self._out, width=columns, force_terminal=terminal)
+        self.view = View(console)
+        request = SearchRequest(WORKLOAD, DEVICE, effective_batch=64, objective=objective)
+        arms = choose_arms(("bf16", "tf32"), "auto", ("sdpa",), request.optims, model_checkpoints=True)
+        space = Space(arms, request.batches)
+        model = {"class": "BertForSequenceClassification", "parameters": 335_143_938}
+        self.prepared = Prepared(request, space, space.baseline("sdpa"), CEILING, {}, model)
+        self.history = History(CEILING)
+        self.view.begins(self.prepared, STUDY)
+
+    def ends(self, arm: Arm, batch: int, outcome: Outcome, stage: Stage = "search") -> str:
+        """The line that a trial leaves."""
+        number = len(self.history.tried)
+        trial = TrialRecord(
+            "s", number, Candidate(arm, batch, 64 // batch), "w", "e", stage, outcome=outcome, seconds=2
+        )
+        self.history.add(Tried(trial.id, trial.candidate, outcome))
+        self.view.trial_begins(number, trial.candidate, stage)
+        self.view.trial_ends(trial, self.history)
+        return self.lines[-1]
+
+    @property
+    def lines(self) -> list[str]:
+        return self._out.getvalue().splitlines()
+
+
+BF16, FP32 = Arm("bf16"), Arm("fp32")
+WIDEST = Arm("bf16", gradient_checkpointing=True)
+
+
+def test_every_kind_of_line() -> None:
+    """Speed against the baseline, the best so far, and why there is no result."""
+    shown = Shown()
+    assert shown.ends(FP32, 8, completed(41.7, 11.5), "baseline").endswith("2.0 s  baseline")
+    over = shown.ends(BF16, 64, OutOfMemory("no memory", peak_reserved_bytes=int(22.9 * GIB)))
+    assert over.split()[4:] == ["bf16", "out", "of", "memory", ">", "22.9", "GiB", "2.0", "s"]
+    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("310.7 ± 0.3%    22.1 GiB   2.0 s  7.45× best")
+    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith(" 6.64×")
+    assert shown.ends(WIDEST, 64, completed(400.0, 22.9)).endswith(" low headroom")
+    assert shown.ends(BF16, 8, completed(417.0, 9.0), "final").endswith(" 10.0× best in full")
+    assert shown.ends(Arm("tf32"), 8, OutOfMemory("no memory", where="host")).rstrip().endswith("2.0 s")
+    assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
+    assert line.endswith("RuntimeError: no")
+    assert "timeout" in shown.ends(Arm("tf32"), 32, Failed("timeout", "stopped after the time limit of 180 s"))
+
+
+def test_the_usual_lines_fit_into_eighty_columns_and_stand_below_their_heads() -> None:
+    """The widest default arm, the widest speed and peak among them."""
+    shown = Shown()
+    shown.ends(FP32, 8, completed(41.7, 11.5, spread=0.4), "baseline")
+    shown.ends(WIDEST, 64, completed(1234.5, 22.2, spread=0.113))
+    shown.ends(WIDEST, 32, OutOfMemory("no memory", peak_reserved_bytes=23 * GIB))
+    assert max(map(len, shown.lines)) <= 80
+    head, baseline, best, over = shown.lines[-4:]
+    for title, cells in {
+        "samples/s": ("40.0%", "11.3%", "out of memory"),
+        "peak": ("11.5 GiB", "22.2 GiB", "> 23.0 GiB"),
+    }.items():
+        end = head.index(title) + len(title)
+        for line, cell in zip((baseline, best, over), cells, strict=True):
+            assert line[:end].endswith(cell), (head, line)
+    assert best[head.index("×", 20) :] == "29.6× best"
+
+
+def test_without_a_baseline_only_the_best_is_marked() -> None:
+    """Nothing to compare with."""
+    shown = Shown()
+    assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("2.0 s  best")
+    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("2.0 s")
+
+
+def test_the_best_of_a_search_for_the_largest_batch_is_the_largest() -> None:
+    """However slow."""
+    shown = Shown(objective="max-batch")
+    assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith("best")
+    assert shown.ends(BF16, 32, completed(100.0, 22.1)).endswith("best")
+    assert not shown.ends(BF16, 8, completed(500.0, 22.1)).endswith("best")
+
+
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_the_status_line_stays_one_line(columns: int) -> None:
+    """It is cut where the terminal ends, and its clock runs."""
+    shown = Shown(columns, terminal=True)
+    shown.ends(BF16, 32, completed(310.7, 22.1))
+    shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")
+    shown.view.progress({"phase": "train"})
+    shown.view.progress({"step": 7})
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True)
+    rows = console.render_lines(shown.view)
+    text = "".join(segment.text for segment in rows[0])
+    assert len(rows) == 1
+    assert len(text) == columns
+    whole = "trial 1: 16 × 4  bf16, checkpointing (step 7); best so far 310.7 samples/s (32 × 2  bf16)"
+    assert (whole in text) == (columns == 200)
+
+
+@pytest.mark.parametrize("columns", [20, 200])
+def test_lines_are_left_to_the_terminal_to_wrap(columns: int) -> None:
+    """So that what is copied from it, or written to a file, is whole."""
+    shown = Shown(columns, terminal=True)
+    assert "310.7 ± 0.3%" in shown.ends(BF16, 32, completed(310.7, 22.1))
+
+
+def test_a_limit_above_what_is_free_is_told() -> None:
+    """The ceiling is then not what was asked for."""
+    shown = Shown()
+    ceiling = replace(CEILING, free_bytes=20 * GIB)
+    shown.view.begins(replace(shown.prepared, ceiling=ceiling), STUDY)
+    assert any("24.0 GiB, but only 20.0 GiB are free" in line for line in shown.lines)
+
+
+def test_markup_in_a_message_is_shown_as_it_is() -> None:
+    """Square brackets mean styles to the terminal library."""
+    shown = Shown(terminal=True)
+    assert "[bold]x[/bold] :smile:" in shown.ends(BF16, 32, Failed("error", "[bold]x[/bold] :smile:"))

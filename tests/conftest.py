@@ -1,0 +1,18 @@
+"""What all tests share; this file also makes the helper modules beside it importable."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from autotune.device import Device, find_device
+
+# Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Device:
+    """This machine's CPU as a device."""
+    return find_device("cpu")

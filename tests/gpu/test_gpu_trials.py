@@ -1,0 +1,182 @@
+"""Real trials on a real GPU; ``make test-gpu`` runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import all_gone, children, processes_named
+from tiny import AMPLE_BYTES, QUICK, tiny_workload
+
+from autotune.device import Device, list_devices, nvml_problem
+from autotune.runner import LocalRunner
+from autotune.runner.environment import server_environment
+from autotune.runner.local import TrialJob
+from autotune.trial import PRECISIONS, Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
+from autotune.trial import Precision as PrecisionName
+from autotune.units import GIB, MIB
+
+# By NVML alone: this process must not hold a CUDA context beside the trials.
+GPUS = [device for device in list_devices() if device.kind == "cuda"]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason=f"no NVIDIA GPU here ({nvml_problem() or 'none is visible'})"),
+]
+
+HERE = Path(__file__).parent
+METER_CONTRACT = HERE.parent / "worker" / "meter_contract.py"
+MATMUL = HERE / "print_matmul_error.py"
+FITS = Candidate(Arm(), 16)
+# Two layers of bert-tiny at 128 tokens took 5 MiB a sample on the CPU.
+DOES_NOT_FIT = Candidate(Arm(), 512)
+SMALL_CAP_BYTES = 256 * MIB
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Device:
+    """The first GPU."""
+    return GPUS[0]
+
+
+@pytest.fixture(scope="module")
+def runner(gpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRunner]:
+    """A warm runner on the first GPU, started where all GPUs are visible."""
+    with LocalRunner(gpu, tiny_workload("bert-tiny", seq_len=128), tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def facts(runner: LocalRunner) -> Document:
+    """What the trial process says of the machine and the model."""
+    return runner.inspect()
+
+
+def run_trial(
+    runner: LocalRunner, candidate: Candidate = FITS, cap_bytes: int = AMPLE_BYTES, effort: Effort = QUICK
+) -> Outcome:
+    log = runner.server_log.with_name("trial.log")
+    return runner.run(TrialJob("trial", candidate, cap_bytes, effort, 42, 180.0, str(log)), lambda record: None)
+
+
+def measured(outcome: Outcome) -> Measurement:
+    assert isinstance(outcome, Completed), outcome
+    return outcome.measurement
+
+
+def in_trial_environment(gpu: Device, *command: str) -> str:
+    """What a script prints that is started as a trial server is."""
+    environment = server_environment(gpu, os.environ, offline=True)
+    ended = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def products(gpu: Device) -> dict[str, dict[str, Any]]:
+    """What ``print_matmul_error`` says under each precision that the GPU has, each in a process of its own."""
+    return {
+        precision: json.loads(in_trial_environment(gpu, str(MATMUL), precision).splitlines()[-1])
+        for precision in ("fp32", "tf32")
+        if precision in gpu.precisions
+    }
+
+
+def test_the_context_has_a_believable_size(facts: Document) -> None:
+    assert 200 * MIB < facts["context_bytes"] < 1.5 * GIB
+
+
+def test_the_environment_is_the_gpus(facts: Document, gpu: Device) -> None:
+    assert facts["environment"]["cuda"]
+    assert gpu.capability is not None
+    assert facts["environment"]["device_capability"] == list(gpu.capability)
+    assert facts["model"]["class"] == "BertForSequenceClassification"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_trial_completes(runner: LocalRunner, gpu: Device, precision: PrecisionName) -> None:
+    if precision not in gpu.precisions:
+        pytest.skip(f"{gpu.name} has no {precision}")
+    outcome = run_trial(runner, Candidate(Arm(precision), 16, 4))
+    found = measured(outcome)
+    assert found.micro_steps_run == 3
+    assert found.samples_per_second == pytest.approx(64 / found.step_seconds)
+    assert found.peak_reserved_bytes >= found.peak_allocated_bytes > 16 * MIB
+    assert found.peak_reserved_first_step_bytes is not None
+    assert 0 < found.peak_reserved_first_step_bytes <= found.peak_reserved_bytes
+    assert found.device_used_bytes is not None
+    assert found.device_used_bytes > found.peak_allocated_bytes
+    assert found.allocation_retries == 0
+    assert found.optimizer_seconds is not None
+    assert 0 < found.optimizer_seconds < found.step_seconds
+    assert isinstance(outcome, Completed)
+    assert list(outcome.phase_seconds) == ["device", "model", "trainer", "train"]
+
+
+def test_checkpointing_saves_memory(runner: LocalRunner) -> None:
+    plain, checkpointed = (
+        measured(run_trial(runner, Candidate(Arm(gradient_checkpointing=on), 128))).peak_allocated_bytes
+        for on in (False, True)
+    )
+    assert checkpointed < 0.8 * plain
+
+
+@pytest.mark.parametrize(("cap_bytes", "phase"), [(8 * MIB, "model"), (SMALL_CAP_BYTES, "train")])
+def test_cuda_really_runs_out_and_the_next_trial_is_fine(runner: LocalRunner, cap_bytes: int, phase: str) -> None:
+    outcome = run_trial(runner, DOES_NOT_FIT, cap_bytes)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert (outcome.during, outcome.where) == (phase, "device")
+    assert "out of memory" in outcome.message.lower()
+    assert outcome.peak_reserved_bytes is not None
+    assert 0 < outcome.peak_reserved_bytes <= cap_bytes
+    assert measured(run_trial(runner)).peak_reserved_bytes > 0
+
+
+def test_the_cap_holds(runner: LocalRunner) -> None:
+    free = measured(run_trial(runner, Candidate(Arm(), 64)))
+    # Fragmentation and workspaces took up to a quarter more than is allocated.
+    cap_bytes = free.peak_allocated_bytes * 3 // 2
+    assert measured(run_trial(runner, Candidate(Arm(), 64), cap_bytes)).peak_reserved_bytes <= cap_bytes
+    assert isinstance(run_trial(runner, Candidate(Arm(), 64), free.peak_allocated_bytes // 2), OutOfMemory)
+
+
+def test_the_trial_sees_one_device_and_it_is_this_one(products: dict[str, dict[str, Any]], gpu: Device) -> None:
+    seen = products["fp32"]
+    assert (seen["devices"], seen["n_gpu"], seen["device"]) == (1, 1, "cuda:0")
+    if gpu.uuid.startswith("GPU-") and seen["uuid"]:
+        assert gpu.uuid.removeprefix("GPU-") == seen["uuid"].removeprefix("GPU-")
+
+
+def test_the_server_was_started_for_this_device(runner: LocalRunner, facts: Document, gpu: Device) -> None:
+    found = [
+        Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for pid in processes_named("autotune.worker.server", children(os.getpid()))
+    ]
+    assert f"CUDA_VISIBLE_DEVICES={gpu.uuid}".encode() in [entry for environ in found for entry in environ]
+
+
+def test_fp32_and_tf32_are_different_things(products: dict[str, dict[str, Any]], gpu: Device) -> None:
+    if "tf32" not in products:
+        pytest.skip(f"{gpu.name} has no tf32")
+    # A mantissa of 23 bits against one of 10.
+    assert products["fp32"]["relative_error"] < 1e-5
+    assert 1e-4 < products["tf32"]["relative_error"] < 1e-2
+
+
+def test_the_cuda_meter_keeps_the_contract(gpu: Device) -> None:
+    assert in_trial_environment(gpu, str(METER_CONTRACT), "cuda", gpu.uuid).strip() == "kept"
+
+
+def test_closing_leaves_no_process_on_the_gpu(gpu: Device, tmp_path: Path) -> None:
+    before = processes_named("autotune.worker.server", children(os.getpid()))
+    with LocalRunner(gpu, tiny_workload("bert-tiny"), tmp_path) as other:
+        assert measured(run_trial(other)).peak_reserved_bytes > 0
+        started = [p for p in processes_named("autotune.worker.server", children(os.getpid())) if p not in before]
+        assert len(started) == 1
+    assert all_gone(started)

@@ -1,0 +1,56 @@
+"""Looking at real processes through /proc: who descends from whom, and who is still alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+def _state_and_parent(pid: int) -> tuple[str, int] | None:
+    """The state letter and the parent of a process; ``None`` once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    found = _state_and_parent(pid)
+    return found is not None and found[0] not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    """Living direct children of a process, oldest first."""
+    pids = sorted(int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+    return [child for child in pids if (found := _state_and_parent(child)) and found[1] == pid and found[0] not in "ZX"]
+
+
+def processes_named(words: str, pids: Iterable[int]) -> list[int]:
+    """Those of these processes whose command line has the words in it."""
+    return [pid for pid in pids if words in _command_line(pid)]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def all_gone(pids: Iterable[int], seconds: float = 30.0) -> bool:
+    """Whether every one of these processes ended in time."""
+    waited_for = list(pids)
+    return wait_until(lambda: not any(map(is_alive, waited_for)), seconds)

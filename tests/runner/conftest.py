@@ -1,0 +1,35 @@
+"""Runners: around real trials, and around a server whose jobs do as they are told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny import tiny_workload
+
+from autotune.device import Device
+from autotune.runner import LocalRunner
+
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has runners start ``stand_in_server.py`` in place of the server.
+
+    The runner calls its own interpreter as ``python -P -m autotune.worker.server …``; a script that
+    drops those three words and runs the stand-in takes that interpreter's place.
+    """
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+
+
+@pytest.fixture
+def stand_in_runner(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[LocalRunner]:
+    """A runner whose jobs behave as their ids say."""
+    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+        yield runner

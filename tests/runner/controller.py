@@ -1,0 +1,22 @@
+"""A search's controller in miniature: starts one endless trial and waits for it; a test kills it meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from run_trial import run_trial
+from tiny import ENDLESS, tiny_workload
+
+from autotune.device import find_device
+from autotune.runner import LocalRunner
+
+
+def main() -> None:
+    """``python controller.py LOG_FOLDER``; prints a line for every progress record."""
+    with LocalRunner(find_device("cpu"), tiny_workload("bert-tiny"), Path(sys.argv[1])) as runner:
+        run_trial(runner, effort=ENDLESS, timeout_seconds=300, progress=lambda record: print(record, flush=True))
+
+
+if __name__ == "__main__":
+    main()

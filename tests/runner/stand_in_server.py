@@ -1,0 +1,95 @@
+"""The real trial server around jobs that misbehave; the job's id says how.
+
+Everything is the server's own (forking, watching, ending, reporting) but what a job does and the
+imports beforehand, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from autotune.trial import Completed, Measurement, outcome_document
+from autotune.worker import server
+
+CHATTER_BYTES = 20 * 1024**2
+
+
+def completed() -> dict[str, Any]:
+    """The outcome of a trial in which all went well."""
+    return outcome_document(Completed(Measurement(0.5, (0.5, 0.5), 0.0, 16.0, 1000, 2000)))
+
+
+def leave_descendants() -> None:
+    """A child and a grandchild that are orphaned, have sessions of their own and ignore every polite signal."""
+    if os.fork():
+        return
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        if os.fork() == 0:
+            os.setsid()
+    print(f"descendant {os.getpid()}", flush=True)
+    time.sleep(600)
+    os._exit(0)
+
+
+def chatter() -> None:
+    """20 MiB of output, by every way there is."""
+    line = "x" * 1023 + "\n"
+    for _ in range(CHATTER_BYTES // 4096):
+        print(line, end="")
+        print(line, end="", file=sys.stderr)
+        os.write(1, line.encode())
+        os.write(2, line.encode())
+
+
+def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
+    """Behave as the words of the job's id say, in their order."""
+
+    def send(message: Any) -> None:
+        os.write(result_fd, json.dumps(message).encode() + b"\n")
+
+    send({"progress": {"phase": "train"}})
+    for behaviour in job["id"].split(", "):
+        match behaviour.split():
+            case ["complete"]:
+                send({"result": completed()})
+            case ["progress", count]:
+                for step in range(int(count)):
+                    send({"progress": {"step": step}})
+            case ["chatter"]:
+                chatter()
+            case ["hang"]:
+                time.sleep(600)
+            case ["exit", code]:
+                print("last words", flush=True)
+                os._exit(int(code))
+            case ["raise"]:
+                raise RuntimeError("raised in the trial")
+            case ["signal", name]:
+                os.kill(os.getpid(), getattr(signal, name))
+            case ["descend"]:
+                leave_descendants()
+                time.sleep(0.3)
+            case ["write", text]:
+                os.write(result_fd, text.encode() + b"\n")
+            case ["half"]:
+                os.write(result_fd, b'{"result": {"state"')
+            case ["close"]:
+                os.close(result_fd)
+            case _:
+                raise ValueError(behaviour)
+
+
+if __name__ == "__main__":
+    server._run_job = run_job
+    server._import_everything = lambda preload: 1
+    time.sleep(float(os.environ.get("STAND_IN_IMPORT_SECONDS", "0")))
+    server.main()

@@ -1,0 +1,50 @@
+"""The environment that a trial server starts in."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from autotune.device import Device
+from autotune.runner.environment import server_environment
+
+
+def gpu(uuid: str) -> Device:
+    return Device("cuda", 3, uuid, "a GPU", 2**34, None, None, None)
+
+
+def test_the_device_is_named_by_uuid_and_alone() -> None:
+    environment = server_environment(gpu("GPU-abc"), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, offline=True)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+
+
+def test_a_cpu_sees_no_gpu(cpu: Device) -> None:
+    assert server_environment(cpu, {}, offline=True)["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED",
+     "ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "TORCHELASTIC_RESTART_COUNT", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALRANKID"],
+)  # fmt: skip
+def test_traces_of_a_launch_are_removed(cpu: Device, name: str) -> None:
+    current = {name: "1", "HOME": "/home/someone", "OMP_NUM_THREADS": "2", "FRANK": "stays"}
+    environment = server_environment(cpu, current, offline=True)
+    assert name not in environment
+    assert {key: environment[key] for key in ("HOME", "OMP_NUM_THREADS", "FRANK")} == {
+        "HOME": "/home/someone", "OMP_NUM_THREADS": "2", "FRANK": "stays"
+    }  # fmt: skip
+    assert current[name] == "1", "the caller's own environment is left alone"
+
+
+def test_only_weights_need_the_hub(cpu: Device) -> None:
+    assert server_environment(cpu, {}, offline=True)["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in server_environment(cpu, {}, offline=False)
+
+
+def test_what_can_be_imported_here_can_be_imported_there(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", "/somewhere"])
+    assert server_environment(cpu, {}, offline=True)["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/somewhere"

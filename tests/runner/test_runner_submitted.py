@@ -1,0 +1,79 @@
+"""Jobs that are submitted beside the trials: their ends are told, and neither disturbs the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+from processes import all_gone, children, is_alive, processes_named, wait_until
+from run_trial import run_trial
+
+from autotune.runner import LocalRunner
+from autotune.trial import Completed, Document, Failed
+
+
+def collect(runner: LocalRunner, count: int) -> dict[str, Document]:
+    """The next ``count`` jobs that end."""
+    found: dict[str, Document] = {}
+
+    def enough() -> bool:
+        found.update(runner.ended(0.2))
+        return len(found) >= count
+
+    assert wait_until(enough, 60)
+    return found
+
+
+def test_a_submitted_job_tells_its_result_once(stand_in_runner: LocalRunner) -> None:
+    assert stand_in_runner.ended() == {}
+    stand_in_runner.submit("complete", "predict", {}, 30)
+    answer = collect(stand_in_runner, 1)["complete"]
+    assert answer["result"]["state"] == "completed"
+    assert answer["exit_code"] == 0
+    assert stand_in_runner.ended() == {}
+
+
+def test_several_run_beside_a_trial(stand_in_runner: LocalRunner) -> None:
+    for name in ("complete", "signal SIGKILL", "raise"):
+        stand_in_runner.submit(name, "predict", {}, 30)
+    assert isinstance(run_trial(stand_in_runner, "descend, complete"), Completed)
+    answers = collect(stand_in_runner, 3)
+    assert "result" in answers["complete"]
+    assert answers["signal SIGKILL"]["signal"] == signal.SIGKILL
+    assert (answers["raise"]["exit_code"], "result" in answers["raise"]) == (1, False)
+
+
+def test_a_trial_that_ends_with_descendants_spares_the_job_beside_it(
+    stand_in_runner: LocalRunner, tmp_path: Path
+) -> None:
+    stand_in_runner.submit("hang", "predict", {}, 300)
+    log = tmp_path / "trial.log"
+    assert isinstance(run_trial(stand_in_runner, "descend, complete", log_path=log), Completed)
+    assert all_gone(int(pid) for pid in re.findall(r"descendant (\d+)", log.read_text()))
+    (server,) = processes_named("stand_in_server", children(os.getpid()))
+    (beside,) = children(server)
+    assert is_alive(beside)
+    stand_in_runner.close()
+    assert all_gone([server, beside])
+    assert stand_in_runner.ended() == {"hang": {}}
+
+
+def test_its_time_limit_is_its_own(stand_in_runner: LocalRunner) -> None:
+    stand_in_runner.submit("hang", "predict", {}, 0.3)
+    assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
+    assert collect(stand_in_runner, 1)["hang"]["timed_out"] is True
+
+
+def test_a_killed_server_ends_it_without_a_result(stand_in_runner: LocalRunner) -> None:
+    stand_in_runner.submit("hang", "predict", {}, 300)
+
+    def kill_server(record: Document) -> None:
+        (server,) = processes_named("stand_in_server", children(os.getpid()))
+        os.kill(server, signal.SIGKILL)
+
+    outcome = run_trial(stand_in_runner, "complete, hang", progress=kill_server)
+    assert isinstance(outcome, Completed | Failed)
+    assert stand_in_runner.ended() == {"hang": {}}
+    assert isinstance(run_trial(stand_in_runner, "complete"), Completed)

@@ -1,0 +1,160 @@
+"""A local runner around real trials of a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import all_gone, children, is_alive, processes_named
+from run_trial import run_trial
+from tiny import ENDLESS, tiny_workload
+
+from autotune.device import Device
+from autotune.runner import LocalRunner
+from autotune.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.units import MIB
+
+CONTROLLER = Path(__file__).with_name("controller.py")
+SERVER = "autotune.worker.server"
+
+Servers = Callable[[], list[int]]
+
+# As in the second of two processes that torchrun started; nobody listens at that address.
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Servers:
+    """The servers that tests of this module started; other modules may keep theirs."""
+    others = processes_named(SERVER, children(os.getpid()))
+    return lambda: [pid for pid in processes_named(SERVER, children(os.getpid())) if pid not in others]
+
+
+@pytest.fixture(scope="module")
+def runner(cpu: Device, servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRunner]:
+    """A warm runner, started where a distributed launch left its traces."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in LAUNCHED.items():
+            patch.setenv(name, value)
+        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
+            facts = started.inspect()
+            assert facts["model"]["class"] == "BertForSequenceClassification"
+            yield started
+
+
+def trial_of(server: int) -> int:
+    (trial,) = children(server)
+    return trial
+
+
+def test_a_trial_completes_alone_although_launched_among_others(runner: LocalRunner, tmp_path: Path) -> None:
+    records: list[Document] = []
+    log = tmp_path / "trial.log"
+    outcome = run_trial(runner, candidate=Candidate(Arm(), 4, 2), progress=records.append, log_path=log)
+    assert isinstance(outcome, Completed), outcome
+    assert outcome.measurement.samples_per_second == pytest.approx(8 / outcome.measurement.step_seconds)
+    assert [record["phase"] for record in records if "phase" in record] == ["device", "model", "trainer", "train"]
+    assert {"step": 1} in records
+    assert "train_runtime" in log.read_text()
+
+
+def test_out_of_memory_is_an_outcome(runner: LocalRunner) -> None:
+    outcome = run_trial(runner, cap_bytes=4 * MIB)
+    assert isinstance(outcome, OutOfMemory)
+    assert isinstance(run_trial(runner), Completed)
+
+
+def test_an_error_keeps_traceback_and_log(runner: LocalRunner, tmp_path: Path) -> None:
+    log = tmp_path / "trial.log"
+    outcome = run_trial(runner, candidate=Candidate(Arm(optim="adamw_no_such"), 4), log_path=log)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "error"
+    assert "adamw_no_such" in outcome.message
+    assert outcome.traceback in log.read_text()
+
+
+def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner) -> None:
+    records: list[Document] = []
+    outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
+    phase = [record["phase"] for record in records if "phase" in record][-1]
+    assert outcome == Failed("timeout", "stopped after the time limit of 3 s", phase)
+    assert isinstance(run_trial(runner), Completed)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_trial_that_is_killed_from_outside_says_by_what(runner: LocalRunner, servers: Servers, name: str) -> None:
+    (server,) = servers()
+
+    def kill(record: Document) -> None:
+        if record == {"step": 2}:
+            os.kill(trial_of(server), signal.Signals[name])
+
+    outcome = run_trial(runner, effort=ENDLESS, progress=kill)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "killed"
+    assert name in outcome.message
+    assert outcome.during == "train"
+    assert servers() == [server]
+    assert isinstance(run_trial(runner), Completed)
+
+
+def test_a_second_runner_disturbs_neither(
+    runner: LocalRunner, servers: Servers, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With two threads this time: a forked trial must be able to start its own.
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with LocalRunner(cpu, tiny_workload("gpt2-tiny"), tmp_path) as other:
+        first, second = servers()
+
+        def in_between(record: Document) -> None:
+            if record == {"step": 1}:
+                outcomes.append(run_trial(other, candidate=Candidate(Arm(), 2)))
+
+        outcomes: list[object] = []
+        outcomes.append(run_trial(runner, progress=in_between))
+        assert [type(outcome) for outcome in outcomes] == [Completed, Completed]
+        assert {first, second} == set(servers())
+    assert servers() == [first]
+    assert isinstance(run_trial(runner), Completed)
+
+
+def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with subprocess.Popen(
+        [sys.executable, str(CONTROLLER), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as controller:
+        assert controller.stdout is not None
+        for line in controller.stdout:
+            if "step" in line:
+                break
+        (server,) = processes_named(SERVER, children(controller.pid))
+        trial = trial_of(server)
+        assert is_alive(trial)
+        controller.kill()
+    assert all_gone([server, trial])
+
+
+# The last test of the module: it takes the shared server down.
+def test_a_lost_server_is_replaced_and_closing_leaves_no_process(runner: LocalRunner, servers: Servers) -> None:
+    (server,) = servers()
+    pids = [server]
+
+    def kill(record: Document) -> None:
+        if record == {"step": 1}:
+            pids.append(trial_of(server))
+            os.kill(server, signal.SIGKILL)
+
+    outcome = run_trial(runner, effort=ENDLESS, progress=kill)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "lost"
+    assert isinstance(run_trial(runner), Completed)
+    pids += servers()
+    assert len(pids) == 3
+    runner.close()
+    assert all_gone(pids)
+    assert servers() == []

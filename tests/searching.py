@@ -1,0 +1,190 @@
+"""Searches over recorded and computed trials: requests, facts and a device as values, an observer that keeps all."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from recorded import ComputedRunner, RecordedRunner
+
+from autotune.device import Ceiling, Device, Headroom
+from autotune.history import History
+from autotune.preparation import Prepared, prepare
+from autotune.request import SearchRequest
+from autotune.search import Interruption, Search
+from autotune.space import choose_arms
+from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.trial import Arm, Candidate, Document, Precision
+from autotune.units import GIB, MIB
+from autotune.workload import Workload
+
+CONTEXT_BYTES = 620 * MIB
+"""The CUDA context that the landscapes were recorded with."""
+
+BERT_LARGE = Workload(
+    model="bert-large-uncased",
+    config={"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 24},
+    task="sequence-classification",
+    seq_len=512,
+)
+H200 = Device(
+    kind="cuda",
+    index=0,
+    uuid="GPU-00000000-0000-0000-0000-000000000000",
+    name="NVIDIA H200",
+    memory_total_bytes=140 * GIB,
+    memory_reserved_bytes=615 * MIB,
+    memory_used_bytes=0,
+    memory_free_bytes=139 * GIB,
+    driver="580.159.04",
+    capability=(9, 0),
+)
+FACTS: Document = {
+    "context_bytes": CONTEXT_BYTES,
+    "environment": {
+        "python": "3.11.2",
+        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "cuda": "13.0",
+        "training_arguments_fields": ["bf16", "fp16"],
+        "device_capability": [9, 0],
+    },
+    "model": {
+        "class": "BertForSequenceClassification",
+        "parameters": 335_143_938,
+        "trainable_parameters": 335_143_938,
+        "attn_implementations": ["eager", "sdpa"],
+        "gradient_checkpointing": True,
+        "num_labels": 2,
+    },
+}
+
+
+def facts(**model: Any) -> Document:
+    """What a trial process says of BERT-large on this machine, with other facts about the model."""
+    return {**FACTS, "model": {**FACTS["model"], **model}}
+
+
+def request(**options: Any) -> SearchRequest:
+    """The example command's request: BERT-large at effective batch 64 under 24 GiB."""
+    defaults: dict[str, Any] = {"effective_batch": 64, "memory_limit_bytes": 24 * GIB, "study": "bert"}
+    return SearchRequest(workload=BERT_LARGE, device=H200, **{**defaults, **options})
+
+
+def prepared(**options: Any) -> Prepared:
+    """The same, prepared."""
+    return prepare(request(**options), FACTS)
+
+
+def ceiling_of(cap_bytes: int, headroom: float = 0.03) -> Ceiling:
+    """A ceiling with this cap."""
+    return Ceiling(None, cap_bytes + CONTEXT_BYTES, CONTEXT_BYTES, Headroom(headroom))
+
+
+def arms(*precisions: Precision, checkpointing: Any = "auto", attention: str = "sdpa") -> tuple[Arm, ...]:
+    """The arms of a search over these precisions, all four when none is named."""
+    return choose_arms(
+        precisions or ("bf16", "fp16", "tf32", "fp32"),
+        checkpointing,
+        (attention,),
+        ("adamw_torch_fused",),
+        model_checkpoints=True,
+    )
+
+
+@functools.cache
+def _empty_database() -> bytes:
+    """A database as ``open_store`` makes it; making one takes ten times as long as copying it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "autotune.db"
+        open_store(str(path)).close()
+        return path.read_bytes()
+
+
+def new_store(folder: Path, name: str = "autotune.db") -> Store:
+    """An open, empty store in a file of its own."""
+    path = folder / name
+    path.write_bytes(_empty_database())
+    return open_store(str(path))
+
+
+@dataclass
+class RecordingObserver:
+    """Keeps everything that it is told."""
+
+    begun: int = 0
+    started: list[tuple[int, Candidate, Stage]] = field(default_factory=list)
+    records: list[Document] = field(default_factory=list)
+    ended: list[TrialRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    on_end: Callable[[TrialRecord], None] | None = None
+
+    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
+        self.begun += 1
+
+    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
+        self.started.append((number, candidate, stage))
+
+    def progress(self, record: Document) -> None:
+        self.records.append(record)
+
+    def trial_ends(self, trial: TrialRecord, history: History) -> None:
+        self.ended.append(trial)
+        if self.on_end is not None:
+            self.on_end(trial)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stages(self) -> list[Stage]:
+        """The stage of each trial, in order."""
+        return [stage for _, _, stage in self.started]
+
+
+@dataclass
+class Run:
+    """One search with what came of it."""
+
+    study: StudyRecord
+    observer: RecordingObserver
+    trials: list[TrialRecord]
+
+    @property
+    def best(self) -> TrialRecord:
+        """The winner."""
+        return next(trial for trial in self.trials if trial.id == self.study.best_trial_id)
+
+
+def search(
+    store: Store,
+    runner: RecordedRunner | ComputedRunner,
+    observer: RecordingObserver | None = None,
+    interruption: Interruption | None = None,
+    given: Prepared | None = None,
+    **options: Any,
+) -> Run:
+    """Search to the end with the runner's simulated clock."""
+    given = given or prepared(**options)
+    observer = observer or RecordingObserver()
+    study = Search(given, runner, store, observer, Path("logs"), interruption, clock=runner.clock).run()
+    return Run(study, observer, store.trials(study.id))
+
+
+def interrupt_after(trials: int) -> tuple[RecordingObserver, Interruption]:
+    """An observer that asks for the end once so many trials have ended, and how it asks."""
+    interruption = Interruption()
+    observer = RecordingObserver()
+
+    def count(_: TrialRecord) -> None:
+        interruption.asked = len(observer.ended) >= trials
+
+    observer.on_end = count
+    return observer, interruption
+
+
+def with_environment(given: Prepared, **changed: Any) -> Prepared:
+    """The same search in another environment."""
+    return replace(given, environment={**given.environment, **changed})

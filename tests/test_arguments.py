@@ -1,0 +1,41 @@
+"""A candidate becomes ``TrainingArguments`` fields under the names that the installed transformers has."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.arguments import checkpointing_field, training_arguments
+from autotune.trial import PRECISIONS, Arm, Candidate, Precision
+
+OLD = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu"}
+NEW = OLD | {"activation_checkpointing", "activation_checkpointing_kwargs"}
+
+
+@pytest.mark.parametrize(("fields", "name"), [(OLD, "gradient_checkpointing"), (NEW, "activation_checkpointing")])
+def test_checkpointing_bears_the_name_of_its_time(fields: set[str], name: str) -> None:
+    assert checkpointing_field(fields) == name
+    on = training_arguments(Candidate(Arm(gradient_checkpointing=True), 8), fields, "cuda")
+    assert on[name] is True
+    assert on[f"{name}_kwargs"] == {"use_reentrant": False}
+    off = training_arguments(Candidate(Arm(), 8), fields, "cuda")
+    assert off[name] is False
+    assert [key for key in off if "checkpointing" in key] == [name]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_is_said_and_so_is_what_it_is_not(precision: Precision) -> None:
+    arguments = training_arguments(Candidate(Arm(precision), 8), NEW, "cuda")
+    said = {name: arguments[name] for name in ("bf16", "fp16", "tf32")}
+    assert said == {name: name == precision for name in said}
+
+
+def test_batches_and_optimizer_are_taken_over() -> None:
+    arguments = training_arguments(Candidate(Arm(optim="adafactor"), 24, 3), NEW, "cuda")
+    assert arguments["per_device_train_batch_size"] == 24
+    assert arguments["gradient_accumulation_steps"] == 3
+    assert arguments["optim"] == "adafactor"
+
+
+def test_only_a_cpu_is_asked_for() -> None:
+    assert training_arguments(Candidate(Arm(), 8), NEW, "cpu")["use_cpu"] is True
+    assert "use_cpu" not in training_arguments(Candidate(Arm(), 8), NEW, "cuda")

@@ -1,0 +1,190 @@
+"""Exports of winners of several kinds load into the installed transformers and train."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_workload
+
+from autotune.arguments import checkpointing_field
+from autotune.device import Ceiling
+from autotune.errors import NoResultError
+from autotune.export import FORMATS, Export, beside_lines, make_export, render
+from autotune.report import Report
+from autotune.store import StudyRecord, TrialRecord
+from autotune.trial import Arm, Candidate, Completed, Measurement
+from autotune.workload import Workload
+
+LOADER = Path(__file__).with_name("load_exports.py")
+OLD_FIELDS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu")
+
+WINNERS: dict[str, tuple[str, Candidate]] = {
+    "cpu-fp32": ("cpu", Candidate(Arm("fp32"), 8)),
+    "cpu-bf16-checkpointing": ("cpu", Candidate(Arm("bf16", gradient_checkpointing=True), 4, 3)),
+    "cpu-adafactor-eager": ("cpu", Candidate(Arm("fp32", False, "eager", "adafactor"), 2, 2)),
+    "cuda-fp32": ("cuda", Candidate(Arm("fp32"), 8, 2)),
+    "cuda-tf32": ("cuda", Candidate(Arm("tf32"), 8)),
+    "cuda-bf16": ("cuda", Candidate(Arm("bf16"), 32, 2)),
+    "cuda-fp16-checkpointing": ("cuda", Candidate(Arm("fp16", gradient_checkpointing=True), 16)),
+}
+
+
+def report_of(
+    candidate: Candidate, device_kind: str, fields: tuple[str, ...], workload: Workload | None = None
+) -> Report:
+    """What the store would hold of a study that this candidate won."""
+    completed = Completed(Measurement(0.5, (0.5, 0.5), 0.0, 16.0, 1000, 2000))
+    trial = TrialRecord("study", 0, candidate, "workload", "environment", outcome=completed)
+    ceiling = Ceiling(None, 2**34, 0)
+    study = StudyRecord("a study", "workload", "environment", {}, ceiling.document(), "0.1.0", best_trial_id=trial.id)
+    environment = {
+        "device_kind": device_kind,
+        "device_name": "A Device",
+        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "training_arguments_fields": list(fields),
+    }
+    return Report(study, (workload or tiny_workload("bert-tiny")).document(), environment, ceiling, (trial,))
+
+
+def export_of(name: str, fields: tuple[str, ...], workload: Workload | None = None) -> Export:
+    device_kind, candidate = WINNERS[name]
+    return make_export(report_of(candidate, device_kind, fields, workload))
+
+
+@pytest.fixture(scope="module")
+def fields() -> tuple[str, ...]:
+    """The fields of the installed ``TrainingArguments``."""
+    from transformers import TrainingArguments
+
+    return tuple(field.name for field in dataclasses.fields(TrainingArguments))
+
+
+@pytest.fixture(scope="module")
+def answers(fields: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What every form of every export became in a fresh process; the machine's abilities under ``machine``."""
+    folder = tmp_path_factory.mktemp("exports")
+    workload = tiny_workload("bert-tiny", config={"vocab_size": 1000}, model=str(folder / "model"))
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(workload.config))
+    for name in WINNERS:
+        (folder / name).mkdir()
+        for form in FORMATS:
+            (folder / name / f"export.{form}").write_text(render(export_of(name, fields, workload), form))
+    ended = subprocess.run(
+        [sys.executable, str(LOADER), str(folder)],
+        cwd=folder,
+        env=one_gpu_at_most(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr
+    machine, *found = (json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"'))
+    return {"machine": machine, **{answer["name"]: answer for answer in found}}
+
+
+def one_gpu_at_most() -> dict[str, str]:
+    """This environment with its first GPU alone, since a Trainer spreads its batches over all that it sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": visible}
+
+
+def loaded(answers: dict[str, dict[str, Any]], name: str, form: str) -> dict[str, Any]:
+    """What a form became; skips where transformers refuses it for want of a GPU that can do it."""
+    device_kind, candidate = WINNERS[name]
+    answer = answers[name][form]
+    lacking = device_kind == "cuda" and answers["machine"].get(candidate.arm.precision) is False
+    if lacking and "error" in answer:
+        pytest.skip(f"no GPU with {candidate.arm.precision} here, without which transformers says: {answer['error']}")
+    assert "error" not in answer, answer["error"]
+    return dict(answer["loaded"])
+
+
+LOADED_FORMS = ("json file", "keywords", "yaml file", "command line", "python")
+
+
+@pytest.mark.parametrize("form", LOADED_FORMS)
+@pytest.mark.parametrize("name", WINNERS)
+def test_every_form_loads_without_a_warning_as_it_was_exported(
+    answers: dict[str, dict[str, Any]], fields: tuple[str, ...], name: str, form: str
+) -> None:
+    arguments = loaded(answers, name, form)
+    exported = export_of(name, fields).arguments
+    assert {key: arguments[key] for key in exported} == exported
+
+
+@pytest.mark.parametrize("name", WINNERS)
+def test_the_script_loads_the_model_as_measured(answers: dict[str, dict[str, Any]], name: str) -> None:
+    arm = WINNERS[name][1].arm
+    assert loaded(answers, name, "python")["model"] == {"attention": arm.attn_implementation, "dtype": "torch.float32"}
+
+
+@pytest.mark.parametrize("name", WINNERS)
+def test_a_trainer_trains_with_it(answers: dict[str, dict[str, Any]], name: str) -> None:
+    device_kind, candidate = WINNERS[name]
+    trained = loaded(answers, name, "training")
+    arm = candidate.arm
+    if arm.precision == "fp16" and trained["device"] == "cpu":
+        pytest.skip("no GPU here, and transformers leaves fp16 out without one")
+    assert trained["steps"] == 2
+    assert trained["batches"] == [candidate.per_device_train_batch_size] * 2 * candidate.gradient_accumulation_steps
+    assert trained["checkpointing"] is arm.gradient_checkpointing
+    assert trained["optimizer"] == ("Adafactor" if arm.optim == "adafactor" else "AdamW")
+    of_precision = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    assert trained["dtypes"] == [of_precision.get(arm.precision, "torch.float32")]
+    assert trained["device"] == ("cuda" if device_kind == "cuda" and answers["machine"]["cuda"] else "cpu")
+
+
+def test_an_old_transformers_gets_its_own_names() -> None:
+    arguments = export_of("cpu-bf16-checkpointing", OLD_FIELDS).arguments
+    assert arguments["gradient_checkpointing"] is True
+    assert arguments["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert not [key for key in arguments if key.startswith("activation")]
+
+
+def test_only_what_was_tuned_is_exported(fields: tuple[str, ...]) -> None:
+    exported = export_of("cuda-bf16", fields)
+    assert set(exported.arguments) == {
+        "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "tf32",
+        checkpointing_field(fields), "optim",
+    }  # fmt: skip
+    assert json.loads(render(exported, "json")) == exported.arguments
+
+
+def test_what_is_no_field_is_said_beside_it(fields: tuple[str, ...]) -> None:
+    workload = tiny_workload("bert-tiny", seq_len=32, dtype="bfloat16", padding=0.25)
+    export = export_of("cpu-adafactor-eager", fields, workload)
+    beside = " ".join(beside_lines(export))
+    for words in ("attn_implementation='eager'", "dtype='bfloat16'", "A Device", "torch 2.13.0", "32 tokens"):
+        assert words in beside
+    assert "# load the model with" in render(export, "yaml")
+    assert "dtype=torch.bfloat16" in render(export, "python")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_form_ends_in_one_newline(fields: tuple[str, ...], form: Any) -> None:
+    text = render(export_of("cpu-bf16-checkpointing", fields), form)
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+
+
+def test_the_script_quotes_whatever_the_model_is_called(fields: tuple[str, ...]) -> None:
+    for model in ("it's", 'a "model"', "C:\\new\\folder", "two\nlines"):
+        export = export_of("cpu-fp32", fields, tiny_workload("bert-tiny", model=model))
+        tree = ast.parse(render(export, "python"))
+        assert model in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_a_study_without_a_winner_has_nothing_to_export(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm(), 8), "cpu", fields)
+    unfinished = dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=None))
+    with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
+        make_export(unfinished)

@@ -1,0 +1,239 @@
+"""What a search concludes from its trials: what cannot fit, what is the best."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
+from searching import ceiling_of
+
+from autotune.history import History, Tried, memory_class, ran_in_full
+from autotune.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.units import GIB, MIB
+
+CAP_BYTES = 20 * GIB
+BF16 = Arm("bf16")
+FP16 = Arm("fp16")
+TF32 = Arm("tf32")
+FP32 = Arm("fp32")
+CHECKPOINTED = Arm("bf16", gradient_checkpointing=True)
+
+
+def history_of(*trials: Tried) -> History:
+    return History(ceiling_of(CAP_BYTES), list(trials))
+
+
+def completed(
+    arm: Arm, batch: int, accumulation: int = 1, *, speed: float = 100.0, peak_bytes: int = GIB, run: int | None = None
+) -> Tried:
+    """A completed trial with so many samples a second."""
+    candidate = Candidate(arm, batch, accumulation)
+    measured = measurement(candidate, candidate.samples_per_step / speed, peak_bytes, peak_bytes, run)
+    return tried(candidate, Completed(measured))
+
+
+def tried(candidate: Candidate, outcome: Outcome) -> Tried:
+    return Tried(f"{candidate.describe()} {outcome.state}", candidate, outcome, ran_in_full(candidate, outcome))
+
+
+def ran_out(arm: Arm, batch: int, accumulation: int = 1) -> Tried:
+    return tried(Candidate(arm, batch, accumulation), out_of_memory(CAP_BYTES))
+
+
+class TestLineAndCap:
+    LINE_BYTES = ceiling_of(CAP_BYTES).line_bytes
+
+    @pytest.mark.parametrize(("above", "feasible"), [(-1, True), (0, True), (1, False)])
+    def test_a_trial_is_feasible_up_to_the_line_itself(self, above: int, feasible: bool) -> None:
+        trial = completed(BF16, 32, peak_bytes=self.LINE_BYTES + above)
+        history = history_of(trial)
+        assert history.is_feasible(trial) is feasible
+        assert history.is_over(trial) is not feasible
+        assert bool(history.feasible()) is feasible
+        assert (history.winner() is not None) is feasible
+
+    def test_over_the_line_rules_out_as_out_of_memory_does(self) -> None:
+        history = history_of(completed(BF16, 32, peak_bytes=CAP_BYTES))
+        assert history.ruled_out_by(Candidate(BF16, 40, 1)) is history.tried[0]
+        assert history.ruled_out_by(Candidate(BF16, 24, 1)) is None
+
+    def test_a_fault_says_nothing_of_memory(self) -> None:
+        trial = tried(Candidate(BF16, 32, 1), fault())
+        history = history_of(trial)
+        assert not history.is_over(trial)
+        assert not history.is_feasible(trial)
+        assert history.ruled_out_by(Candidate(BF16, 64, 1)) is None
+
+    def test_a_candidate_that_fits_rules_nothing_out(self) -> None:
+        assert history_of(completed(BF16, 32)).ruled_out_by(Candidate(FP32, 4096, 2)) is None
+
+
+class TestRuledOut:
+    @pytest.mark.parametrize(
+        ("failed", "candidate", "expected"),
+        [
+            # Larger batches of the same arm, itself among them.
+            ((BF16, 32, 1), (BF16, 32, 1), True),
+            ((BF16, 32, 1), (BF16, 64, 1), True),
+            ((BF16, 32, 1), (BF16, 24, 1), False),
+            # Accumulating keeps gradients alive: at the same batch it needs more, never less.
+            ((BF16, 32, 1), (BF16, 32, 2), True),
+            ((BF16, 32, 2), (BF16, 32, 4), True),
+            # 8 × 8 can peak above 16 × 1.
+            ((BF16, 8, 8), (BF16, 16, 1), False),
+            ((BF16, 32, 2), (BF16, 64, 1), False),
+            # Keeping activations needs at least what recomputing them does, not the other way round.
+            ((CHECKPOINTED, 32, 1), (BF16, 32, 1), True),
+            ((BF16, 32, 1), (CHECKPOINTED, 32, 1), False),
+            ((BF16, 32, 1), (CHECKPOINTED, 4096, 1), False),
+            # Two that need the same bytes.
+            ((BF16, 32, 1), (FP16, 32, 1), True),
+            ((FP16, 32, 1), (BF16, 32, 1), True),
+            ((TF32, 32, 1), (FP32, 32, 1), True),
+            ((Arm("fp16", gradient_checkpointing=True), 32, 1), (BF16, 32, 1), True),
+            # With 16-bit autocast there are copies of the weights, so neither says anything of the other.
+            ((BF16, 32, 1), (TF32, 32, 1), False),
+            ((TF32, 32, 1), (BF16, 32, 1), False),
+            ((BF16, 32, 1), (Arm("bf16", attn_implementation="eager"), 32, 1), False),
+            ((BF16, 32, 1), (Arm("bf16", optim="adafactor"), 32, 1), False),
+        ],
+    )
+    def test_by_an_out_of_memory(
+        self, failed: tuple[Arm, int, int], candidate: tuple[Arm, int, int], expected: bool
+    ) -> None:
+        history = history_of(ran_out(*failed))
+        asked = Candidate(*candidate)
+        assert (history.ruled_out_by(asked) is not None) is expected
+        smallest = history.smallest_over(asked.arm, accumulates=asked.accumulates)
+        assert (smallest is not None and smallest <= asked.per_device_train_batch_size) is expected
+
+    @pytest.mark.parametrize("name", [EFFECTIVE_64, BATCHES])
+    def test_no_recorded_cell_that_fits_is_ever_ruled_out(self, name: str) -> None:
+        runner = RecordedRunner(name)
+        history = History(ceiling_of(runner.cap_bytes, headroom=0))
+        for candidate, _ in runner.recorded:
+            run_candidate(candidate, runner, history)
+        assert any(isinstance(t.outcome, OutOfMemory) for t in history.tried)
+        for trial in history.tried:
+            by = history.ruled_out_by(trial.candidate)
+            assert history.is_over(trial) or by is None, f"{trial.candidate.describe()} by {by}"
+
+    def test_recorded_peaks_of_two_arms_of_one_memory_class_are_the_same(self) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        peaks: dict[tuple[Arm, int], list[int]] = {}
+        for candidate, cell in runner.recorded:
+            if cell["state"] == "ok":
+                key = memory_class(candidate.arm), candidate.per_device_train_batch_size
+                peaks.setdefault(key, []).append(cell["peak_reserved_mib"])
+        assert len(peaks) == 13
+        assert all(max(found) - min(found) <= 2 for found in peaks.values())
+
+
+class TestBelieved:
+    def test_a_measurement_in_full_goes_before_one_in_part(self) -> None:
+        in_part = completed(BF16, 8, 8, speed=110, run=3)
+        in_full = completed(BF16, 8, 8, speed=100)
+        for order in itertools.permutations((in_part, in_full)):
+            assert history_of(*order).believed() == [in_full]
+
+    def test_else_the_latest_counts(self) -> None:
+        first, second = completed(BF16, 32, speed=110), completed(BF16, 32, speed=100)
+        assert history_of(first, second).believed() == [second]
+
+    @pytest.mark.parametrize("again", [out_of_memory(), None])
+    def test_what_ran_over_once_is_not_recommended(self, again: OutOfMemory | None) -> None:
+        fits = completed(BF16, 8, 8, speed=200, run=3)
+        over = tried(fits.candidate, again) if again else completed(BF16, 8, 8, speed=200, peak_bytes=CAP_BYTES)
+        other = completed(BF16, 4, 16, speed=100)
+        for order in itertools.permutations((fits, over, other)):
+            history = history_of(*order)
+            assert history.believed() == [other]
+            assert history.winner() is other
+
+    def test_a_fault_does_not_take_a_measurement_back(self) -> None:
+        fits = completed(BF16, 8, 8, run=3)
+        assert history_of(fits, tried(fits.candidate, fault())).winner() is fits
+
+
+class TestWinner:
+    def test_the_fastest_outside_the_noise(self) -> None:
+        slow, fast = completed(BF16, 32, speed=100), completed(FP32, 32, speed=103, peak_bytes=2 * GIB)
+        assert history_of(slow, fast).winner() is fast
+
+    @pytest.mark.parametrize(
+        ("preferred", "other"),
+        [
+            (completed(BF16, 32, speed=100), completed(FP16, 32, speed=101)),
+            (completed(FP16, 32, speed=100), completed(TF32, 32, speed=101)),
+            (completed(TF32, 32, speed=100), completed(FP32, 32, speed=101)),
+            (completed(BF16, 32, speed=100, peak_bytes=3 * GIB), completed(CHECKPOINTED, 32, speed=101)),
+            (completed(BF16, 32, speed=100), completed(BF16, 64, speed=101, peak_bytes=2 * GIB)),
+            # In this order: precision, then checkpointing, then headroom.
+            (completed(CHECKPOINTED, 32, speed=100, peak_bytes=3 * GIB), completed(FP16, 32, speed=101)),
+        ],
+    )
+    def test_within_the_noise_the_more_comfortable(self, preferred: Tried, other: Tried) -> None:
+        assert history_of(preferred, other).winner() is preferred
+        assert history_of(other, preferred).winner() is preferred
+
+    @pytest.mark.parametrize(("speed", "is_near"), [(200.0, True), (100.0, False)])
+    def test_where_steps_are_bound_by_launches_the_noise_is_wider(self, speed: float, is_near: bool) -> None:
+        # 8 samples in 0.04 s, then in 0.08 s.
+        fastest, other = completed(FP16, 8, speed=speed), completed(BF16, 8, speed=speed * 0.96)
+        assert history_of(fastest, other).winner() is (other if is_near else fastest)
+
+    def test_accumulated_micro_steps_are_what_is_bound_by_launches(self) -> None:
+        # 64 samples in 0.4 s are eight micro-steps of 0.05 s.
+        fastest, near = completed(FP16, 8, 8, speed=160), completed(BF16, 8, 8, speed=153)
+        assert history_of(fastest, near).winner() is near
+        fastest, near = completed(FP16, 32, 2, speed=160), completed(BF16, 32, 2, speed=153)
+        assert history_of(fastest, near).winner() is fastest
+
+    def test_only_among_those_asked_for(self) -> None:
+        fast, slow = completed(BF16, 32, speed=200), completed(FP32, 8, speed=100)
+        history = history_of(fast, slow)
+        assert history.winner([slow.candidate]) is slow
+        assert history.fastest([slow.candidate]) is slow
+        assert history.largest([slow.candidate]) is slow
+        assert history.winner([]) is None
+
+    def test_of_nothing_is_nothing(self) -> None:
+        history = history_of(ran_out(BF16, 8), tried(Candidate(FP32, 8, 1), fault()))
+        assert (history.winner(), history.fastest(), history.largest()) == (None, None, None)
+
+    @given(st.lists(st.tuples(st.sampled_from(PRECISIONS), st.booleans(), st.floats(50, 300)), min_size=1, max_size=8))
+    def test_is_never_slower_than_the_fastest_by_more_than_the_noise(
+        self, cells: list[tuple[str, bool, float]]
+    ) -> None:
+        trials = [
+            completed(Arm(precision, checkpointing), 64, speed=speed)  # type: ignore[arg-type]
+            for precision, checkpointing, speed in cells
+        ]
+        history = history_of(*trials)
+        winner, fastest = history.winner(), history.fastest()
+        assert winner is not None
+        assert fastest is not None
+        assert winner.measurement is not None
+        assert fastest.measurement is not None
+        assert winner.measurement.samples_per_second >= fastest.measurement.samples_per_second * 0.95
+
+
+class TestLargest:
+    def test_the_largest_batch_and_of_several_the_fastest(self) -> None:
+        small, slow = completed(BF16, 64, speed=300), completed(CHECKPOINTED, 128, speed=100)
+        fast, over = completed(BF16, 128, speed=200), completed(BF16, 256, peak_bytes=CAP_BYTES)
+        assert history_of(small, slow, fast, over, ran_out(BF16, 512)).largest() is fast
+
+
+def test_outcomes_of_a_candidate_are_in_order() -> None:
+    first, other, second = completed(BF16, 8), completed(BF16, 16), ran_out(BF16, 8)
+    assert history_of(first, other, second).outcomes_of(Candidate(BF16, 8, 1)) == [first, second]
+
+
+@pytest.mark.parametrize(("run", "in_full"), [(8, True), (3, False)])
+def test_a_trial_that_added_micro_steps_up_was_not_in_full(run: int, in_full: bool) -> None:
+    assert completed(BF16, 8, 8, run=run, peak_bytes=MIB).in_full is in_full
+    assert ran_out(BF16, 8, 8).in_full

@@ -1,0 +1,171 @@
+"""From a request and the facts of a trial process to a search that can begin, or an error that says what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
+
+from autotune.device import Headroom
+from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.preparation import prepare, training_state_bytes
+from autotune.trial import Arm, Candidate
+from autotune.units import GIB, MIB, parse_bytes
+
+STATE_BYTES = 16 * 335_143_938
+"""Weights, gradients and two moments of BERT-large in float32."""
+
+
+def limit_in(hint: str) -> int:
+    """The memory limit that a hint names."""
+    match = re.search(r"--memory-limit (\S+)", hint)
+    assert match is not None, hint
+    return parse_bytes(match.group(1))
+
+
+class TestPrepared:
+    def test_the_example(self) -> None:
+        given = prepared()
+        assert given.ceiling.cap_bytes == 24 * GIB - CONTEXT_BYTES
+        assert given.baseline == Candidate(Arm("fp32"), 8, 8)
+        assert len(given.space.arms) == 8
+        assert {arm.attn_implementation for arm in given.space.arms} == {"sdpa"}
+        assert given.model["class"] == "BertForSequenceClassification"
+        assert given.environment["device_name"] == "NVIDIA H200"
+        assert given.environment["packages"]["torch"] == "2.13.0"
+
+    def test_without_a_limit_all_that_is_free_counts(self) -> None:
+        assert prepared(memory_limit_bytes=None).ceiling.cap_bytes == 139 * GIB - CONTEXT_BYTES
+
+    def test_a_model_without_sdpa_and_checkpointing(self) -> None:
+        given = prepare(request(), facts(attn_implementations=["eager"], gradient_checkpointing=False))
+        assert given.baseline.arm.attn_implementation == "eager"
+        assert {arm.attn_implementation for arm in given.space.arms} == {"eager"}
+        assert not any(arm.gradient_checkpointing for arm in given.space.arms)
+
+    def test_the_baseline_is_what_transformers_chooses_whatever_is_searched(self) -> None:
+        given = prepared(attn_implementations=("eager",), precisions=("bf16",), optims=("adafactor",))
+        assert given.baseline.arm == Arm("fp32", False, "sdpa", "adamw_torch_fused")
+        assert not given.space.contains(given.baseline)
+
+
+class TestFingerprint:
+    @pytest.mark.parametrize("name", ["device_uuid", "device_label", "training_arguments_fields"])
+    def test_does_not_depend_on_which_of_equal_cards_it_is(self, name: str) -> None:
+        given = prepared()
+        other = dataclasses.replace(given, environment={**given.environment, name: "another"})
+        assert other.environment_fingerprint == given.environment_fingerprint
+
+    @pytest.mark.parametrize("name", ["device_name", "driver", "packages", "cuda", "python", "device_memory_bytes"])
+    def test_depends_on_what_a_measurement_does(self, name: str) -> None:
+        given = prepared()
+        assert name in given.environment
+        other = dataclasses.replace(given, environment={**given.environment, name: "another"})
+        assert other.environment_fingerprint != given.environment_fingerprint
+
+
+class TestRefused:
+    def test_a_model_that_cannot_be_built(self) -> None:
+        with pytest.raises(
+            UnknownModelError, match=r"'bert-large-uncased' cannot be built: KeyError: hidden"
+        ) as caught:
+            prepare(request(), {**FACTS, "model_error": "KeyError: hidden"})
+        assert "config.json" in caught.value.hint
+
+    @pytest.mark.parametrize("asked", [("flash_attention_2",), ("sdpa", "flash_attention_2")])
+    def test_an_attention_that_the_model_lacks(self, asked: tuple[str, ...]) -> None:
+        with pytest.raises(InvalidRequestError, match="--attn flash_attention_2") as caught:
+            prepared(attn_implementations=asked)
+        assert "eager, sdpa" in caught.value.hint
+        assert "BertForSequenceClassification" in caught.value.message
+
+    def test_checkpointing_that_the_model_lacks(self) -> None:
+        with pytest.raises(InvalidRequestError, match="gradient checkpointing"):
+            prepare(request(gradient_checkpointing="on"), facts(gradient_checkpointing=False))
+
+
+class TestTrainingState:
+    def test_is_what_every_step_needs(self) -> None:
+        assert training_state_bytes(request(), FACTS["model"]) == STATE_BYTES
+
+    @pytest.mark.parametrize(
+        ("optims", "copies"),
+        [
+            (("adamw_torch",), 4),
+            (("adamw_torch_fused", "adamw_torch"), 4),
+            (("adafactor",), 2),
+            (("sgd",), 2),
+            # One that keeps less is among them, or its moments are smaller.
+            (("adamw_torch_fused", "sgd"), 2),
+            (("adamw_torch_8bit",), 2),
+            (("adamw_torch_4bit",), 2),
+        ],
+    )
+    def test_counts_only_what_is_certain_of_an_optimizer(self, optims: tuple[str, ...], copies: int) -> None:
+        assert training_state_bytes(request(optims=optims), FACTS["model"]) == copies * 4 * 335_143_938
+
+    def test_weights_that_are_not_trained_have_no_gradients(self) -> None:
+        model = facts(trainable_parameters=1000)["model"]
+        assert training_state_bytes(request(), model) == 4 * 335_143_938 + 12 * 1000
+
+    def test_16_bit_weights_halve_it(self) -> None:
+        halved = dataclasses.replace(request(), workload=dataclasses.replace(BERT_LARGE, dtype="bfloat16"))
+        assert training_state_bytes(halved, FACTS["model"]) == STATE_BYTES // 2
+
+
+class TestTooLittleMemory:
+    @given(
+        st.integers(1, 8 * 2**30),
+        st.floats(0, 0.5) | st.integers(0, 4 * 2**30),
+    )
+    def test_is_refused_exactly_below_what_it_says_it_takes(self, limit_bytes: int, spare: float | int) -> None:
+        headroom = Headroom(size_bytes=spare) if isinstance(spare, int) else Headroom(spare)
+        options: dict[str, Any] = {"headroom": headroom}
+        try:
+            found = prepared(memory_limit_bytes=limit_bytes, **options)
+        except NothingFitsError as error:
+            enough = limit_in(error.hint)
+            assert enough > limit_bytes
+            assert prepared(memory_limit_bytes=enough, **options).ceiling.line_bytes >= STATE_BYTES
+        else:
+            assert found.ceiling.line_bytes >= STATE_BYTES
+
+    def test_says_what_the_model_needs(self) -> None:
+        with pytest.raises(NothingFitsError) as caught:
+            prepared(memory_limit_bytes=4 * GIB)
+        message = caught.value.message
+        for word in ("memory limit of 4.0 GiB", "bert-large-uncased", "335.1M parameters", "5.0 GiB"):
+            assert word in message
+        assert "--dtype bfloat16" in caught.value.hint
+
+    def test_also_where_the_limit_is_below_the_cuda_context(self) -> None:
+        with pytest.raises(NothingFitsError, match=r"memory limit of 500\.0 MiB") as caught:
+            prepared(memory_limit_bytes=500 * MIB)
+        assert limit_in(caught.value.hint) > STATE_BYTES
+
+    @pytest.mark.parametrize("limit_bytes", [None, 24 * GIB])
+    def test_of_the_device_names_a_device_rather_than_a_limit(self, limit_bytes: int | None) -> None:
+        busy = dataclasses.replace(H200, memory_free_bytes=3 * GIB)
+        given = dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=busy)
+        with pytest.raises(NothingFitsError, match=r"free on cuda:0, 3\.0 GiB") as caught:
+            prepare(given, FACTS)
+        assert "--memory-limit" not in caught.value.hint
+        assert "a device with 5.76 GiB free" in caught.value.hint
+
+    def test_on_a_cpu_says_nothing_of_cuda(self) -> None:
+        with pytest.raises(NothingFitsError) as caught:
+            prepare(request(memory_limit_bytes=GIB), {**FACTS, "context_bytes": 0})
+        assert "CUDA" not in str(caught.value)
+
+    def test_does_not_offer_16_bit_weights_to_those_who_have_them(self) -> None:
+        halved = dataclasses.replace(
+            request(memory_limit_bytes=2 * GIB), workload=dataclasses.replace(BERT_LARGE, dtype="bfloat16")
+        )
+        with pytest.raises(NothingFitsError) as caught:
+            prepare(halved, FACTS)
+        assert "--dtype" not in caught.value.hint

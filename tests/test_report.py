@@ -1,0 +1,254 @@
+"""What is told of a study: verdicts, the document, the summary and how far its numbers reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.device import Ceiling
+from autotune.errors import UnknownStudyError
+from autotune.report import (
+    Report,
+    describe_data,
+    load_report,
+    notes,
+    report_document,
+    summary_lines,
+    times,
+    trial_document,
+    verdict,
+)
+from autotune.store import Stage, StudyRecord, TrialRecord, now, open_store
+from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.units import GIB
+
+CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
+WORKLOAD: dict[str, Any] = {
+    "model": "bert-large-uncased",
+    "task": "sequence-classification",
+    "seq_len": 512,
+    "padding": 0.0,
+    "dtype": "float32",
+}
+ENVIRONMENT = {"device_name": "NVIDIA H200", "training_arguments_fields": ["bf16"]}
+REQUEST: dict[str, Any] = {
+    "effective_batch": 64,
+    "world_size": 1,
+    "batch_multiple": None,
+    "objective": "throughput",
+    "measure_baseline": True,
+}
+BF16, FP16, FP32 = Arm("bf16"), Arm("fp16"), Arm("fp32")
+
+
+def completed(rate: float, peak_gib: float = 10.0, spread: float = 0.003, micro_steps: int = 2) -> Completed:
+    peak = int(peak_gib * GIB)
+    return Completed(Measurement(64 / rate, (64 / rate,), spread, rate, peak, peak, micro_steps_run=micro_steps))
+
+
+def trial(number: int, arm: Arm, batch: int, outcome: Outcome | None, stage: Stage = "search") -> TrialRecord:
+    candidate = Candidate(arm, batch, max(1, 64 // batch))
+    return TrialRecord("s", number, candidate, "w", "e", stage, f"trial-{number}", outcome=outcome, seconds=2.0)
+
+
+def report(*trials: TrialRecord, best: int | None = 1, baseline: int | None = 0, **changes: Any) -> Report:
+    """A finished study of these trials; ``changes`` go into the request, ``state`` into the study."""
+    study = StudyRecord(
+        "a-study",
+        "w",
+        "e",
+        {**REQUEST, **{key: value for key, value in changes.items() if key != "state"}},
+        CEILING.document(),
+        "0.1.0",
+        state=changes.get("state", "finished"),
+        stopped_because="the budget of 3 trials is spent",
+        best_trial_id=None if best is None else f"trial-{best}",
+        baseline_trial_id=None if baseline is None else f"trial-{baseline}",
+        ended_at=now(),
+        seconds=30.0,
+    )
+    return Report(study, WORKLOAD, ENVIRONMENT, CEILING, trials)
+
+
+BASELINE = trial(0, FP32, 8, completed(41.7), "baseline")
+WINNER = trial(1, BF16, 32, completed(310.7, 22.2))
+OVER = trial(2, BF16, 64, OutOfMemory("CUDA out of memory", peak_reserved_bytes=23 * GIB))
+
+
+def test_verdicts() -> None:
+    """Every way in which a trial can end, and one that has not."""
+    others = {
+        3: (trial(3, BF16, 16, completed(277.0)), "6.64×"),
+        4: (trial(4, BF16, 8, OutOfMemory("killed", where="host")), "out of host memory"),
+        5: (trial(5, FP16, 8, Failed("error", "ValueError: no")), "failed: ValueError: no"),
+        6: (trial(6, FP16, 16, Failed("timeout", "after 180 s")), "timeout: after 180 s"),
+        7: (trial(7, FP16, 32, completed(300.0, 22.9)), "low headroom"),
+        8: (trial(8, FP16, 64, None), "running"),
+    }
+    made = report(BASELINE, WINNER, OVER, *(each for each, _ in others.values()))
+    assert verdict(made, BASELINE) == "baseline"
+    assert verdict(made, WINNER) == "7.45× best"
+    assert verdict(made, OVER) == "out of memory"
+    for each, words in others.values():
+        assert verdict(made, each) == words
+
+
+def test_the_baseline_can_be_the_best() -> None:
+    """It is then both."""
+    made = report(BASELINE, best=0)
+    assert verdict(made, BASELINE) == "baseline best"
+    assert made.speedup() == 1.0
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(0.5, "0.50×"), (7.449, "7.45×"), (9.996, "10.0×"), (1234.5, "1,234.5×")])
+def test_ratios(ratio: float, text: str) -> None:
+    """To about three digits."""
+    assert times(ratio) == text
+
+
+def test_the_summary() -> None:
+    """The winner, how fast, how much faster, how much memory, what it took."""
+    assert summary_lines(report(BASELINE, WINNER, OVER)) == [
+        "Best: per-device batch 32 × accumulation 2, bf16",
+        "  310.7 samples/s ± 0.3%, 159,078 tokens/s; 206 ms an optimizer step",
+        "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
+        "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
+        "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",
+    ]
+
+
+def test_the_summary_of_a_search_for_the_largest_batch() -> None:
+    """It says what shows that nothing larger fits."""
+    options = {"objective": "max-batch", "effective_batch": None, "baseline": None}
+    larger = trial(3, BF16, 40, completed(300.0, 22.9))
+    text = "\n".join(summary_lines(report(WINNER, OVER, larger, **options)))
+    assert "batch 40 does not fit: low headroom" in text
+    assert "TrainingArguments defaults" not in text
+    assert "no larger batch was tried" in "\n".join(summary_lines(report(WINNER, **options)))
+
+
+def test_the_summary_without_a_baseline() -> None:
+    """Why there is no speed-up."""
+    broken = trial(0, FP32, 8, OutOfMemory("no"), "baseline")
+    text = "\n".join(summary_lines(report(broken, WINNER, baseline=None)))
+    assert "defaults did not complete" in text
+    text = "\n".join(summary_lines(report(WINNER, baseline=None, measure_baseline=False)))
+    assert "defaults" not in text
+
+
+def test_the_summary_without_a_result() -> None:
+    """What became of the trials instead."""
+    lines = summary_lines(report(OVER, trial(3, FP16, 8, Failed("error", "no")), best=None, baseline=None))
+    assert lines == [
+        "No feasible trial in the study a-study: 2 trials (1 out of memory, 1 failed) in 30.0 s; "
+        "the budget of 3 trials is spent"
+    ]
+
+
+def test_images_have_no_tokens() -> None:
+    """Only text is counted in them."""
+    made = report(BASELINE, WINNER)
+    images = dataclasses.replace(made, workload={**WORKLOAD, "task": "image-classification", "seq_len": 1})
+    assert "tokens" not in "\n".join(summary_lines(images))
+    assert trial_document(images, WINNER)["tokens_per_second"] is None
+    assert trial_document(made, WINNER)["tokens_per_second"] == pytest.approx(310.7 * 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "512 tokens, full length"),
+        ({"padding": 0.3}, "512 tokens, 30% padding"),
+        ({"task": "image-classification"}, "synthetic images"),
+        ({"task": "speech-seq2seq", "seq_len": 448}, "synthetic speech, 448 target tokens"),
+    ],
+)
+def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
+    """What was measured, by task."""
+    assert describe_data({**WORKLOAD, **changes}) == text
+
+
+NOTES: dict[str, tuple[Report, str]] = {
+    "micro-steps": (report(BASELINE, trial(1, BF16, 8, completed(300, micro_steps=3))), "with 3 of its 8 micro-steps"),
+    "noise": (report(BASELINE, trial(1, BF16, 32, completed(300, spread=0.31))), "uncertain by ± 31%"),
+    "world": (report(BASELINE, WINNER, world_size=4), "4 of them also spend time"),
+    "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
+    "near": (report(BASELINE, WINNER, trial(2, FP16, 32, completed(313.0))), "32 × 2  fp16 was faster by 0.7%"),
+    "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "no multiple of 8"),
+    "slower": (report(trial(0, FP32, 8, completed(400.0), "baseline"), WINNER), "the baseline was faster, by 28.7%"),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_the_reader_should_know(name: str) -> None:
+    """One note, and it is in the summary too."""
+    made, words = NOTES[name]
+    (note,) = notes(made)
+    assert words in note
+    assert f"  note: {note}" in summary_lines(made)
+
+
+def test_nothing_to_note() -> None:
+    """A plain result needs no excuse."""
+    assert not notes(report(BASELINE, WINNER, OVER))
+
+
+def test_the_document_is_plain_json() -> None:
+    """What was not measured is null; the list of fields that only exports need is left out."""
+    document = json.loads(json.dumps(report_document(report(BASELINE, WINNER, OVER))))
+    assert document["speedup"] == pytest.approx(310.7 / 41.7)
+    assert document["best"]["number"] == 1
+    assert document["baseline"]["number"] == 0
+    assert document["environment"] == {"device_name": "NVIDIA H200"}
+    assert document["ceiling_bytes"] == 23 * GIB
+    assert document["ceiling"]["line_bytes"] == CEILING.line_bytes
+    over = document["trials"][2]
+    assert over["state"] == "out_of_memory"
+    assert over["feasible"] is False
+    assert over["samples_per_second"] is None
+    assert over["headroom_bytes"] is None
+    assert over["peak_reserved_bytes"] == 23 * GIB
+    assert over["message"] == "CUDA out of memory"
+
+
+def test_the_document_of_an_unfinished_study() -> None:
+    """A trial that runs has a state and no result."""
+    document = report_document(report(trial(0, FP32, 8, None), best=None, baseline=None, state="running"))
+    assert document["best"] is None
+    assert document["speedup"] is None
+    assert document["trials"][0]["state"] == "running"
+
+
+def test_a_report_is_read_from_the_database(tmp_path: Path) -> None:
+    """Everything comes back as it was written."""
+    with open_store(str(tmp_path / "studies.db")) as store:
+        workload_id = store.intern_workload(WORKLOAD, "workload")
+        environment_id = store.intern_environment(ENVIRONMENT, "environment")
+        study = dataclasses.replace(report(WINNER).study, workload_id=workload_id, environment_id=environment_id)
+        store.create_study(study)
+        same = {"study_id": study.id, "workload_id": workload_id, "environment_id": environment_id}
+        trials = [dataclasses.replace(each, **same) for each in (BASELINE, WINNER, OVER)]
+        for each in trials:
+            store.start_trial(each)
+        made = load_report(store, "a-study")
+        assert made == Report(study, WORKLOAD, ENVIRONMENT, CEILING, tuple(trials))
+        assert made.best == trials[1]
+        assert made.baseline == trials[0]
+
+
+def test_an_unknown_study(tmp_path: Path) -> None:
+    """The error says which there are, or how to make one."""
+    with open_store(str(tmp_path / "studies.db")) as store:
+        with pytest.raises(UnknownStudyError, match="autotune search"):
+            load_report(store, "another")
+        same = {
+            "workload_id": store.intern_workload(WORKLOAD, "w"),
+            "environment_id": store.intern_environment({}, "e"),
+        }
+        store.create_study(dataclasses.replace(report(WINNER).study, **same))
+        with pytest.raises(UnknownStudyError, match=r"'another'.*a-study"):
+            load_report(store, "another")

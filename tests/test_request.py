@@ -1,0 +1,110 @@
+"""A request: what is refused before any process starts, and when two requests are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from searching import H200, request
+
+from autotune.device import Headroom
+from autotune.errors import DeviceError, InvalidRequestError
+from autotune.request import MAX_BATCH_EFFORT, check_study_name, differences
+from autotune.trial import Effort
+
+
+class TestChecked:
+    def test_the_example_is_in_order(self) -> None:
+        request().check()
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"effective_batch": 64, "batch_multiple": 24}, "--batch-multiple 24"),
+            ({"effective_batch": 63, "world_size": 2}, "--effective-batch 63"),
+        ],
+    )
+    def test_batches_that_cannot_be(self, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(InvalidRequestError, match=words):
+            request(**options).check()
+
+    def test_a_precision_that_the_device_lacks(self) -> None:
+        old = dataclasses.replace(H200, capability=(7, 0), name="Tesla V100")
+        with pytest.raises(DeviceError, match=r"cuda:0 \(Tesla V100\) has no bf16") as caught:
+            dataclasses.replace(request(precisions=("bf16",)), device=old).check()
+        assert "fp32, fp16" in caught.value.hint
+
+    @pytest.mark.parametrize("limit_bytes", [None, 2**30])
+    def test_a_device_without_free_memory(self, limit_bytes: int | None) -> None:
+        full = dataclasses.replace(H200, memory_free_bytes=0)
+        with pytest.raises(DeviceError, match=r"no free memory of its 140\.0 GiB"):
+            dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=full).check()
+
+    @pytest.mark.parametrize("trials", [0, -1])
+    def test_no_trials(self, trials: int) -> None:
+        with pytest.raises(InvalidRequestError, match=f"--trials {trials}"):
+            request(trials=trials)
+
+
+class TestStudyName:
+    @pytest.mark.parametrize("name", ["bert", "bert-large-64", "a", "x" * 100, "my study", "v1.2+x=3@home", "_x", "-x"])
+    def test_that_will_do(self, name: str) -> None:
+        check_study_name(name)
+        assert request().named(name).study == name
+
+    @pytest.mark.parametrize(
+        "name", ["", " ", ".", "..", "a/b", "../x", "a\\b", "x" * 101, "a\n", "a\0", "x ", "x.", "ä", "a:b", "a*"]
+    )
+    def test_that_would_not_do_as_a_folder_s(self, name: str) -> None:
+        with pytest.raises(InvalidRequestError, match="is not a study name"):
+            request(study=name)
+
+
+class TestBudgetAndEffort:
+    @pytest.mark.parametrize(
+        ("sampler", "trials", "expected"),
+        [("autotune", None, None), ("grid", None, None), ("tpe", None, 32), ("random", None, 32), ("tpe", 7, 7)],
+    )
+    def test_samplers_that_do_not_know_their_end_have_a_budget(
+        self, sampler: Any, trials: int | None, expected: int | None
+    ) -> None:
+        assert request(sampler=sampler, trials=trials).most_trials == expected
+
+    def test_the_largest_batch_needs_one_measured_step(self) -> None:
+        assert request(objective="max-batch").effort == MAX_BATCH_EFFORT
+        assert request().effort == Effort()
+
+
+class TestDifferences:
+    def test_a_recorded_request_is_the_same_as_it_was(self) -> None:
+        asked = request(
+            precisions=("bf16", "tf32"), attn_implementations=("eager",), headroom=Headroom(size_bytes=2**30)
+        )
+        recorded = json.loads(json.dumps(asked.document()))
+        assert differences(recorded, asked.document()) == []
+
+    def test_how_much_may_be_spent_is_no_difference(self) -> None:
+        more = request(trials=50, time_budget_seconds=900.0, trial_timeout_seconds=10.0)
+        assert differences(request().document(), more.document()) == []
+
+    @given(st.sampled_from(sorted(request().document())))
+    def test_everything_else_is(self, key: str) -> None:
+        recorded = request().document()
+        changed = {**recorded, key: "something else"}
+        is_budget = key in ("trials", "time_budget_seconds", "trial_timeout_seconds")
+        assert differences(recorded, changed) == (
+            [] if is_budget else [f"{key}: {recorded[key]!r}, now 'something else'"]
+        )
+
+    def test_nested_ones_bear_both_names(self) -> None:
+        before = {"config": {"layers": 2, "heads": 4}, "name": "x"}
+        now = {"config": {"layers": 3, "heads": 4, "dropout": 0.1}, "name": "x"}
+        assert differences(before, now) == ["config.dropout: None, now 0.1", "config.layers: 2, now 3"]
+
+    def test_what_one_side_lacks_is_one(self) -> None:
+        assert differences({"a": 1}, {}) == ["a: 1, now None"]
+        assert differences({}, {"a": None}) == []

@@ -1,0 +1,154 @@
+"""Optuna's search space and parameters against ours, and the sampler that a policy drives."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from recorded import ComputedRunner, run_candidate
+from searching import arms, ceiling_of
+
+from autotune.history import History
+from autotune.policy import Objective, ThroughputPolicy
+from autotune.sampler import (
+    SAMPLERS,
+    PolicySampler,
+    SamplerName,
+    candidate_of,
+    distributions,
+    make_sampler,
+    params_of,
+)
+from autotune.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.trial import Arm, Candidate
+from autotune.units import GIB
+
+SPACE = Space(arms("bf16", "tf32"), Batches(64))
+BASELINE = SPACE.baseline("sdpa")
+
+
+def every_candidate(space: Space) -> list[Candidate]:
+    batches = [b for level in space.batches.levels() for b in space.batches.at_level(level)]
+    return [space.candidate(arm, batch) for arm in space.arms for batch in batches]
+
+
+def contains(space: dict[str, BaseDistribution], params: dict[str, Any]) -> bool:
+    return all(space[name]._contains(space[name].to_internal_repr(value)) for name, value in params.items())
+
+
+def test_every_name_has_a_sampler_and_the_type_lists_them_all() -> None:
+    assert get_args(SamplerName) == SAMPLERS
+
+
+class TestDistributions:
+    @given(st.integers(1, 512), st.sampled_from(SAMPLERS))
+    def test_hold_every_candidate_and_the_baseline(self, effective_batch: int, sampler: SamplerName) -> None:
+        space = Space(arms("bf16", "tf32"), Batches(effective_batch))
+        baseline = space.baseline("sdpa")
+        names = distributions(space, baseline, sampler)
+        for candidate in [*every_candidate(space), baseline]:
+            assert contains(names, params_of(candidate, names))
+
+    @given(st.none() | st.integers(1, LARGEST_FREE_BATCH), st.sampled_from(SAMPLERS))
+    def test_of_a_free_batch_are_well_formed(self, multiple: int | None, sampler: SamplerName) -> None:
+        space = Space(arms("bf16"), Batches(None, multiple=multiple))
+        batch = distributions(space, space.baseline("sdpa"), sampler)["per_device_train_batch_size"]
+        assert isinstance(batch, IntDistribution)
+        assert 1 <= batch.low <= batch.high <= LARGEST_FREE_BATCH
+        assert (batch.high - batch.low) % batch.step == 0
+        if sampler in ("autotune", "grid"):
+            assert all(contains({"b": batch}, {"b": c.per_device_train_batch_size}) for c in every_candidate(space))
+        else:
+            assert space.batches.valid(batch.low)
+            assert space.batches.valid(batch.high)
+
+    def test_do_not_depend_on_what_is_tried_so_that_a_study_can_go_on(self) -> None:
+        assert distributions(SPACE, BASELINE, "tpe") == distributions(SPACE, BASELINE, "tpe")
+        precision = distributions(SPACE, BASELINE, "tpe")["precision"]
+        assert precision == CategoricalDistribution(["bf16", "fp32", "tf32"])
+
+
+class TestParameters:
+    def test_of_every_candidate_lead_back_to_it(self) -> None:
+        names = distributions(SPACE, BASELINE, "autotune")
+        for candidate in every_candidate(SPACE):
+            params = params_of(candidate, names)
+            assert "gradient_accumulation_steps" not in params
+            assert candidate_of(params, SPACE) == candidate
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"precision": "fp32"},
+            {"per_device_train_batch_size": 24},
+            {"per_device_train_batch_size": 0},
+            {"attn_implementation": "eager"},
+            {"optim": "sgd"},
+        ],
+    )
+    def test_of_something_else_are_no_candidate(self, change: dict[str, Any]) -> None:
+        names = distributions(SPACE, BASELINE, "tpe")
+        params = params_of(SPACE.candidate(Arm("bf16"), 32), names)
+        assert candidate_of({**params, **change}, SPACE) is None
+
+
+class TestPolicySampler:
+    @pytest.fixture
+    def history(self) -> History:
+        return History(ceiling_of(20 * GIB))
+
+    @pytest.fixture
+    def study(self, history: History) -> optuna.Study:
+        names = distributions(SPACE, BASELINE, "autotune")
+        sampler = make_sampler("autotune", "throughput", SPACE, history, names, seed=1)
+        return optuna.create_study(direction="maximize", sampler=sampler)
+
+    def ask(self, study: optuna.Study) -> dict[str, Any]:
+        return study.ask(distributions(SPACE, BASELINE, "autotune")).params
+
+    def test_proposes_what_the_policy_wants(self, study: optuna.Study, history: History) -> None:
+        runner = ComputedRunner(lambda c: GIB * c.per_device_train_batch_size / 2)
+        policy = ThroughputPolicy(SPACE)
+        while (wanted := policy.next(history)) is not None:
+            assert isinstance(study.sampler, PolicySampler)
+            assert study.sampler.upcoming() == wanted
+            assert candidate_of(self.ask(study), SPACE) == wanted
+            run_candidate(wanted, runner, history)
+        assert len(history.tried) > 3
+        assert study.sampler.upcoming() is None
+
+    def test_asked_beyond_its_end_says_so(self, study: optuna.Study, history: History) -> None:
+        runner = ComputedRunner(lambda _: GIB)
+        policy = ThroughputPolicy(SPACE)
+        while (wanted := policy.next(history)) is not None:
+            run_candidate(wanted, runner, history)
+        with pytest.raises(RuntimeError, match=r"upcoming\(\)"):
+            self.ask(study)
+
+    def test_lets_what_was_enqueued_through(self, study: optuna.Study) -> None:
+        names = distributions(SPACE, BASELINE, "autotune")
+        study.enqueue_trial(params_of(BASELINE, names))
+        assert self.ask(study) == params_of(BASELINE, names)
+
+    def test_a_parameter_of_somebody_else_is_refused(self, study: optuna.Study) -> None:
+        with pytest.raises(RuntimeError, match="learning_rate is no parameter"):
+            study.ask({"learning_rate": optuna.distributions.FloatDistribution(0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "expected"),
+    [
+        ("tpe", "throughput", optuna.samplers.TPESampler),
+        ("random", "throughput", optuna.samplers.RandomSampler),
+        ("grid", "throughput", PolicySampler),
+        ("autotune", "throughput", PolicySampler),
+        ("autotune", "max-batch", PolicySampler),
+    ],
+)
+def test_the_sampler_of_each_name(name: SamplerName, objective: Objective, expected: type) -> None:
+    history = History(ceiling_of(GIB))
+    assert isinstance(make_sampler(name, objective, SPACE, history, distributions(SPACE, BASELINE, name), 1), expected)

@@ -1,0 +1,316 @@
+"""A search from the first trial to the last, on recorded trials and a real database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, out_of_memory
+from searching import interrupt_after, new_store, request, search
+
+from autotune.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.store import Store
+from autotune.trial import Arm, Candidate, Failed, OutOfMemory
+from autotune.units import GIB, MIB
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+BASELINE = Candidate(Arm("fp32"), 8, 8)
+
+
+def fits_up_to(batch: int) -> ComputedRunner:
+    """Trials that fit up to a per-device batch under the 24 GiB of the requests here."""
+    return ComputedRunner(lambda candidate: 20 * GIB * candidate.per_device_train_batch_size / batch)
+
+
+class TestFromEndToEnd:
+    def test_the_example(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner)
+        assert run.best.candidate.describe() == "32 × 2  bf16"
+        assert run.study.state == "finished"
+        assert run.study.stopped_because == "no remaining candidate is worth a trial"
+        assert run.study.seconds == pytest.approx(runner.seconds)
+        assert runner.seconds < 30
+        assert len(run.trials) <= 11
+        assert sum(isinstance(trial.outcome, OutOfMemory) for trial in run.trials) <= 2
+        assert len(set(runner.candidates)) == len(runner.candidates)
+
+    def test_everything_is_recorded_as_it_happened(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner)
+        assert run.study == store.study("bert")
+        assert [trial.candidate for trial in run.trials] == runner.candidates
+        assert [trial.id for trial in run.trials] == [job.trial_id for job in runner.jobs]
+        assert [trial.log_path for trial in run.trials] == [job.log_path for job in runner.jobs]
+        assert run.trials == run.observer.ended
+        assert [number for number, _, _ in run.observer.started] == [trial.number for trial in run.trials]
+        assert all(trial.outcome is not None for trial in run.trials)
+        assert sum(trial.seconds or 0 for trial in run.trials) == pytest.approx(runner.seconds)
+        assert run.study.request == request().document()
+        assert run.observer.records == [{"phase": "train"}] * len(run.trials)
+        assert run.observer.begun == 1
+
+    def test_every_trial_gets_the_cap_the_seed_and_the_time_limit(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        search(store, runner, seed=7, trial_timeout_seconds=33.0)
+        assert {(job.cap_bytes, job.seed, job.timeout_seconds) for job in runner.jobs} == {(23956 * MIB, 7, 33.0)}
+
+    def test_a_free_batch(self, store: Store) -> None:
+        runner = RecordedRunner(BATCHES, between=True)
+        run = search(store, runner, effective_batch=None, precisions=("bf16",))
+        assert run.best.candidate.describe() == "32 × 1  bf16"
+        assert {candidate.gradient_accumulation_steps for candidate in runner.candidates} == {1}
+
+    def test_the_largest_batch(self, store: Store) -> None:
+        runner = RecordedRunner(BATCHES, between=True)
+        run = search(
+            store, runner, effective_batch=None, objective="max-batch", precisions=("tf32",),
+            gradient_checkpointing="on", attn_implementations=("eager",),
+        )  # fmt: skip
+        assert run.best.candidate.per_device_train_batch_size == 128
+        assert run.study.baseline_trial_id is None
+        assert max(c.per_device_train_batch_size for c in runner.candidates) == 136
+        assert {(job.effort.min_steps, job.effort.max_steps) for job in runner.jobs} == {(1, 1)}
+
+    def test_several_devices_share_the_effective_batch(self, store: Store) -> None:
+        runner = fits_up_to(64)
+        run = search(store, runner, effective_batch=64, world_size=4, precisions=("bf16",))
+        assert {candidate.samples_per_step for candidate in runner.candidates} == {16}
+        assert run.best.candidate.samples_per_step == 16
+
+
+class TestBaseline:
+    def test_comes_first(self, store: Store) -> None:
+        run = search(store, RecordedRunner(EFFECTIVE_64))
+        assert run.observer.started[0][1:] == (BASELINE, "baseline")
+        assert run.observer.stages().count("baseline") == 1
+        assert run.study.baseline_trial_id == run.trials[0].id
+
+    def test_outside_the_space_is_measured_and_never_wins(self, store: Store) -> None:
+        """The defaults are fp32; --precision bf16 does not search that."""
+        # fp32 is by far the fastest here.
+        runner = ComputedRunner(
+            lambda _: GIB, lambda c: c.samples_per_step * (0.001 if c.arm.precision == "fp32" else 0.1)
+        )
+        run = search(store, runner, precisions=("bf16",))
+        assert run.trials[0].candidate == BASELINE
+        assert run.study.baseline_trial_id == run.trials[0].id
+        assert run.best.candidate.arm.precision == "bf16"
+
+    def test_alone_is_no_result(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        with pytest.raises(NoResultError, match="budget of 1 trials") as caught:
+            search(store, runner, precisions=("bf16",), trials=1)
+        assert "--trials" in caught.value.hint
+        assert len(runner.jobs) == 1
+
+    def test_in_the_space_may_win(self, store: Store) -> None:
+        runner = ComputedRunner(lambda _: GIB, lambda c: 0.1 * c.samples_per_step + c.per_device_train_batch_size)
+        run = search(store, runner, precisions=("fp32",))
+        assert run.best.candidate == BASELINE
+
+    def test_is_left_out_on_request(self, store: Store) -> None:
+        run = search(store, RecordedRunner(EFFECTIVE_64), measure_baseline=False)
+        assert "baseline" not in run.observer.stages()
+        assert run.study.baseline_trial_id is None
+
+    def test_that_does_not_fit_is_no_obstacle(self, store: Store) -> None:
+        runner = ComputedRunner(lambda c: GIB * (30 if c == BASELINE else c.per_device_train_batch_size))
+        run = search(store, runner)
+        assert isinstance(run.trials[0].outcome, OutOfMemory)
+        assert run.study.baseline_trial_id is None
+        assert run.study.best_trial_id is not None
+
+
+class TestBudgets:
+    @pytest.mark.parametrize("trials", [2, 3, 5, 8])
+    def test_of_trials(self, store: Store, trials: int) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, trials=trials)
+        assert len(runner.jobs) == trials
+        assert run.study.stopped_because == f"the budget of {trials} trials is spent"
+        assert run.study.state == "finished"
+
+    def test_of_seconds_starts_no_trial_after_its_end(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, time_budget_seconds=12)
+        # The last one was started before, and was let run to its end.
+        last = run.trials[-1].seconds
+        assert last is not None
+        assert runner.seconds - last < 12 <= runner.seconds
+        assert run.study.stopped_because == "the time budget of 12.0 s is spent"
+
+    def test_of_seconds_spent_before_the_first_trial_is_no_verdict_on_memory(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        runner.clock = iter(range(0, 1000, 10)).__next__  # type: ignore[assignment, method-assign]
+        with pytest.raises(NoResultError, match="the time budget of 5") as caught:
+            search(store, runner, time_budget_seconds=5)
+        assert "--time-budget" in caught.value.hint
+        assert not runner.jobs
+
+
+class TestInterruption:
+    def test_ends_after_the_running_trial_with_the_best_so_far(self, store: Store) -> None:
+        observer, interruption = interrupt_after(3)
+        run = search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
+        assert len(run.trials) == 3
+        assert (run.study.state, run.study.stopped_because) == ("interrupted", "interrupted")
+        assert run.study.best_trial_id is not None
+
+    def test_before_anything_fits_is_no_error(self, store: Store) -> None:
+        observer, interruption = interrupt_after(1)
+        run = search(store, fits_up_to(1), observer, interruption)
+        assert run.study.best_trial_id is None
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), TrialServerError("the server is gone", "look")])
+    def test_at_once_loses_only_the_running_trial(self, store: Store, error: BaseException) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        runner.faults[Candidate(Arm("fp16"), 32, 2)] = [error]
+        with pytest.raises(type(error)):
+            search(store, runner)
+        study = store.study("bert")
+        assert study is not None
+        assert study.state == "interrupted"
+        assert study.stopped_because == ("the server is gone" if isinstance(error, TrialServerError) else "interrupted")
+        trials = store.trials(study.id)
+        assert study.best_trial_id in {trial.id for trial in trials}
+        *rest, last = trials
+        assert isinstance(last.outcome, Failed)
+        assert last.outcome.reason == "lost"
+        assert last.candidate == Candidate(Arm("fp16"), 32, 2)
+        assert all(not isinstance(trial.outcome, Failed) for trial in rest)
+
+
+class TestNothing:
+    def test_fits(self, store: Store) -> None:
+        runner = ComputedRunner(lambda _: 30 * GIB)
+        with pytest.raises(NothingFitsError) as caught:
+            search(store, runner)
+        assert "nothing fits under 22.7 GiB" in caught.value.message
+        assert "--memory-limit" in caught.value.hint
+        study = store.study("bert")
+        assert study is not None
+        assert (study.state, study.best_trial_id) == ("finished", None)
+        trials = store.trials(study.id)
+        assert len(trials) == len(runner.jobs)
+        assert all(isinstance(trial.outcome, OutOfMemory) for trial in trials)
+        # It went all the way down before it gave up.
+        assert min(c.per_device_train_batch_size for c in runner.candidates) == 1
+
+    def test_fits_so_far_is_said_so_where_a_budget_ended_it(self, store: Store) -> None:
+        with pytest.raises(NothingFitsError, match="nothing that was tried fits") as caught:
+            search(store, ComputedRunner(lambda _: 30 * GIB), trials=2)
+        assert "--trials" in caught.value.hint
+
+    def test_stays_under_the_line_though_all_completed(self, store: Store) -> None:
+        with pytest.raises(NothingFitsError, match="nothing fits"):
+            search(store, ComputedRunner(lambda _: 23900 * MIB))
+
+    def test_works(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        for candidate, _ in runner.recorded:
+            runner.faults[candidate] = [fault("ValueError: no such kernel")]
+        with pytest.raises(NoResultError, match="no such kernel") as caught:
+            search(store, runner)
+        assert "log" in caught.value.hint
+        study = store.study("bert")
+        assert study is not None
+        assert all(isinstance(trial.outcome, Failed) for trial in store.trials(study.id))
+
+
+class TestFaults:
+    def test_one_arm_that_is_broken_does_not_end_the_search(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        broken = Failed("error", "RuntimeError: no bf16 here", during="train", traceback="Traceback …")
+        for batch in (8, 16, 32, 64):
+            runner.faults[Candidate(Arm("bf16"), batch, 64 // batch)] = [broken]
+        run = search(store, runner)
+        assert run.best.candidate.describe() == "32 × 2  fp16"
+        failed = [trial for trial in run.trials if trial.state == "failed"]
+        assert [trial.outcome for trial in failed] == [broken]
+
+    def test_a_trial_that_was_lost_is_repeated_once(self, store: Store) -> None:
+        lost = Failed("lost", "the trial server died during the trial")
+        best = Candidate(Arm("bf16"), 32, 2)
+        runner = RecordedRunner(EFFECTIVE_64)
+        runner.faults[best] = [lost]
+        run = search(store, runner)
+        assert run.best.candidate == best
+        assert runner.candidates.count(best) == 2
+
+    def test_lost_twice_is_a_fault_of_its_own(self, store: Store) -> None:
+        lost = Failed("lost", "the trial server died during the trial")
+        best = Candidate(Arm("bf16"), 32, 2)
+        runner = RecordedRunner(EFFECTIVE_64)
+        runner.faults[best] = [lost, lost]
+        run = search(store, runner)
+        assert run.best.candidate.describe() == "32 × 2  fp16"
+        assert runner.candidates.count(best) == 2
+
+
+class TestFinal:
+    """16 × 4 is the best below 15.5 GiB; its four micro-steps are first measured as three."""
+
+    BEST = Candidate(Arm("bf16"), 16, 4)
+    LIMIT = int(15.5 * GIB)
+
+    def test_a_winner_measured_in_part_is_measured_in_full(self, store: Store) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, memory_limit_bytes=self.LIMIT)
+        assert run.best.candidate == self.BEST
+        assert run.best.stage == "final"
+        assert run.best.id == run.trials[-1].id
+        assert run.observer.stages().count("final") == 1
+        assert runner.jobs[-1].effort.max_micro_steps == 4
+        assert {job.effort.max_micro_steps for job in runner.jobs[:-1]} == {3}
+
+    def test_one_measured_in_full_already_is_not_run_again(self, store: Store) -> None:
+        run = search(store, RecordedRunner(EFFECTIVE_64))
+        assert "final" not in run.observer.stages()
+
+    def test_takes_the_last_trial_of_the_budget(self, store: Store) -> None:
+        run = search(store, RecordedRunner(EFFECTIVE_64), memory_limit_bytes=self.LIMIT, trials=6)
+        assert run.observer.stages()[-1] == "final"
+        assert len(run.trials) == 6
+
+    @pytest.mark.parametrize("end", [out_of_memory(), fault(), Failed("timeout", "stopped")])
+    def test_that_fails_is_not_tried_for_ever(self, store: Store, tmp_path: Path, end: Failed | OutOfMemory) -> None:
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, memory_limit_bytes=self.LIMIT)
+        with new_store(tmp_path, "other.db") as other:
+            again = RecordedRunner(EFFECTIVE_64)
+            first = runner.jobs[runner.candidates.index(self.BEST)]
+            outcome, _ = again.answer(first)
+            again.faults[self.BEST] = [outcome, end]
+            failing = search(other, again, memory_limit_bytes=self.LIMIT)
+        assert again.candidates.count(self.BEST) == 2
+        assert len(failing.trials) <= len(run.trials) + 2
+        # What ran out once is not recommended; a fault says nothing against the first measurement.
+        assert (failing.best.candidate == self.BEST) is isinstance(end, Failed)
+
+
+class TestLevels:
+    def test_going_down_is_said_with_the_reason(self, store: Store) -> None:
+        run = search(store, fits_up_to(2))
+        assert run.best.candidate.per_device_train_batch_size == 2
+        assert [note for note in run.observer.notes if "multiple" in note] == [
+            "no multiple of 8 fits; going down to multiples of 4",
+            "no multiple of 4 fits; going down to multiples of 2",
+        ]
+
+    def test_so_is_that_nothing_divides(self, store: Store) -> None:
+        run = search(store, fits_up_to(64), effective_batch=12)
+        assert run.best.candidate.per_device_train_batch_size in (4, 12)
+        assert [note for note in run.observer.notes if "multiple" in note] == [
+            "no multiple of 8 divides what a device gets of effective batch 12; going down to multiples of 4"
+        ]
+
+    def test_nothing_is_said_where_8_will_do(self, store: Store) -> None:
+        assert search(store, RecordedRunner(EFFECTIVE_64)).observer.notes == []

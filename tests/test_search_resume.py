@@ -1,0 +1,367 @@
+"""A search that was ended and goes on: nothing is repeated, nothing is mixed, nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
+from searching import (
+    BERT_LARGE,
+    FACTS,
+    H200,
+    RecordingObserver,
+    Run,
+    interrupt_after,
+    new_store,
+    prepared,
+    request,
+    search,
+    with_environment,
+)
+
+from autotune.errors import InvalidRequestError, StorageError
+from autotune.optuna_study import OptunaStudy
+from autotune.preparation import Prepared, prepare
+from autotune.store import TRIAL_ID_ATTRIBUTE, Store, open_store
+from autotune.trial import Arm, Candidate, Completed, Failed
+from autotune.units import GIB, MIB
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+def optuna_trials(store: Store) -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
+
+
+def check_optuna_agrees(store: Store, run: Run) -> None:
+    """Every trial of ours is one of Optuna's, told as it ended, and none of Optuna's is left hanging."""
+    by_id = {trial.user_attrs.get(TRIAL_ID_ATTRIBUTE): trial for trial in optuna_trials(store)}
+    assert all(trial.state.is_finished() for trial in by_id.values())
+    for trial in run.trials:
+        told = by_id[trial.id]
+        assert told.number == trial.number
+        if isinstance(trial.outcome, Completed):
+            assert told.state == TrialState.COMPLETE
+            assert told.value == trial.outcome.measurement.samples_per_second
+            assert told.constraints
+
+
+def interrupted(store: Store, after: int, **options: Any) -> Run:
+    observer, interruption = interrupt_after(after)
+    return search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, **options)
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("trials", [1, 5, 9])
+    def test_repeats_nothing_and_ends_where_it_would_have(self, store: Store, trials: int) -> None:
+        whole = RecordedRunner(EFFECTIVE_64)
+        winner = search(store, whole, study="whole").best
+        first = interrupted(store, trials)
+        rest = RecordedRunner(EFFECTIVE_64)
+        second = search(store, rest)
+        assert [t.candidate for t in first.trials] + rest.candidates == whole.candidates
+        assert second.best.candidate == winner.candidate
+        assert second.study.state == "finished"
+        assert second.study.id == first.study.id
+        assert second.study.started_at == first.study.started_at
+        assert second.study.seconds == pytest.approx(whole.seconds)
+        assert second.observer.notes == [f"continuing the study bert, {trials} trials recorded"]
+
+    @pytest.mark.parametrize("sampler", ["grid", "tpe", "random"])
+    def test_with_any_sampler_repeats_nothing(self, store: Store, sampler: str) -> None:
+        first = interrupted(store, 3, sampler=sampler, trials=8)
+        second = search(store, RecordedRunner(EFFECTIVE_64), sampler=sampler, trials=8)
+        # The winner alone may be run again, in full.
+        searched = {candidate for _, candidate, stage in second.observer.started if stage == "search"}
+        assert not {trial.candidate for trial in first.trials} & searched
+        assert len(second.trials) == 8
+
+    def test_of_a_finished_study_runs_nothing_and_changes_nothing(self, store: Store) -> None:
+        first = search(store, RecordedRunner(EFFECTIVE_64))
+        rest = RecordedRunner(EFFECTIVE_64)
+        second = search(store, rest)
+        assert rest.jobs == []
+        assert second.trials == first.trials
+        assert second.study.best_trial_id == first.study.best_trial_id
+        assert second.study.baseline_trial_id == first.study.baseline_trial_id
+
+    def test_with_a_larger_budget(self, store: Store) -> None:
+        first = search(store, RecordedRunner(EFFECTIVE_64), trials=3, time_budget_seconds=1000)
+        second = search(store, RecordedRunner(EFFECTIVE_64), trials=5, time_budget_seconds=2000)
+        assert second.trials[: len(first.trials)] == first.trials
+        assert len(second.trials) == 5
+
+    def test_counts_the_seconds_that_were_spent_before(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), time_budget_seconds=12)
+        rest = RecordedRunner(EFFECTIVE_64)
+        second = search(store, rest, time_budget_seconds=12)
+        assert rest.jobs == []
+        assert "time budget" in (second.study.stopped_because or "")
+
+    def test_two_studies_in_one_file_do_not_know_each_other(self, store: Store) -> None:
+        one, other = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
+        search(store, one, study="one")
+        search(store, other, study="other")
+        assert one.candidates == other.candidates
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"effective_batch": 128}, "effective_batch: 64, now 128"),
+            ({"precisions": ("bf16",)}, "precision: None, now ['bf16']"),
+            ({"memory_limit_bytes": 16 * GIB}, f"memory_limit_bytes: {24 * GIB}, now {16 * GIB}"),
+            ({"objective": "max-batch"}, "objective: 'throughput', now 'max-batch'"),
+            ({"sampler": "tpe"}, "sampler: 'autotune', now 'tpe'"),
+            ({"seed": 1}, "seed: 42, now 1"),
+            ({"gradient_checkpointing": "on"}, "gradient_checkpointing: 'auto', now 'on'"),
+        ],
+    )
+    def test_other_options_are_named(self, store: Store, options: dict[str, Any], named: str) -> None:
+        first = interrupted(store, 2)
+        runner = RecordedRunner(EFFECTIVE_64)
+        with pytest.raises(InvalidRequestError) as caught:
+            search(store, runner, **options)
+        assert named in caught.value.message
+        assert "'bert'" in caught.value.message
+        assert "--study" in caught.value.hint
+        assert runner.jobs == []
+        assert store.study("bert") == first.study
+        assert store.trials(first.study.id) == first.trials
+
+    @pytest.mark.parametrize(
+        ("workload", "named"),
+        [
+            (dataclasses.replace(BERT_LARGE, seq_len=128), "seq_len: 512, now 128"),
+            (dataclasses.replace(BERT_LARGE, padding=0.5), "padding: 0.0, now 0.5"),
+            (dataclasses.replace(BERT_LARGE, dtype="bfloat16"), "dtype: 'float32', now 'bfloat16'"),
+            (dataclasses.replace(BERT_LARGE, task="masked-lm"), "task: 'sequence-classification', now 'masked-lm'"),
+            (
+                dataclasses.replace(BERT_LARGE, config={**BERT_LARGE.config, "num_hidden_layers": 12}),
+                "config.num_hidden_layers: 24, now 12",
+            ),
+        ],
+    )
+    def test_another_workload_is_named(self, store: Store, workload: Any, named: str) -> None:
+        interrupted(store, 2)
+        other = prepare(dataclasses.replace(request(), workload=workload), FACTS)
+        with pytest.raises(InvalidRequestError) as caught:
+            search(store, RecordedRunner(EFFECTIVE_64), given=other)
+        assert named in caught.value.message
+
+    @pytest.mark.parametrize(
+        ("changed", "named"),
+        [
+            ({"driver": "600.1"}, "driver: '580.159.04', now '600.1'"),
+            ({"device_name": "NVIDIA A100"}, "device_name: 'NVIDIA H200', now 'NVIDIA A100'"),
+            ({"packages": {"torch": "2.14.0", "transformers": "5.23.0"}}, "packages.torch: '2.13.0', now '2.14.0'"),
+        ],
+    )
+    def test_another_machine_is_named(self, store: Store, changed: dict[str, Any], named: str) -> None:
+        interrupted(store, 2)
+        with pytest.raises(InvalidRequestError) as caught:
+            search(store, RecordedRunner(EFFECTIVE_64), given=with_environment(prepared(), **changed))
+        assert named in caught.value.message
+
+    def test_the_same_model_of_card_in_another_slot_will_do(self, store: Store) -> None:
+        interrupted(store, 2)
+        other = with_environment(prepared(), device_uuid="GPU-1", device_label="cuda:1")
+        assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
+
+    def test_weights_do_not_matter(self, store: Store) -> None:
+        interrupted(store, 2)
+        loaded = dataclasses.replace(BERT_LARGE, weights="google-bert/bert-large-uncased")
+        other = prepare(dataclasses.replace(request(), workload=loaded), FACTS)
+        assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
+
+    def test_an_optuna_study_that_is_not_ours(self, store: Store) -> None:
+        optuna.create_study(study_name="bert", storage=store.optuna)
+        with pytest.raises(InvalidRequestError, match="'bert' that autotune did not make"):
+            search(store, RecordedRunner(EFFECTIVE_64))
+        assert store.study("bert") is None
+
+
+class TestCeiling:
+    def with_free(self, free_bytes: int) -> Prepared:
+        device = dataclasses.replace(H200, memory_free_bytes=free_bytes)
+        return prepare(dataclasses.replace(request(memory_limit_bytes=None), device=device), FACTS)
+
+    def test_stays_what_it_was_when_the_study_began(self, store: Store) -> None:
+        observer, interruption = interrupt_after(3)
+        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(24 * GIB))
+        rest = RecordedRunner(EFFECTIVE_64)
+        run = search(store, rest, given=self.with_free(20 * GIB))
+        assert {job.cap_bytes for job in rest.jobs} == {23956 * MIB}
+        assert run.best.candidate.describe() == "32 × 2  bf16"
+        assert any("only 19.4 GiB" in note and "23.4 GiB" in note for note in run.observer.notes)
+
+    def test_a_little_less_within_the_headroom_is_not_worth_a_word(self, store: Store) -> None:
+        observer, interruption = interrupt_after(3)
+        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(24 * GIB))
+        run = search(store, RecordedRunner(EFFECTIVE_64), given=self.with_free(24 * GIB - 500 * MIB))
+        assert run.observer.notes == ["continuing the study bert, 3 trials recorded"]
+
+    def test_more_that_is_free_now_is_not_used(self, store: Store) -> None:
+        observer, interruption = interrupt_after(3)
+        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(20 * GIB))
+        rest = RecordedRunner(EFFECTIVE_64)
+        run = search(store, rest, given=self.with_free(100 * GIB))
+        assert {job.cap_bytes for job in rest.jobs} == {20 * GIB - 620 * MIB}
+        assert len(run.observer.notes) == 1
+
+
+class _KilledError(BaseException):
+    """Stands for SIGKILL: nothing after it is done."""
+
+
+class TestKilled:
+    """Ended between any two writes, a study can be continued and loses no finished trial."""
+
+    BEST = Candidate(Arm("bf16"), 32, 2)
+
+    def kill(self, store: Store, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, times: int) -> None:
+        """Run a search that is killed on the given call of a method; nothing is written from then on."""
+        calls = 0
+        original = getattr(owner, method)
+
+        def die(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < times:
+                return original(*arguments, **options)
+            for name in ("finish_trial", "update_study"):
+                patch.setattr(Store, name, lambda *_: None)
+            for name in ("describe", "tell"):
+                patch.setattr(OptunaStudy, name, lambda *_: None)
+            raise _KilledError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, die)
+            with pytest.raises(_KilledError):
+                search(store, RecordedRunner(EFFECTIVE_64))
+
+    @pytest.mark.parametrize(
+        ("owner", "method", "times", "repeats"),
+        [
+            (optuna.Study, "enqueue_trial", 1, 0),
+            (optuna.Study, "ask", 1, 0),
+            (optuna.Study, "ask", 3, 0),
+            (Store, "start_trial", 3, 0),
+            (RecordedRunner, "run", 3, 1),
+            (OptunaStudy, "describe", 3, 1),
+            (Store, "finish_trial", 3, 1),
+            (OptunaStudy, "tell", 3, 0),
+            (RecordingObserver, "trial_ends", 3, 0),
+            (Store, "start_trial", 1, 0),
+            (RecordedRunner, "run", 1, 1),
+            (OptunaStudy, "tell", 1, 0),
+        ],
+    )
+    def test_and_continued(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, times: int, repeats: int
+    ) -> None:
+        self.kill(store, monkeypatch, owner, method, times)
+        run = search(store, RecordedRunner(EFFECTIVE_64))
+        assert run.best.candidate == self.BEST
+        assert run.study.state == "finished"
+        lost = [t for t in run.trials if isinstance(t.outcome, Failed)]
+        assert len(lost) == repeats
+        tried = [t.candidate for t in run.trials if t not in lost]
+        assert len(tried) == len(set(tried))
+        assert all(trial.outcome is not None for trial in run.trials)
+        check_optuna_agrees(store, run)
+
+    def test_after_being_enqueued_in_vain_nothing_waits(self, store: Store) -> None:
+        """``enqueue_trial`` and ``ask`` are two writes, with a trial waiting in between."""
+        interrupted(store, 1)
+        study = optuna.load_study(study_name="bert", storage=store.optuna)
+        params = study.trials[0].params
+        study.enqueue_trial(params)
+        study.enqueue_trial(params)
+        run = search(store, RecordedRunner(EFFECTIVE_64))
+        assert run.best.candidate == self.BEST
+        states = [trial.state for trial in optuna_trials(store)]
+        assert states.count(TrialState.FAIL) == 2
+        assert all(state.is_finished() for state in states)
+
+
+@pytest.mark.parametrize("delay_seconds", [0.02, 0.05, 0.1, 0.15])
+def test_killed_for_good_at_any_moment(tmp_path: Path, delay_seconds: float) -> None:
+    """A real SIGKILL, wherever it strikes."""
+    new_store(tmp_path).close()
+    path = str(tmp_path / "autotune.db")
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with open_store(path) as store:
+                os.write(begun, b".")
+                search(store, RecordedRunner(EFFECTIVE_64))
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.read(ready, 1)
+    time.sleep(delay_seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready)
+    os.close(begun)
+    with open_store(path) as store:
+        study = store.study("bert")
+        before = store.trials(study.id) if study else []
+        run = search(store, RecordedRunner(EFFECTIVE_64))
+        assert run.best.candidate == Candidate(Arm("bf16"), 32, 2)
+        lost = [trial for trial in run.trials if isinstance(trial.outcome, Failed)]
+        assert len(lost) <= 1
+        tried = [trial.candidate for trial in run.trials if trial not in lost]
+        assert len(tried) == len(set(tried))
+        assert [trial.id for trial in run.trials[: len(before)]] == [trial.id for trial in before]
+        check_optuna_agrees(store, run)
+
+
+def test_a_locked_database_is_an_error_and_the_rest_is_kept(tmp_path: Path) -> None:
+    """Another program holds the file for longer than is waited for."""
+    new_store(tmp_path).close()
+    path = tmp_path / "autotune.db"
+    with open_store(str(path), lock_timeout_seconds=0.1) as store:
+        blocker = sqlite3.connect(path, isolation_level=None)
+        observer = RecordingObserver()
+
+        def block(_: object) -> None:
+            if len(observer.ended) == 2:
+                blocker.execute("BEGIN IMMEDIATE")
+
+        observer.progress = block  # type: ignore[method-assign]
+        with pytest.raises(StorageError, match="is locked by another process"):
+            search(store, ComputedRunner(lambda _: GIB), observer)
+        blocker.execute("ROLLBACK")
+        blocker.close()
+    with open_store(str(path)) as store:
+        study = store.study("bert")
+        assert study is not None
+        assert len([t for t in store.trials(study.id) if isinstance(t.outcome, Completed)]) == 2
+        assert search(store, ComputedRunner(lambda _: GIB)).study.state == "finished"
+
+
+def test_a_lock_that_optuna_alone_meets_is_the_same_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: Any) -> None:
+        raise optuna.exceptions.StorageInternalError("locked") from sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(optuna.Study, "ask", locked)
+    with pytest.raises(StorageError, match=r"autotune\.db"):
+        search(store, RecordedRunner(EFFECTIVE_64))

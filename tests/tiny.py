@@ -1,0 +1,39 @@
+"""Workloads and efforts small enough to run real trials of on two busy cores."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autotune import catalog
+from autotune.trial import Effort
+from autotune.units import GIB
+from autotune.workload import Task, Workload, choose_seq_len, infer_task
+
+AMPLE_BYTES = 16 * GIB
+"""A cap that no tiny model meets."""
+
+QUICK = Effort(warmup_steps=1, min_steps=1, max_steps=2, max_seconds=5.0)
+"""Two measured steps after one."""
+
+ENDLESS = Effort(max_steps=10**6, target_spread=0.0, max_seconds=600.0)
+"""Runs until it is ended from outside."""
+
+ONE_OF_EACH_TASK: dict[Task, str] = {
+    "sequence-classification": "bert-tiny",
+    "masked-lm": "bert-tiny",
+    "causal-lm": "gpt2-tiny",
+    "seq2seq-lm": "t5-tiny",
+    "image-classification": "vit-tiny",
+    "speech-seq2seq": "whisper-tiny-random",
+}
+
+
+def tiny_workload(model: str, /, seq_len: int = 16, task: Task | None = None, **changes: Any) -> Workload:
+    """A workload of a small catalog entry; ``config`` in ``changes`` is merged into the entry's."""
+    entry = catalog.find(model)
+    assert entry is not None
+    config = {**entry.config, **changes.pop("config", {})}
+    chosen = task or infer_task(config)
+    workload = Workload(model, config, chosen, choose_seq_len(config, chosen, seq_len))
+    return dataclasses.replace(workload, **changes)

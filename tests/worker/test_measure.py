@@ -1,0 +1,174 @@
+"""The measuring callback's arithmetic and stopping rules, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_meter import FakeClock, FakeMeter
+
+from autotune.trial import Arm, Candidate, Effort, Measurement
+from autotune.units import MIB
+from autotune.worker import measure
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run, relative_spread
+
+STEADY = Effort(warmup_steps=0, min_steps=2, max_steps=4, max_seconds=1000.0)
+
+
+@dataclass
+class Drive:
+    """Calls a callback as a ``Trainer`` does, each part of a step taking as long as it is told."""
+
+    candidate: Candidate
+    effort: Effort
+    clock: FakeClock
+    measurements: list[Measurement] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.meter = FakeMeter(self.clock)
+        self.callback = MeasureCallback(
+            self.meter, self.candidate, self.effort, self.measurements.append, self.steps.append
+        )
+
+    def run(
+        self, *, data: float = 0.0, micro: tuple[float, ...] = (1.0,), optimizer: float = 0.0, extra: Any = ()
+    ) -> None:
+        """Steps until the callback has enough; ``extra[i]`` seconds are added to step ``i``."""
+        control = SimpleNamespace(should_training_stop=False)
+        run = micro_steps_to_run(self.candidate, self.effort)
+        self.callback.on_train_begin(None, None, control)
+        while not control.should_training_stop:
+            done = len(self.steps)
+            assert done < 50, "the callback never has enough"
+            self.clock.sleep(data)
+            self.callback.on_step_begin(None, None, control)
+            for index in range(run):
+                self.clock.sleep(micro[min(index, len(micro) - 1)])
+                if index < run - 1:
+                    self.callback.on_substep_end(None, None, control)
+            self.clock.sleep(extra[done] if done < len(extra) else 0.0)
+            self.callback.on_pre_optimizer_step(None, None, control)
+            self.clock.sleep(optimizer)
+            self.callback.on_optimizer_step(None, None, control)
+            self.callback.on_step_end(None, None, control)
+
+    @property
+    def measured(self) -> Measurement:
+        """The one measurement."""
+        assert len(self.measurements) == 1
+        return self.measurements[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The time that the callback sees."""
+    fake = FakeClock()
+    monkeypatch.setattr(measure, "time", fake)
+    return fake
+
+
+def candidate(batch: int, accumulation: int = 1) -> Candidate:
+    return Candidate(Arm(), batch, accumulation)
+
+
+def test_a_step_is_everything_between_two_ends(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), STEADY, clock)
+    drive.run(data=0.25, micro=(1.5,), optimizer=0.25)
+    assert drive.measured.step_seconds == pytest.approx(2.0)
+    assert drive.measured.data_seconds == pytest.approx(0.25)
+    assert drive.measured.optimizer_seconds == pytest.approx(0.25)
+    assert drive.measured.samples_per_second == pytest.approx(4.0)
+    assert drive.measured.micro_steps_run == 1
+    assert drive.measured.relative_spread == pytest.approx(0.0)
+    assert drive.steps == [1, 2]
+    assert drive.meter.synchronized == 3, "once at the start and once a step"
+
+
+def test_micro_steps_that_were_left_out_are_added(clock: FakeClock) -> None:
+    drive = Drive(candidate(8, 8), STEADY, clock)
+    drive.run(data=0.3, micro=(1.0, 0.8), optimizer=0.2)
+    # Three were run: 0.3 + 1.0 + 0.8 + 0.8 + 0.2; five more take 0.8 and a third of the data time each.
+    assert drive.measured.step_seconds == pytest.approx(3.1 + 5 * (0.8 + 0.1))
+    assert drive.measured.step_seconds_each == pytest.approx([7.6, 7.6])
+    assert drive.measured.samples_per_second == pytest.approx(64 / 7.6)
+    assert drive.measured.data_seconds == pytest.approx(0.8)
+    assert drive.measured.optimizer_seconds == pytest.approx(0.2)
+    assert drive.measured.micro_steps_run == 3
+
+
+def test_a_whole_accumulation_is_not_scaled(clock: FakeClock) -> None:
+    in_full = Effort(warmup_steps=0, min_steps=2, max_steps=4, max_seconds=1000.0, max_micro_steps=8)
+    drive = Drive(candidate(8, 8), in_full, clock)
+    drive.run(data=0.8, micro=(1.0, 0.8), optimizer=0.2)
+    assert drive.measured.step_seconds == pytest.approx(0.8 + 1.0 + 7 * 0.8 + 0.2)
+    assert drive.measured.data_seconds == pytest.approx(0.8)
+    assert drive.measured.micro_steps_run == 8
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "most", "run"), [(1, 3, 1), (2, 3, 2), (3, 3, 3), (64, 3, 3), (64, 5, 5), (64, 1, 3), (2, 0, 2)]
+)
+def test_micro_steps_to_run(accumulation: int, most: int, run: int) -> None:
+    assert micro_steps_to_run(candidate(1, accumulation), Effort(max_micro_steps=most)) == run
+
+
+def test_warm_up_steps_are_kept_apart(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), Effort(warmup_steps=2, min_steps=2, max_seconds=1000.0), clock)
+    drive.run(extra=(10.0, 5.0))
+    assert drive.measured.warmup_step_seconds == pytest.approx([11.0, 6.0])
+    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0])
+
+
+def test_the_median_stands_for_the_steps(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), Effort(warmup_steps=0, max_steps=5, max_seconds=1000.0), clock)
+    drive.run(extra=(0.0, 0.2, 30.0, 0.0, 0.1))
+    assert drive.measured.step_seconds == pytest.approx(1.1)
+    assert drive.measured.relative_spread > 1
+
+
+@pytest.mark.parametrize(
+    ("effort", "extra", "steps"),
+    [
+        pytest.param(Effort(0, 3, 12, 0.01, 1000.0), (), 3, id="steady steps end at the least"),
+        pytest.param(Effort(0, 3, 6, 0.01, 1000.0), (0.0, 1.0) * 6, 6, id="noisy ones at the most"),
+        pytest.param(Effort(0, 3, 12, 10.0, 1000.0), (0.0, 1.0) * 6, 3, id="unless that much noise is welcome"),
+        pytest.param(Effort(0, 8, 12, 0.01, 2.5), (), 3, id="time goes before the least"),
+        pytest.param(Effort(0, 3, 12, 0.01, 0.1), (), 2, id="but two are measured in any case"),
+        pytest.param(Effort(2, 3, 12, 0.01, 1000.0), (), 5, id="warm-up comes on top"),
+        pytest.param(Effort(2, 1, 1, 0.01, 1000.0), (), 3, id="a single step where no more is asked"),
+    ],
+)
+def test_when_it_stops(clock: FakeClock, effort: Effort, extra: tuple[float, ...], steps: int) -> None:
+    drive = Drive(candidate(8), effort, clock)
+    drive.run(extra=extra)
+    assert drive.steps == list(range(1, steps + 1))
+    assert len(drive.measured.step_seconds_each) == steps - effort.warmup_steps
+
+
+def test_a_single_step_has_no_spread_to_tell(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), Effort(warmup_steps=0, min_steps=1, max_steps=1), clock)
+    drive.run()
+    assert drive.measured.relative_spread == 0.0
+
+
+def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), STEADY, clock)
+    held = [drive.meter.allocate(100 * MIB)]
+    first = drive.callback._on_step
+    drive.callback._on_step = lambda step: (first(step), held.append(drive.meter.allocate(50 * MIB)))[0]
+    drive.run()
+    assert drive.measured.peak_allocated_bytes == 200 * MIB
+    assert drive.measured.peak_reserved_bytes == 220 * MIB
+    assert drive.measured.peak_reserved_first_step_bytes == 110 * MIB
+    assert drive.measured.device_used_bytes == 400 * MIB
+    assert drive.measured.allocation_retries == 3
+
+
+def test_relative_spread_is_half_the_interval_of_the_median() -> None:
+    # Standard deviation 1, four steps, median 10: 1.96 × 1.2533 × 1 / 2 / 10.
+    assert relative_spread([9.0, 9.0, 11.0, 11.0]) == pytest.approx(1.96 * 1.2533 * (4 / 3) ** 0.5 / 2 / 10)
+    assert relative_spread([1.0] * 5) == 0
+    assert relative_spread([1.0]) == float("inf")

@@ -1,0 +1,84 @@
+"""A trial trains with the candidate's own ``TrainingArguments``, alone, whatever launched autotune."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.arguments import checkpointing_field
+from autotune.device import Device
+from autotune.runner.environment import server_environment
+from autotune.trial import Arm, Candidate
+
+SCRIPT = Path(__file__).with_name("print_arguments.py")
+
+CANDIDATES = {
+    "defaults": Candidate(Arm(), 8, 1),
+    "bf16": Candidate(Arm("bf16"), 16, 2),
+    "checkpointing": Candidate(Arm("fp32", gradient_checkpointing=True), 4, 64),
+    "adafactor": Candidate(Arm("bf16", optim="adafactor"), 1, 1),
+}
+
+# What torchrun, accelerate launch and mpirun leave behind in the second of four processes.
+LAUNCHED = {
+    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none",
+    "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "1",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1",
+    "PMI_SIZE": "4", "PMI_RANK": "1", "MV2_COMM_WORLD_SIZE": "4",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def printed(cpu: Device) -> dict[str, dict[str, Any]]:
+    """The arguments of every candidate, from one process in a launched environment."""
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "cpu"],
+        env=server_environment(cpu, {**os.environ, **LAUNCHED}, offline=True),
+        input="".join(json.dumps(candidate.parameters()) + "\n" for candidate in CANDIDATES.values()),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(CANDIDATES, map(json.loads, ended.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_they_are_the_candidates(printed: dict[str, dict[str, Any]], name: str) -> None:
+    candidate, arguments = CANDIDATES[name], printed[name]
+    arm = candidate.arm
+    assert arguments["per_device_train_batch_size"] == candidate.per_device_train_batch_size
+    assert arguments["train_batch_size"] == candidate.per_device_train_batch_size
+    # Never more micro-steps than the candidate has, and a few stand for many.
+    assert arguments["gradient_accumulation_steps"] == min(3, candidate.gradient_accumulation_steps)
+    assert (arguments["bf16"], arguments["fp16"], arguments["tf32"]) == (arm.precision == "bf16", False, False)
+    checkpointing = checkpointing_field(arguments)
+    assert arguments[checkpointing] is arm.gradient_checkpointing
+    assert arguments[f"{checkpointing}_kwargs"] == ({"use_reentrant": False} if arm.gradient_checkpointing else None)
+    assert arguments["optim"] == arm.optim
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_trial_is_alone(printed: dict[str, dict[str, Any]], name: str) -> None:
+    arguments = printed[name]
+    assert (arguments["world_size"], arguments["process_index"], arguments["n_gpu"]) == (1, 0, 0)
+    assert arguments["parallel_mode"] == "not_parallel"
+    assert arguments["fsdp"] in (None, [], "", False)
+    assert arguments["deepspeed"] is None
+
+
+def test_nothing_is_saved_or_reported(printed: dict[str, dict[str, Any]]) -> None:
+    arguments = printed["defaults"]
+    assert (arguments["save_strategy"], arguments["eval_strategy"]) == ("no", "no")
+    assert arguments["report_to"] in ([], ["none"], "none")
+    assert arguments["disable_tqdm"] is True
+    assert arguments["files"] == []
+    assert arguments["seed"] == 7
+    assert arguments["max_steps"] == 14

@@ -1,0 +1,62 @@
+"""The model that is built is the one of the workload: its task, its weight dtype, its attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import ONE_OF_EACH_TASK, tiny_workload
+
+from autotune.worker.build import build_config, build_model, model_class
+from autotune.workload import DTYPES, TASKS, DTypeName, Task
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_class_is_the_tasks(task: Task) -> None:
+    workload = tiny_workload(ONE_OF_EACH_TASK[task], task=task)
+    model = build_model(workload, "eager", torch.device("meta"))
+    assert type(model) is model_class(workload)
+    assert model.training
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("asked", DTYPES)
+def test_weights_are_stored_as_asked_whatever_the_config_says(said: str, asked: DTypeName) -> None:
+    other = "float32" if asked == "bfloat16" else "bfloat16"
+    workload = tiny_workload("llama-tiny", config={said: other}, dtype=asked)
+    model = build_model(workload, "sdpa", CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, asked)}
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
+def test_saved_weights_are_loaded_as_asked_too(asked: DTypeName, tmp_path: Path) -> None:
+    other: DTypeName = "float32" if asked == "bfloat16" else "bfloat16"
+    saved = build_model(tiny_workload("gpt2-tiny", dtype=other), "eager", CPU)
+    saved.save_pretrained(tmp_path)
+    loaded = build_model(tiny_workload("gpt2-tiny", dtype=asked, weights=str(tmp_path)), "eager", CPU)
+    assert loaded.training
+    assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, asked)}
+    for name, parameter in loaded.named_parameters():
+        assert torch.allclose(parameter.float(), saved.get_parameter(name).float(), atol=1e-2), name
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_is_the_one_that_was_named(attention: str) -> None:
+    model = build_model(tiny_workload("bert-tiny"), attention, CPU)
+    assert model.config._attn_implementation == attention
+
+
+def test_decoders_that_classify_get_a_padding_token() -> None:
+    assert build_config(tiny_workload("gpt2-tiny", task="sequence-classification")).pad_token_id == 0
+    kept = tiny_workload("gpt2-tiny", task="sequence-classification", config={"pad_token_id": 7})
+    assert build_config(kept).pad_token_id == 7
+
+
+def test_a_task_that_the_architecture_has_no_model_for_is_named() -> None:
+    with pytest.raises(ValueError, match="no causal-lm model of type 'vit'"):
+        model_class(tiny_workload("vit-tiny", task="causal-lm"))

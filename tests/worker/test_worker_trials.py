@@ -1,0 +1,178 @@
+"""Real trials of real models, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+import pytest
+from server_client import ServerClient
+from tiny import ONE_OF_EACH_TASK, QUICK, tiny_workload
+
+from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, OutOfMemory
+from autotune.units import MIB
+from autotune.workload import TASKS, Task
+
+STEPS = QUICK.warmup_steps + QUICK.max_steps
+
+
+def check_sane(outcome: Completed, candidate: Candidate) -> None:
+    """What holds for every completed trial."""
+    measured = outcome.measurement
+    assert measured.peak_reserved_bytes >= measured.peak_allocated_bytes > MIB
+    assert len(measured.step_seconds_each) >= QUICK.min_steps
+    assert all(seconds > 0 for seconds in (*measured.step_seconds_each, *measured.warmup_step_seconds))
+    assert min(measured.step_seconds_each) <= measured.step_seconds <= max(measured.step_seconds_each)
+    assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
+    assert measured.optimizer_seconds is not None
+    assert 0 < measured.optimizer_seconds < measured.step_seconds
+    assert measured.data_seconds is not None
+    assert 0 < measured.data_seconds < measured.step_seconds
+    assert measured.train_loss is not None
+    assert math.isfinite(measured.train_loss)
+    assert list(outcome.phase_seconds) == ["device", "model", "trainer", "train"]
+    assert all(seconds >= 0 for seconds in outcome.phase_seconds.values())
+    assert outcome.phase_seconds["train"] > sum(measured.warmup_step_seconds)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_completes(trial_server: ServerClient, task: Task) -> None:
+    candidate = Candidate(Arm(), 4, 2)
+    padding = 0.25 if task == "masked-lm" else 0.0
+    answer = trial_server.trial(tiny_workload(ONE_OF_EACH_TASK[task], task=task, padding=padding), candidate)
+    check_sane(answer.completed, candidate)
+    assert answer.completed.measurement.micro_steps_run == 2
+    phases = [record["phase"] for record in answer.progress if "phase" in record]
+    assert phases == ["device", "model", "trainer", "train"]
+    steps = [record["step"] for record in answer.progress if "step" in record]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) <= STEPS
+    # What the Trainer prints on standard output is in the log; the client checked that all else was protocol.
+    assert "train_runtime" in answer.log
+    assert answer.messages[-1]["exit_code"] == 0
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt2-tiny"])
+def test_a_decoder_classifies(trial_server: ServerClient, model: str) -> None:
+    workload = tiny_workload(model, task="sequence-classification", padding=0.3)
+    candidate = Candidate(Arm(), 4)
+    check_sane(trial_server.trial(workload, candidate).completed, candidate)
+
+
+def test_checkpointing_saves_memory(trial_server: ServerClient) -> None:
+    workload = tiny_workload("llama-tiny", seq_len=128, config={"num_hidden_layers": 8})
+    peaks = [
+        trial_server.trial(workload, Candidate(Arm(gradient_checkpointing=on), 16)).completed.measurement
+        for on in (False, True)
+    ]
+    assert peaks[1].peak_reserved_bytes < 0.7 * peaks[0].peak_reserved_bytes
+
+
+def test_bf16_computes_otherwise_and_the_seed_decides_the_rest(trial_server: ServerClient) -> None:
+    workload = tiny_workload("llama-tiny", seq_len=64)
+    effort = Effort(warmup_steps=1, min_steps=1, max_steps=1)
+
+    def loss(arm: Arm) -> float:
+        found = trial_server.trial(workload, Candidate(arm, 8), effort).completed.measurement.train_loss
+        assert found is not None
+        return found
+
+    full, again, autocast = loss(Arm("fp32")), loss(Arm("fp32")), loss(Arm("bf16"))
+    assert again == pytest.approx(full, rel=1e-6)
+    # bfloat16 has 8 bits of mantissa: the loss moves, but not far.
+    assert 1e-6 < abs(autocast / full - 1) < 0.02
+
+
+def test_bf16_with_checkpointing_and_eager_attention_completes(trial_server: ServerClient) -> None:
+    candidate = Candidate(Arm("bf16", gradient_checkpointing=True, attn_implementation="eager"), 4, 2)
+    check_sane(trial_server.trial(tiny_workload("bert-tiny"), candidate).completed, candidate)
+
+
+def test_weights_in_bfloat16_take_half(trial_server: ServerClient) -> None:
+    # 32 MiB of embeddings in float32; gradients and Adam's two moments come on top.
+    config = {"vocab_size": 131072}
+    peaks = [
+        trial_server.trial(tiny_workload("gpt2-tiny", task="sequence-classification", dtype=dtype, config=config),
+                           Candidate(Arm(), 1)).completed.measurement.peak_reserved_bytes
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+    assert peaks[1] < 0.75 * peaks[0]
+
+
+def test_a_part_of_an_accumulation_stands_for_the_whole(trial_server: ServerClient) -> None:
+    workload, candidate = tiny_workload("bert-tiny", seq_len=64), Candidate(Arm(), 8, 8)
+
+    def measure(max_micro_steps: int) -> Measurement:
+        effort = Effort(warmup_steps=2, min_steps=4, max_steps=4, max_seconds=60.0, max_micro_steps=max_micro_steps)
+        return trial_server.trial(workload, candidate, effort).completed.measurement
+
+    ratios = []
+    # The quickest of four steps, and three tries: the machine may be busy during any of them.
+    while len(ratios) < 3 and not any(0.5 < ratio < 2 for ratio in ratios):
+        part, whole = measure(3), measure(8)
+        ratios.append(min(part.step_seconds_each) / min(whole.step_seconds_each))
+        assert (part.micro_steps_run, whole.micro_steps_run) == (3, 8)
+        assert part.samples_per_second == pytest.approx(64 / part.step_seconds)
+        assert part.peak_reserved_bytes == pytest.approx(whole.peak_reserved_bytes, rel=0.25)
+    assert 0.5 < ratios[-1] < 2, ratios
+
+
+def test_a_single_step_is_enough_where_that_is_all_that_is_asked(trial_server: ServerClient) -> None:
+    effort = Effort(min_steps=1, max_steps=1)
+    measured = trial_server.trial(tiny_workload("vit-tiny"), Candidate(Arm(), 8), effort).completed.measurement
+    assert len(measured.step_seconds_each) == 1
+    assert len(measured.warmup_step_seconds) == 2, "memory is believed only after two whole steps"
+    assert measured.relative_spread == 0.0
+
+
+@pytest.mark.parametrize(("cap_mib", "phase"), [(4, "model"), (60, "train")])
+def test_memory_really_runs_out_and_the_next_trial_is_fine(
+    trial_server: ServerClient, cap_mib: int, phase: str
+) -> None:
+    workload, large = tiny_workload("bert-tiny", seq_len=128), Candidate(Arm(), 64)
+    answer = trial_server.trial(workload, large, cap_bytes=cap_mib * MIB)
+    outcome = answer.outcome
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.during, outcome.where) == (phase, "device")
+    assert "allocate memory" in outcome.message
+    assert outcome.message in answer.log
+    assert outcome.peak_reserved_bytes is not None
+    assert outcome.peak_reserved_bytes <= 1.1 * cap_mib * MIB
+    assert list(outcome.phase_seconds)[-1] == phase
+    small = Candidate(Arm(), 1)
+    check_sane(trial_server.trial(tiny_workload("vit-tiny"), small, cap_bytes=300 * MIB).completed, small)
+
+
+def test_a_trial_stays_under_the_cap_that_it_completed_with(trial_server: ServerClient) -> None:
+    workload, candidate = tiny_workload("bert-tiny", seq_len=64), Candidate(Arm(), 8)
+    needed = trial_server.trial(workload, candidate).completed.measurement.peak_reserved_bytes
+    assert isinstance(trial_server.trial(workload, candidate, cap_bytes=needed // 2).outcome, OutOfMemory)
+    capped = trial_server.trial(workload, candidate, cap_bytes=needed * 3 // 2).completed.measurement
+    assert capped.peak_reserved_bytes <= needed * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("arm", "words", "phase"),
+    [
+        pytest.param(
+            Arm(attn_implementation="flash_attention_2"),
+            "flash",
+            "model",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed"),
+        ),
+        (Arm(optim="adamw_no_such"), "adamw_no_such", "trainer"),
+        (Arm(optim="galore_adamw"), "galore", "train"),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, Arm) else "",
+)
+def test_what_is_not_installed_fails_with_its_evidence(
+    trial_server: ServerClient, arm: Arm, words: str, phase: str
+) -> None:
+    answer = trial_server.trial(tiny_workload("gpt2-tiny"), Candidate(arm, 4))
+    outcome = answer.outcome
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.during) == ("error", phase)
+    assert words in outcome.message.lower()
+    assert "Traceback" in outcome.traceback
+    assert outcome.traceback in answer.log
+    assert list(outcome.phase_seconds)[-1] == phase
