@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autotune.device import Ceiling
+from autotune.memory import memory_class
 from autotune.space import PRECISION_PREFERENCE
 from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
 
@@ -151,16 +152,6 @@ def _needs_at_least(arm: Arm, other: Arm) -> bool:
     return arm == other or (
         other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
     )
-
-
-def memory_class(arm: Arm) -> Arm:
-    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32.
-
-    Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
-    """
-    if arm.precision == "bf16":
-        return dataclasses.replace(arm, precision="fp16")
-    return dataclasses.replace(arm, precision="fp32") if arm.precision == "tf32" else arm
 
 
 def _speed(tried: Tried) -> float:

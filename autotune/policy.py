@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried, memory_class
+from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried
+from autotune.memory import memory_class
 from autotune.space import DEFAULT_MULTIPLE, LARGEST_FREE_BATCH, Space
 from autotune.trial import Arm, Candidate, Failed
 
@@ -17,11 +18,8 @@ Objective = Literal["throughput", "max-batch"]
 _HOPELESS = 0.75
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
-# Two batches nearer to each other than this tell more of the noise than of the slope between them;
-# a line that passes by what ran over farther than this is plainly not the true one.
+# Two batches nearer to each other than this tell more of the noise than of the slope between them.
 _FAR_ENOUGH = 0.75
-# Aiming at the boundary takes 4 to 6 trials an arm on recorded landscapes; after that, halving is safer.
-_MOST_AIMS = 8
 
 
 class Policy(Protocol):
@@ -249,7 +247,7 @@ class MaxBatchPolicy:
         above = [b for b in known if b > fits]
         other = min(above) if above else max(far, default=None)
         middle = fits * 2 if over is None else (fits + over) // 2
-        if other is None or len(view.tried) >= _MOST_AIMS:
+        if other is None:
             return middle
         slope = (known[fits] - known[other]) / (fits - other)
         line_bytes = view.history.ceiling.line_bytes
@@ -258,8 +256,6 @@ class MaxBatchPolicy:
             return min(aimed, fits * 4)
         if aimed < over:
             return aimed
-        if aimed * _FAR_ENOUGH > over:
-            return middle
         # A near miss: the boundary lies closer below it than the middle does.
         missed = sum(view.history.is_over(tried) for tried in view.tried.values())
         return max(middle, over - (max(multiple, (over - fits) // 8) << max(0, missed - 1)))

@@ -25,7 +25,7 @@ MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
 _FOREIGN_TRIALS = 32
 
-_STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9_.+=@ -]{0,99}")
+_STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
 from searching import ceiling_of
 
-from autotune.history import History, Tried, memory_class, ran_in_full
+from autotune.history import History, Tried, ran_in_full
+from autotune.memory import memory_class
 from autotune.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.units import GIB, MIB
 

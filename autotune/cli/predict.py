@@ -112,14 +112,17 @@ def _predicted(target: tuple[Chip, int], options: dict[str, Any]) -> dict[str, A
         headroom=options["headroom"] or Headroom(),
     )
     request.check()
-    with tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs:
-        with LocalRunner(find_device("cpu"), request.workload, Path(logs)) as runner:
-            prepared = prepare(request, {**runner.inspect(), "context_bytes": TYPICAL_CONTEXT_BYTES})
-            space, ceiling = prepared.space, prepared.ceiling
-            pairs = [(batch, space.batches.accumulation(batch)) for batch in _batches(space)]
-            asked = questions(space.arms, pairs, space.batches.levels()[0])
-            forecast = Forecast(runner, asked, chip, ceiling, parallel=os.cpu_count() or 1)
-            forecast.complete()
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
+        LocalRunner(find_device("cpu"), request.workload, Path(logs)) as runner,
+    ):
+        prepared = prepare(request, {**runner.inspect(), "context_bytes": TYPICAL_CONTEXT_BYTES})
+        space, ceiling = prepared.space, prepared.ceiling
+        pairs = [(batch, space.batches.accumulation(batch)) for batch in _batches(space)]
+        multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
+        asked = questions(space.arms, pairs, multiple)
+        forecast = Forecast(runner, asked, chip, ceiling, parallel=os.cpu_count() or 1)
+        forecast.complete()
     return {
         "gpu": chip.name,
         "workload": {k: v for k, v in request.workload.document().items() if k != "config"},
@@ -143,7 +146,7 @@ def _arm_document(arm: Any, space: Space, model: MemoryModel, ceiling: Ceiling) 
     free = space.batches.effective_batch is None
     wanted = [(b, 1) for b in model.batches(arm, accumulates=False)] if free else []
     wanted += [(b, space.batches.accumulation(b)) for b in _batches(space)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch, accumulation in wanted:
         prediction = model.prediction(Candidate(arm, batch, accumulation))
         if prediction is not None:

@@ -19,12 +19,9 @@ from autotune.cli.options import (
     storage_option,
     words,
 )
-from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from autotune.model_source import ModelSource
     from autotune.request import SearchRequest
-    from autotune.workload import Task
 
 _TASKS = (
     "sequence-classification",
@@ -165,23 +162,11 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
 
 def _request(options: dict[str, Any]) -> SearchRequest:
     """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
+    from autotune.cli.workload import build_workload
     from autotune.device import Headroom, find_device
-    from autotune.model_source import resolve_model
     from autotune.request import SearchRequest
-    from autotune.workload import Workload, choose_seq_len, infer_task
 
-    source = resolve_model(options["model"])
-    task = options["task"] or infer_task(source.config)
-    _check_meaning(options, task)
-    workload = Workload(
-        model=source.name,
-        config=source.config,
-        task=task,
-        seq_len=choose_seq_len(source.config, task, options["seq_len"]),
-        padding=options["padding"] or 0.0,
-        dtype=options["dtype"],
-        weights=_weights(source) if options["pretrained"] else None,
-    )
+    workload = build_workload(options)
     return SearchRequest(
         workload=workload,
         device=find_device(options["device"]),
@@ -203,29 +188,3 @@ def _request(options: dict[str, Any]) -> SearchRequest:
         measure_baseline=not options["no_baseline"],
         study=options["study"],
     )
-
-
-def _check_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise for options that would silently do nothing with the others."""
-    if task == "image-classification" and options["seq_len"] is not None:
-        raise InvalidRequestError(
-            f"--seq-len {options['seq_len']} means nothing to {task}, whose samples are images", "leave --seq-len out"
-        )
-    if task in ("image-classification", "speech-seq2seq") and options["padding"]:
-        raise InvalidRequestError(
-            f"--padding {options['padding']:g} means nothing to {task}, whose samples are not text",
-            "leave --padding out",
-        )
-    if options["world_size"] > 1 and options["effective_batch"] is None:
-        raise InvalidRequestError(
-            f"--world-size {options['world_size']} has no effective batch to share",
-            "give --effective-batch, or leave --world-size out",
-        )
-
-
-def _weights(source: ModelSource) -> str:
-    """Where the model's weights are; an error where there are none to load."""
-    found = source.repository or source.path
-    if found is None:
-        raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
-    return found

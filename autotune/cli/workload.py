@@ -8,7 +8,7 @@ from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.model_source import ModelSource
-    from autotune.workload import Workload
+    from autotune.workload import Task, Workload
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
@@ -18,6 +18,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
 
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
+    _check_meaning(options, task)
     return Workload(
         model=source.name,
         config=source.config,
@@ -27,6 +28,24 @@ def build_workload(options: dict[str, Any]) -> Workload:
         dtype=options["dtype"],
         weights=_weights(source) if options.get("pretrained") else None,
     )
+
+
+def _check_meaning(options: dict[str, Any], task: Task) -> None:
+    """Raise for options that would silently do nothing with the others."""
+    if task == "image-classification" and options["seq_len"] is not None:
+        raise InvalidRequestError(
+            f"--seq-len {options['seq_len']} means nothing to {task}, whose samples are images", "leave --seq-len out"
+        )
+    if task in ("image-classification", "speech-seq2seq") and options.get("padding"):
+        raise InvalidRequestError(
+            f"--padding {options['padding']:g} means nothing to {task}, whose samples are not text",
+            "leave --padding out",
+        )
+    if options["world_size"] > 1 and options["effective_batch"] is None:
+        raise InvalidRequestError(
+            f"--world-size {options['world_size']} has no effective batch to share",
+            "give --effective-batch, or leave --world-size out",
+        )
 
 
 def _weights(source: ModelSource) -> str:

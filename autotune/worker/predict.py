@@ -29,7 +29,7 @@ def predict(job: Document) -> Document:
     training = FakeTraining(
         Workload.from_document(job["workload"]), Arm(**job["arm"]), chip, accumulates=job["accumulates"]
     )
-    limits = _Limits(training.scalable(), chip, job["cap_bytes"], job["line_bytes"])
+    limits = Limits(training.scalable(), chip, job["cap_bytes"], job["line_bytes"])
     multiple = job["multiple"]
     largest = limits.largest_batch(multiple) if multiple else None
     wanted = sorted({*job["batches"], *_around(largest, multiple)})
@@ -46,7 +46,7 @@ def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
     return (largest, largest + multiple) if largest else (multiple,)
 
 
-class _Limits:
+class Limits:
     """What a trace says of batches under a cap and a line."""
 
     def __init__(self, trace: ScalableTrace, chip: Chip, cap_bytes: int, line_bytes: int) -> None:

@@ -16,6 +16,7 @@ from autotune.cli.main import cli, exit_codes
 from autotune.cli.search import search
 
 COMMANDS = [
+    ("predict",),
     ("search",),
     ("show",),
     ("studies",),

@@ -1,0 +1,63 @@
+"""Predicts the cells of recorded landscapes: ``python predict_recorded.py FILE…`` prints one JSON object a cell.
+
+A program of its own, because fake training patches torch for good.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from autotune.device.chips import CHIPS
+from autotune.model_source import resolve_model
+from autotune.trial import Arm
+from autotune.worker.fake.step import FakeTraining
+from autotune.worker.predict import Limits
+from autotune.workload import Workload
+
+MIB = 1024**2
+_ARM_FIELDS = ("precision", "gradient_checkpointing", "attn_implementation", "optim")
+
+
+def predicted(file: str) -> Iterator[dict[str, Any]]:
+    """Each completed cell with what is predicted for it; each arm's last cell bears its largest batch."""
+    with open(file) as lines:
+        meta, *cells = (json.loads(line) for line in lines)
+    facts = meta["workload"]
+    workload = Workload(facts["model"], resolve_model(facts["model"]).config, facts["task"], facts["seq_len"])
+    arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        key = (*(cell[name] for name in _ARM_FIELDS), cell["gradient_accumulation_steps"] > 1)
+        arms.setdefault(key, []).append(cell)
+    for (*arm, accumulates), rows in arms.items():
+        training = FakeTraining(workload, Arm(*arm), CHIPS["h200"], accumulates=accumulates)
+        limits = Limits(training.scalable(), CHIPS["h200"], meta["cap_bytes"], meta["line_bytes"])
+        largest = None if accumulates else limits.largest_batch(8)
+        fitting = [
+            row["per_device_train_batch_size"]
+            for row in rows
+            if row["state"] == "ok" and row["peak_reserved_mib"] * MIB <= meta["line_bytes"]
+        ]
+        for row in rows:
+            if row["state"] == "ok":
+                prediction = limits.prediction(row["per_device_train_batch_size"])
+                yield {
+                    "model": facts["model"],
+                    "arm": arm,
+                    "accumulates": accumulates,
+                    "batch": row["per_device_train_batch_size"],
+                    "allocated_mib": prediction["peak_allocated_bytes"] / MIB,
+                    "measured_allocated_mib": row["peak_allocated_mib"],
+                    "reserved_mib": prediction["peak_reserved_bytes"] / MIB,
+                    "measured_reserved_mib": row["peak_reserved_mib"],
+                    "largest": largest,
+                    "measured_largest": max(fitting, default=0),
+                }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        for cell in predicted(name):
+            print(json.dumps(cell), flush=True)

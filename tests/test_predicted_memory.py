@@ -1,0 +1,54 @@
+"""Predicted peaks against peaks that were measured on an H200, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Four architectures whose code is the same in the transformers that measured (5.17) and the one pinned here.
+RECORDED = ("distilbert-base-uncased", "roberta-base", "ModernBERT-base", "vit-large-patch16-224")
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[dict[str, Any]]:
+    """Every completed cell of the recorded boundaries with its prediction."""
+    files = [str(ROOT / "studies" / "landscapes" / f"{name}_h200_24GiB_boundary.jsonl") for name in RECORDED]
+    script = Path(__file__).with_name("predict_recorded.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *files], capture_output=True, text=True, timeout=280, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_peak_allocated_is_within_a_hundredth(cells: list[dict[str, Any]]) -> None:
+    errors = [abs(cell["allocated_mib"] / cell["measured_allocated_mib"] - 1) for cell in cells]
+    assert len(errors) > 60
+    assert max(errors) < 0.015
+    assert statistics.median(errors) < 0.001
+
+
+def test_peak_reserved_is_near(cells: list[dict[str, Any]]) -> None:
+    errors = [abs(cell["reserved_mib"] / cell["measured_reserved_mib"] - 1) for cell in cells]
+    assert statistics.median(errors) < 0.02
+    assert max(errors) < 0.12
+
+
+def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
+    arms = {
+        (cell["model"], *cell["arm"]): (cell["largest"], cell["measured_largest"])
+        for cell in cells
+        if cell["largest"] is not None
+    }
+    assert len(arms) == 16
+    off = [abs(predicted - measured) / measured for predicted, measured in arms.values()]
+    assert max(off) < 0.09
+    assert statistics.median(off) < 0.03
