@@ -39,6 +39,8 @@ class Forecast:
         self._ceiling = ceiling
         self._parallel = max(1, parallel)
         self._number = 0
+        self.answered = 0
+        """Questions that have been answered."""
         self.unanswered: list[Question] = []
         """Questions whose process failed: nothing is predicted there, and the search does without."""
 
@@ -58,9 +60,16 @@ class Forecast:
                 continue
             if "result" in answer:
                 self.model.add(question, answer["result"])
+                self.answered += 1
             else:
                 self.unanswered.append(question)
         self._ask()
+
+    def await_first(self, seconds: float) -> None:
+        """Wait for the first answer, unless there is one or none can come; at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self.answered and not self.is_complete and (left := deadline - time.monotonic()) > 0:
+            self.advance(wait_seconds=left)
 
     def complete(self) -> None:
         """Wait for every answer."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autotune.device import Ceiling
-from autotune.memory import memory_class
+from autotune.memory import MemoryModel, memory_class
 from autotune.space import PRECISION_PREFERENCE
 from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
 
@@ -57,10 +57,14 @@ class History:
 
     ceiling: Ceiling
     tried: list[Tried] = field(default_factory=list)
+    memory: MemoryModel | None = None
+    """What is predicted, where anything is."""
 
     def add(self, tried: Tried) -> None:
         """Take down one more."""
         self.tried.append(tried)
+        if self.memory is not None:
+            self.memory.learn(tried.candidate, tried.outcome)
 
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
         """Every trial of exactly this candidate."""
@@ -87,6 +91,12 @@ class History:
             if tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size:
                 return tried
         return None
+
+    def is_ruled_out(self, candidate: Candidate) -> bool:
+        """Whether a trial shows, or a prediction leaves no doubt, that the candidate does not fit."""
+        if self.ruled_out_by(candidate) is not None:
+            return True
+        return self.memory is not None and self.memory.surely_over(candidate)
 
     def smallest_over(self, arm: Arm, *, accumulates: bool) -> int | None:
         """The smallest per-device batch that ``ruled_out_by`` refuses to this arm."""

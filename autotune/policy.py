@@ -16,6 +16,9 @@ Objective = Literal["throughput", "max-batch"]
 # An arm whose best trial is this far behind is not followed to smaller batches, which do not get
 # faster: on recorded landscapes halving a batch gained at most 3 %.
 _HOPELESS = 0.75
+# An arm this far behind is not asked for larger batches at the price of recomputation: on recorded
+# landscapes they gained at most 33 % once a micro-step took 60 ms, and recomputing cost 17 % or more.
+_FAR_BEHIND = 0.7
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
 # Two batches nearer to each other than this tell more of the noise than of the slope between them.
@@ -51,7 +54,7 @@ def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
     level = batches.level(candidate.per_device_train_batch_size)
     higher = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
     return any(
-        history.ruled_out_by(other) is None
+        not history.is_ruled_out(other)
         and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
         for other in (space.candidate(arm, batch) for arm in space.arms for batch in higher)
     )
@@ -71,7 +74,12 @@ class _ArmView:
 
     def open(self, batch: int) -> bool:
         """Whether the batch was neither tried nor ruled out."""
-        return batch not in self.tried and self.history.ruled_out_by(self.space.candidate(self.arm, batch)) is None
+        return batch not in self.tried and not self.history.is_ruled_out(self.space.candidate(self.arm, batch))
+
+    def predicted_to_fit(self, batches: Sequence[int]) -> list[int]:
+        """Those of the batches that are predicted to fit; none where nothing is predicted."""
+        memory = self.history.memory
+        return [b for b in batches if memory and memory.likely_fits(self.space.candidate(self.arm, b))]
 
     def fastest(self) -> int:
         """The feasible batch with the most samples a second."""
@@ -110,9 +118,25 @@ class ThroughputPolicy:
         return None
 
     def _outclassed(self, arm: Arm, history: History) -> bool:
-        """fp32 is never faster than tf32 and needs the same memory."""
-        faster = dataclasses.replace(arm, precision="tf32")
-        return arm.precision == "fp32" and faster in self._space.arms and bool(history.feasible(faster))
+        """Whether what was measured of a like arm leaves this one no chance.
+
+        fp32 does on slower units what tf32 does, and fp16 is bf16 with loss scaling on top; both
+        need the memory of the other. Recomputing costs time at the same batch, and what the larger
+        batches that it allows can gain is bounded where a micro-step already fills the GPU.
+        """
+        better = {"fp32": "tf32", "fp16": "bf16"}.get(arm.precision)
+        if better is not None:
+            faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
+            if faster in self._space.arms and history.feasible(faster):
+                return True
+        if not arm.gradient_checkpointing:
+            return False
+        twin = _ArmView(self._space, dataclasses.replace(arm, gradient_checkpointing=False), history)
+        if not any(self._was_chosen(tried) for tried in twin.feasible.values()):
+            return False
+        peak = twin.fastest()
+        fills = twin.micro_step_seconds(peak) >= LAUNCH_BOUND_SECONDS
+        return fills and _speed(twin.feasible[peak]) < _FAR_BEHIND * self._best_speed(twin)
 
     def _next_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not self._is_beaten(view, batch)]
@@ -135,6 +159,9 @@ class ThroughputPolicy:
 
     def _first_batch(self, view: _ArmView, rungs: list[int]) -> int:
         """Near the best of the arms that recompute as this one does; in the middle where there is none."""
+        fitting = view.predicted_to_fit(rungs)
+        if fitting and not self._is_free:
+            return max(fitting)
         recomputes = view.arm.gradient_checkpointing
         like = [
             tried
@@ -232,8 +259,16 @@ class MaxBatchPolicy:
         most = (LARGEST_FREE_BATCH if over is None else over - 1) // multiple * multiple
         if least > most:
             return None
-        if view.feasible:
+        predicted = view.history.memory and view.history.memory.largest_batch(view.arm)
+        if predicted and not view.tried:
+            aimed = max(predicted, least)
+        elif predicted and view.feasible and over is None:
+            aimed = least
+        elif view.feasible:
             aimed = self._aim(view, multiple, max(view.feasible), over)
+        elif predicted and over is not None:
+            # A miss of one that was aimed at: the boundary is near, and nearer than the next miss.
+            aimed = over - (multiple << (len(view.tried) - 1))
         elif floor:
             aimed = least
         else:
@@ -273,7 +308,7 @@ class ExhaustivePolicy:
             for arm in self._space.arms:
                 for batch in self._space.batches.at_level(multiple):
                     candidate = self._space.candidate(arm, batch)
-                    if not history.outcomes_of(candidate) and history.ruled_out_by(candidate) is None:
+                    if not history.outcomes_of(candidate) and not history.is_ruled_out(candidate):
                         return candidate
             if _something_fits(self._space, history, multiple):
                 return None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.device import Ceiling, Device, Headroom
+from autotune.device.chips import Chip
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.request import SearchRequest
+from autotune.forecast import Forecast, Submitter
+from autotune.memory import questions
+from autotune.request import SearchRequest, differences
 from autotune.space import Space, choose_arms
 from autotune.trial import Candidate, Document
 from autotune.units import GIB, format_bytes, format_count
@@ -29,6 +33,9 @@ class Prepared:
     """Device, driver and library versions; what a measurement depends on."""
     model: Document
     """Facts about the model: ``parameters``, ``class``, ``attn_implementations`` …"""
+
+    chip: Chip | None = None
+    """What of the GPU decides about memory; ``None`` on a CPU, for which nothing is predicted."""
 
     @property
     def environment_fingerprint(self) -> str:
@@ -75,8 +82,49 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     space = Space(arms, request.batches)
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     return Prepared(
-        request, space, space.baseline(default_attention), ceiling, _environment(request.device, facts), model
+        request,
+        space,
+        space.baseline(default_attention),
+        ceiling,
+        _environment(request.device, facts),
+        model,
+        Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
+
+
+def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
+    """What keeps a recorded study from being continued by this search, as ``name: recorded, now asked``."""
+    asked = {
+        **prepared.request.workload.document(),
+        **prepared.request.document(),
+        **measured_environment(prepared.environment),
+        # Nothing that is measured depends on it, and workloads that differ in it alone share one record.
+        "weights": workload["weights"],
+    }
+    recorded = {**workload, **request, **measured_environment(environment)}
+    # Through JSON, as the recorded ones: what is equal must look equal.
+    return differences(recorded, json.loads(json.dumps(asked)))
+
+
+# Each prediction takes a core for a few seconds and about 1 GiB of host memory.
+_MOST_PARALLEL = 6
+# A step in the ladder of a free batch doubles it; no GPU holds more than this many doublings of 8.
+_MOST_RUNGS = 12
+
+
+def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
+    """Have memory predicted for every candidate of a search on a GPU; ``None`` on a CPU, whose memory is another."""
+    if prepared.chip is None:
+        return None
+    batches, objective = prepared.space.batches, prepared.request.objective
+    rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
+    is_free = batches.effective_batch is None
+    pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
+    arms = sorted(prepared.space.arms, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
+    asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
+    # A GPU's trial needs a core or two to feed it.
+    parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) - 2))
+    return Forecast(submitter, asked, prepared.chip, prepared.ceiling, parallel=parallel)
 
 
 def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,19 +11,25 @@ from typing import Protocol
 from autotune import __version__
 from autotune.device import Ceiling
 from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
+from autotune.forecast import Forecast
 from autotune.history import History, Tried, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
-from autotune.preparation import Prepared, measured_environment
-from autotune.request import differences
+from autotune.preparation import Prepared, changes_since
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
-from autotune.trial import Candidate, Document, Failed, Outcome
+from autotune.trial import Candidate, Document, Effort, Failed, Outcome
 from autotune.units import format_bytes, format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
+# A first prediction took 3 to 5 s of a free core; a search for the largest batch is shorter by more with it.
+_FIRST_PREDICTION_SECONDS = 10.0
+# A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
+_BASELINE_SPREAD = 0.03
+# A candidate slower than this fraction of the best is measured no further; noise is 2 %, at most 6 %.
+_BEHIND = 0.85
 _INTERRUPTED = "interrupted"
 _NOTHING_LEFT = "no remaining candidate is worth a trial"
 
@@ -74,6 +79,7 @@ class Search:
         log_folder: Path,
         interruption: Interruption | None = None,
         clock: Callable[[], float] = time.monotonic,
+        forecast: Forecast | None = None,
     ) -> None:
         self._prepared = prepared
         self._request = prepared.request
@@ -82,7 +88,8 @@ class Search:
         self._observer = observer
         self._log_folder = log_folder
         self._interruption = interruption or Interruption()
-        self._history = History(prepared.ceiling)
+        self._forecast = forecast
+        self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
         self._records: dict[str, TrialRecord] = {}
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
@@ -169,17 +176,7 @@ class Search:
         """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
         workload = self._store.workload(known.workload_id)
         environment = self._store.environment(known.environment_id)
-        recorded = {**workload, **known.request, **measured_environment(environment)}
-        request = self._request
-        asked = {
-            **request.workload.document(),
-            **request.document(),
-            **measured_environment(self._prepared.environment),
-            # Nothing that is measured depends on it, and workloads that differ in it alone share one record.
-            "weights": workload["weights"],
-        }
-        # Through JSON, as the recorded ones: what is equal must look equal.
-        changed = differences(recorded, json.loads(json.dumps(asked)))
+        changed = changes_since(self._prepared, known.request, workload, environment)
         if changed:
             raise InvalidRequestError(
                 f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
@@ -211,7 +208,8 @@ class Search:
                     f"no candidate completed; the last one failed: {failed[-1].message}",
                     f"its log is in {self._log_folder}",
                 )
-            raise NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
+            if reason != _NOTHING_LEFT:
+                raise NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
         is_certain = reason == _NOTHING_LEFT
         raise NothingFitsError(
             f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
@@ -255,6 +253,7 @@ class Search:
             reason = self._exhausted()
             if reason:
                 return reason
+            self._look_ahead()
             stage, forced = self._next_forced()
             if forced is None and (reason := self._done()):
                 return reason
@@ -271,6 +270,14 @@ class Search:
             self._repeats = 0
             self._say_level(candidate)
             self._run_trial(asked, candidate, stage)
+
+    def _look_ahead(self) -> None:
+        """File the predictions that have come; where one saves several trials, wait a little for the first."""
+        if self._forecast is None:
+            return
+        self._forecast.advance()
+        if self._request.objective == "max-batch":
+            self._forecast.await_first(_FIRST_PREDICTION_SECONDS)
 
     def _exhausted(self) -> str | None:
         """Why no further trial may be run, whatever there is to try."""
@@ -316,6 +323,8 @@ class Search:
         over = self._history.ruled_out_by(candidate)
         if over is not None:
             return "known not to fit", over.outcome
+        if self._history.is_ruled_out(candidate):
+            return "predicted not to fit", None
         if is_premature(self._prepared.space, self._history, candidate):
             return "a batch of a larger multiple may fit", None
         return None, None
@@ -331,11 +340,24 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
+    def _effort(self, candidate: Candidate, stage: Stage) -> Effort:
+        """How long to measure: a winner in full, the defaults roughly, one far behind no longer than to see that."""
+        effort = self._request.effort
+        if stage == "final":
+            return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
+        if self._request.objective == "max-batch":
+            return effort
+        if stage == "baseline":
+            return replace(effort, min_steps=2, target_spread=_BASELINE_SPREAD)
+        best = self.best()
+        if best is None or best.measurement is None:
+            return effort
+        behind = candidate.samples_per_step / (_BEHIND * best.measurement.samples_per_second)
+        return replace(effort, behind_step_seconds=behind)
+
     def _run_trial(self, asked: Asked, candidate: Candidate, stage: Stage) -> None:
         study, request = self._study, self._request
-        effort = request.effort
-        if stage == "final":
-            effort = replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
+        effort = self._effort(candidate, stage)
         record = TrialRecord(
             study_id=study.id,
             number=asked.number,

@@ -172,7 +172,7 @@ class TestInterruption:
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), TrialServerError("the server is gone", "look")])
     def test_at_once_loses_only_the_running_trial(self, store: Store, error: BaseException) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
-        runner.faults[Candidate(Arm("fp16"), 32, 2)] = [error]
+        runner.faults[Candidate(Arm("tf32"), 16, 4)] = [error]
         with pytest.raises(type(error)):
             search(store, runner)
         study = store.study("bert")
@@ -184,7 +184,7 @@ class TestInterruption:
         *rest, last = trials
         assert isinstance(last.outcome, Failed)
         assert last.outcome.reason == "lost"
-        assert last.candidate == Candidate(Arm("fp16"), 32, 2)
+        assert last.candidate == Candidate(Arm("tf32"), 16, 4)
         assert all(not isinstance(trial.outcome, Failed) for trial in rest)
 
 

@@ -17,7 +17,7 @@ import click
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
-from autotune.preparation import Prepared, prepare
+from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report, report_document, summary_lines
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
@@ -114,7 +114,8 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, view: View, f
     interruption = Interruption()
     try:
         with _interrupts(interruption, view):
-            return Search(prepared, runner, store, view, folder, interruption).run()
+            forecast = forecast_of(prepared, runner)
+            return Search(prepared, runner, store, view, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError):
         view.note(f"every trial is recorded in the study {prepared.request.study}")
         raise

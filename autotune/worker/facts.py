@@ -83,6 +83,13 @@ def inspect(job: Document) -> Document:
     }
     if job["device_kind"] == "cuda":
         facts["environment"]["device_capability"] = list(torch.cuda.get_device_capability(0))
+        properties = torch.cuda.get_device_properties(0)
+        facts["chip"] = {
+            "capability": [properties.major, properties.minor],
+            "multiprocessors": properties.multi_processor_count,
+            "threads_per_multiprocessor": properties.max_threads_per_multi_processor,
+            "name": properties.name,
+        }
     try:
         facts["model"] = _model_facts(Workload.from_document(job["workload"]))
     except Exception as error:

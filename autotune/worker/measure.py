@@ -117,6 +117,9 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def _enough(self) -> bool:
         measured = [step.seconds for step in self._measured]
+        behind = self._effort.behind_step_seconds
+        if measured and behind is not None and self._whole_step_seconds(self._measured[0]) > behind:
+            return True
         if len(measured) < min(2, self._effort.max_steps):
             return False
         if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:

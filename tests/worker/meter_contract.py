@@ -47,6 +47,7 @@ def _check_clock(meter: Meter, sleep: Callable[[float], None]) -> None:
 
 def _check_peaks(meter: Meter, allocate: Callable[[int], Any]) -> None:
     meter.limit(CAP_BYTES)
+    meter.reset_peaks()
     before = meter.peaks()
     assert all(isinstance(peak, int) and peak >= 0 for peak in before)
     held = allocate(64 * MIB)

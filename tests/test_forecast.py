@@ -1,0 +1,160 @@
+"""Predictions beside the trials: asked a few at a time, corrected by what is measured, used by the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import FACTS, RecordingObserver, new_store, request
+
+from autotune.device.chips import CHIPS, Chip
+from autotune.forecast import Forecast
+from autotune.memory import MemoryModel, Question, questions
+from autotune.preparation import Prepared, forecast_of, prepare
+from autotune.search import Search
+from autotune.store import Store
+from autotune.trial import Arm, Candidate, Completed, Document, Measurement
+from autotune.units import MIB
+
+# bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
+# intercept and slope of the peak of allocated MiB, as the recorded landscape has them above its floor.
+PREDICTED = {
+    ("fp16", False, False): (4543, 514.5),
+    ("fp16", False, True): (5880, 512.5),
+    ("fp16", True, False): (3930, 78.6),
+    ("fp16", True, True): (5240, 78.0),
+    ("fp32", False, False): (3924, 808.9),
+    ("fp32", False, True): (5200, 808.9),
+    ("fp32", True, False): (3926, 91.0),
+    ("fp32", True, True): (5200, 91.0),
+}
+
+
+class Answers:
+    """A submitter that answers from the table above; the real one is tested with real processes."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.submitted: list[str] = []
+        self.most_at_once = 0
+        self._running: dict[str, Document] = {}
+        self._failing = failing
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        assert kind == "predict"
+        self.submitted.append(job_id)
+        self._running[job_id] = details
+        self.most_at_once = max(self.most_at_once, len(self._running))
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        ended = {job_id: self._answer(details) for job_id, details in self._running.items()}
+        self._running = {}
+        return ended
+
+    def _answer(self, details: Document) -> Document:
+        if self._failing:
+            self._failing -= 1
+            return {"exit_code": 1}
+        arm = details["arm"]
+        precision = {"bf16": "fp16", "tf32": "fp32"}.get(arm["precision"], arm["precision"])
+        base, slope = PREDICTED[precision, arm["gradient_checkpointing"], details["accumulates"]]
+
+        def document(batch: int) -> Document:
+            allocated = round((base + slope * batch) * MIB)
+            over = allocated * 1.02 > details["line_bytes"]
+            return {
+                "per_device_train_batch_size": batch,
+                "peak_allocated_bytes": allocated,
+                "peak_reserved_bytes": round(allocated * 1.02),
+                "runs_out": over,
+                "fits": not over,
+                "anatomy": {},
+            }
+
+        fitting = [b for b in range(8, 1024, 8) if document(b)["fits"]] if details["multiple"] else []
+        return {
+            "result": {
+                "batches": [document(batch) for batch in details["batches"]],
+                "largest_batch": max(fitting, default=0) if details["multiple"] else None,
+            }
+        }
+
+
+def prepared(**options: Any) -> Prepared:
+    """The example's search on a GPU whose chip is known."""
+    chip = {"capability": [9, 0], "multiprocessors": 132, "threads_per_multiprocessor": 2048, "name": "NVIDIA H200"}
+    return prepare(request(**options), {**FACTS, "chip": chip})
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> Iterator[Store]:
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+def test_a_search_with_predictions_meets_no_out_of_memory(store: Store) -> None:
+    ready = prepared()
+    forecast = forecast_of(ready, Answers())
+    assert forecast is not None
+    runner = RecordedRunner(EFFECTIVE_64)
+    Search(ready, runner, store, RecordingObserver(), store.path.parent, forecast=forecast).run()
+    study = store.study("bert")
+    assert study is not None
+    trials = store.trials(study.id)
+    assert [trial.state for trial in trials].count("out_of_memory") == 0
+    assert len(trials) <= 7
+    best = store.trial(study.best_trial_id or "")
+    assert best is not None
+    assert best.candidate == Candidate(Arm("bf16"), 32, 2)
+
+
+def test_twins_are_asked_once_and_accumulation_apart() -> None:
+    arms = [Arm("bf16"), Arm("fp16"), Arm("tf32"), Arm("fp32")]
+    asked = questions(arms, [(64, 1), (32, 2), (16, 4)], None)
+    assert [(q.arm.precision, q.accumulates, q.batches) for q in asked] == [
+        ("bf16", True, (16, 32)),
+        ("bf16", False, (64,)),
+        ("tf32", True, (16, 32)),
+        ("tf32", False, (64,)),
+    ]
+
+
+def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
+    ready = prepared()
+    asked = questions(ready.space.arms, [(64, 1), (32, 2)], None)
+    answers = Answers(failing=1)
+    forecast = Forecast(answers, asked, CHIPS["h200"], ready.ceiling, parallel=2)
+    forecast.complete()
+    assert forecast.is_complete
+    assert answers.most_at_once == 2
+    assert len(answers.submitted) == len(asked) == 8
+    assert len(forecast.unanswered) == 1
+    assert forecast.answered == 7
+
+
+def test_a_measured_peak_corrects_its_class() -> None:
+    ready = prepared()
+    model = MemoryModel(ready.ceiling)
+    question = Question(Arm("bf16"), True, (16, 32), None)
+    line_mib = ready.ceiling.line_bytes // MIB
+
+    def row(batch: int, mib: int) -> Document:
+        peaks = {"peak_allocated_bytes": mib * MIB, "peak_reserved_bytes": mib * MIB}
+        return {"per_device_train_batch_size": batch, **peaks, "runs_out": False, "fits": True, "anatomy": {}}
+
+    model.add(question, {"batches": [row(16, 14000), row(32, line_mib - 100)], "largest_batch": None})
+    larger, smaller = Candidate(Arm("fp16"), 32, 2), Candidate(Arm("bf16"), 16, 4)
+    assert not model.surely_over(larger)
+    model.learn(smaller, Completed(Measurement(1.0, (1.0,), 0.0, 1.0, 14600 * MIB, 14700 * MIB)))
+    assert model.peak_allocated_bytes(larger) == (line_mib + 500) * MIB
+    assert model.peak_allocated_bytes(Candidate(Arm("tf32"), 32, 2)) is None
+
+
+def test_nothing_is_predicted_for_a_cpu() -> None:
+    assert forecast_of(prepare(request(), FACTS), Answers()) is None
+
+
+def test_chips_survive_a_document() -> None:
+    for chip in CHIPS.values():
+        assert Chip.from_document(chip.document()) == chip
