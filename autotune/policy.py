@@ -127,7 +127,7 @@ class ThroughputPolicy:
         better = {"fp32": "tf32", "fp16": "bf16"}.get(arm.precision)
         if better is not None:
             faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
-            if faster in self._space.arms and history.feasible(faster):
+            if faster in self._space.arms and (history.feasible(faster) or self._outclassed(faster, history)):
                 return True
         if not arm.gradient_checkpointing:
             return False

@@ -179,8 +179,7 @@ def notes(report: Report) -> list[str]:
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
         found.append(
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, no multiple of 8: "
-            + ("none divides the effective batch" if request["effective_batch"] else "none fits")
-            + _unless_divides(request)
+            + _why_no_multiple_of_8(request)
         )
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
         found.append(
@@ -212,11 +211,11 @@ def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> li
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 
 
-def _unless_divides(request: dict[str, Any]) -> str:
+def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
     effective = request["effective_batch"]
-    if effective and (effective // request["world_size"]) % 8 == 0:
-        return ", or those that do need too much memory"
-    return ""
+    if effective and (effective // request["world_size"]) % 8:
+        return "none divides the effective batch"
+    return "those that divide the effective batch need too much memory" if effective else "none fits"
 
 
 def describe_data(workload: Document) -> str:

@@ -24,7 +24,7 @@ from autotune.units import format_bytes, format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
-# A first prediction took 3 to 5 s of a free core; a search for the largest batch is shorter by more with it.
+# A first prediction took 3 to 5 s of a free core; without it a search meets several out-of-memory trials instead.
 _FIRST_PREDICTION_SECONDS = 10.0
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
 _BASELINE_SPREAD = 0.03
@@ -272,11 +272,11 @@ class Search:
             self._run_trial(asked, candidate, stage)
 
     def _look_ahead(self) -> None:
-        """File the predictions that have come; where one saves several trials, wait a little for the first."""
+        """File the predictions that have come; after the baseline, which needs none, wait a little for the first."""
         if self._forecast is None:
             return
         self._forecast.advance()
-        if self._request.objective == "max-batch":
+        if self._records or self._request.objective == "max-batch":
             self._forecast.await_first(_FIRST_PREDICTION_SECONDS)
 
     def _exhausted(self) -> str | None:

@@ -130,7 +130,7 @@ class TestBaseline:
 
 
 class TestBudgets:
-    @pytest.mark.parametrize("trials", [2, 3, 5, 8])
+    @pytest.mark.parametrize("trials", [2, 3, 5, 6])
     def test_of_trials(self, store: Store, trials: int) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
         run = search(store, runner, trials=trials)
