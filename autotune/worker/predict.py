@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+
+import torch
 
 from autotune.device.chips import Chip
 from autotune.trial import Arm, Document
@@ -14,8 +17,7 @@ from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
-# Predictions run beside trials that are being timed.
-_NICENESS = 15
+_NICENESS = 19
 
 
 def predict(job: Document) -> Document:
@@ -24,7 +26,7 @@ def predict(job: Document) -> Document:
     The job names ``workload``, ``arm``, ``accumulates``, ``chip``, ``cap_bytes``, ``line_bytes``,
     ``batches`` and ``multiple`` (``None``: no need to know the largest).
     """
-    os.nice(_NICENESS)
+    yield_to_trials()
     chip = Chip.from_document(job["chip"])
     training = FakeTraining(
         Workload.from_document(job["workload"]), Arm(**job["arm"]), chip, accumulates=job["accumulates"]
@@ -37,6 +39,15 @@ def predict(job: Document) -> Document:
         "batches": [limits.prediction(batch) for batch in wanted],
         "largest_batch": largest,
     }
+
+
+def yield_to_trials() -> None:
+    """Run on one core and only when nobody else wants it: trials are being timed beside this."""
+    torch.set_num_threads(1)
+    os.nice(_NICENESS)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
