@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -65,17 +66,11 @@ class Forecast:
                 self.unanswered.append(question)
         self._ask()
 
-    def await_first(self, seconds: float) -> None:
-        """Wait for the first answer, unless there is one or none can come; at most so long."""
+    def complete(self, seconds: float = math.inf) -> None:
+        """Wait for every answer, at most so long."""
         deadline = time.monotonic() + seconds
-        while not self.answered and not self.is_complete and (left := deadline - time.monotonic()) > 0:
-            self.advance(wait_seconds=left)
-
-    def complete(self) -> None:
-        """Wait for every answer."""
-        deadline = time.monotonic() + _TIMEOUT_SECONDS * (len(self._waiting) + len(self._asked) + 1)
-        while not self.is_complete and time.monotonic() < deadline:
-            self.advance(wait_seconds=1.0)
+        while not self.is_complete and (left := deadline - time.monotonic()) > 0:
+            self.advance(wait_seconds=min(1.0, left))
 
     def _ask(self) -> None:
         while self._waiting and len(self._asked) < self._parallel:

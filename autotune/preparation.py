@@ -106,9 +106,8 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     return differences(recorded, json.loads(json.dumps(asked)))
 
 
-# Each prediction takes a core for a few seconds and about 1 GiB of host memory. Six at once, with a thread
-# for every core each, slowed the feeding of ViT-large's images sixfold on 16 cores.
-_MOST_PARALLEL = 4
+# Each prediction takes a core for a few seconds and about 1 GiB of host memory.
+_MOST_PARALLEL = 8
 # A step in the ladder of a free batch doubles it; no GPU holds more than this many doublings of 8.
 _MOST_RUNGS = 12
 
@@ -124,7 +123,7 @@ def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
     arms = sorted(prepared.space.arms, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
-    parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 4))
+    parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 2))
     return Forecast(submitter, asked, prepared.chip, prepared.ceiling, parallel=parallel)
 
 

@@ -24,8 +24,9 @@ from autotune.units import format_bytes, format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
-# A first prediction took 3 to 5 s of a free core; without it a search meets several out-of-memory trials instead.
-_FIRST_PREDICTION_SECONDS = 10.0
+# A prediction takes 3 to 6 s of a free core. Trials that are timed beside some were wrong by 10 % and more where
+# images are fed, so they wait; what takes longer than this is not waited for.
+_MOST_PREDICTION_SECONDS = 20.0
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
 _BASELINE_SPREAD = 0.03
 # A candidate slower than this fraction of the best is measured no further; noise is 2 %, at most 6 %.
@@ -161,7 +162,7 @@ class Search:
                 f"only {format_bytes(self._prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
                 f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
             )
-        # Verdicts under two ceilings cannot be compared, so the study keeps the one it began with.
+        # Verdicts under two ceilings cannot be compared: the study keeps its own.
         self._prepared = replace(self._prepared, ceiling=recorded)
         self._history.ceiling = recorded
         for trial in self._store.trials(known.id):
@@ -272,12 +273,12 @@ class Search:
             self._run_trial(asked, candidate, stage)
 
     def _look_ahead(self) -> None:
-        """File the predictions that have come; after the baseline, which needs none, wait a little for the first."""
+        """Wait for the predictions, unless the baseline comes first, which needs none, and feeding it takes no core."""
         if self._forecast is None:
             return
         self._forecast.advance()
-        if self._records or self._request.objective == "max-batch":
-            self._forecast.await_first(_FIRST_PREDICTION_SECONDS)
+        if self._records or self._request.objective == "max-batch" or not self._request.workload.is_text:
+            self._forecast.complete(_MOST_PREDICTION_SECONDS)
 
     def _exhausted(self) -> str | None:
         """Why no further trial may be run, whatever there is to try."""

@@ -92,7 +92,7 @@ class Effort:
     max_seconds: float = 2.0
     """Measure no longer than this once two steps are measured (one, where ``max_steps`` is one)."""
     behind_step_seconds: float | None = None
-    """A candidate whose first measured step takes longer than this cannot win: one step says enough."""
+    """A candidate whose first two measured steps take longer than this cannot win: they say enough."""
     max_micro_steps: int = 3
     """Micro-steps run in place of a longer accumulation; the third is like all that follow."""
 

@@ -118,7 +118,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     def _enough(self) -> bool:
         measured = [step.seconds for step in self._measured]
         behind = self._effort.behind_step_seconds
-        if measured and behind is not None and self._whole_step_seconds(self._measured[0]) > behind:
+        # Two steps, since one can be slow for reasons of its own.
+        if behind and len(measured) > 1 and min(map(self._whole_step_seconds, self._measured)) > behind:
             return True
         if len(measured) < min(2, self._effort.max_steps):
             return False
