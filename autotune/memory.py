@@ -78,9 +78,9 @@ def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple:
     return list(asked.values())
 
 
-# A trial that is predicted to be over is skipped only when that is beyond doubt. On eleven models
-# the peak of allocated bytes was predicted within 1.4 %; reserved bytes within 5 % (15 % once).
-_ALLOCATED_DOUBT = 0.015
+# A trial that is predicted to be over is skipped only when that is beyond doubt. On twelve models the
+# peak of allocated bytes was predicted at most 4.9 % too high (Llama-3.2-1B, bf16), else within 1.4 %.
+_ALLOCATED_DOUBT = 0.05
 
 
 class MemoryModel:
