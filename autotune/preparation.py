@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     context_bytes = int(facts["context_bytes"])
     _check_training_state_fits(request, model, context_bytes)
     ceiling = Ceiling.on_device(request.device, request.memory_limit_bytes, context_bytes, request.headroom)
+    _check_optims(request, facts.get("optims") or request.optims)
     attentions = _attentions(request, model)
     arms = choose_arms(
         request.chosen_precisions,
@@ -125,6 +128,16 @@ def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
     # A GPU's trial needs a core or two to feed it.
     parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 2))
     return Forecast(submitter, asked, prepared.chip, prepared.ceiling, parallel=parallel)
+
+
+def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
+    """Raise for an optimizer that the installed transformers has no name for."""
+    for optim in request.optims:
+        if optim not in known:
+            near = difflib.get_close_matches(optim, known, 3, 0.4) or sorted(known)[:3]
+            raise InvalidRequestError(
+                f"--optim {optim} is nothing that the installed transformers knows", f"it has {', '.join(near)} …"
+            )
 
 
 def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:

@@ -77,6 +77,13 @@ class TestRefused:
             prepare(request(), {**FACTS, "model_error": "KeyError: hidden"})
         assert "config.json" in caught.value.hint
 
+    def test_an_optimizer_that_transformers_lacks(self) -> None:
+        known = {**FACTS, "optims": ["adafactor", "adamw_torch", "adamw_torch_fused"]}
+        with pytest.raises(InvalidRequestError, match="--optim adamw_troch") as caught:
+            prepare(request(optims=("adamw_torch", "adamw_troch")), known)
+        assert "adamw_torch" in caught.value.hint
+        assert prepare(request(optims=("adafactor",)), known).space.arms
+
     @pytest.mark.parametrize("asked", [("flash_attention_2",), ("sdpa", "flash_attention_2")])
     def test_an_attention_that_the_model_lacks(self, asked: tuple[str, ...]) -> None:
         with pytest.raises(InvalidRequestError, match="--attn flash_attention_2") as caught:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from autotune import device as device_facts
 from autotune.trial import Document
@@ -74,6 +75,7 @@ def inspect(job: Document) -> Document:
     context_bytes = _context_bytes(job["device_uuid"]) if job["device_kind"] == "cuda" else 0
     facts: Document = {
         "context_bytes": context_bytes,
+        "optims": sorted(name.value for name in OptimizerNames),
         "environment": {
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in _PACKAGES},

@@ -80,6 +80,7 @@ def test_closing_twice_is_no_error(database: Path) -> None:
     store = open_store(str(database))
     store.close()
     store.close()
+    assert current_revision(str(database)) == (HEAD, HEAD)
 
 
 def test_an_empty_file_is_filled(database: Path) -> None:
