@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from autotune import __version__
-from autotune.device import Ceiling
-from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
+from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
-from autotune.preparation import Prepared, changes_since
+from autotune.preparation import Prepared
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
+from autotune.study import no_result, open_study
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
@@ -104,7 +103,7 @@ class Search:
         Raises ``NothingFitsError`` when no candidate stays under the ceiling and ``NoResultError``
         when none completed for other reasons; what was tried is recorded all the same.
         """
-        self._study = self._open_study()
+        self._open()
         space = distributions(self._prepared.space, self._prepared.baseline, self._request.sampler)
         request = self._request
         sampler = make_sampler(
@@ -131,58 +130,15 @@ class Search:
 
     # The study
 
-    def _open_study(self) -> StudyRecord:
-        prepared, request = self._prepared, self._request
-        assert request.study is not None, "a search runs under a name"
-        known = self._store.study(request.study)
-        if known is not None:
-            return self._continue(known)
-        if OptunaStudy.exists(request.study, self._store):
-            raise InvalidRequestError(
-                f"{self._store.label} holds an Optuna study {request.study!r} that autotune did not make",
-                "choose another --study",
-            )
-        study = StudyRecord(
-            name=request.study,
-            workload_id=self._store.intern_workload(request.workload.document(), request.workload.fingerprint()),
-            environment_id=self._store.intern_environment(prepared.environment, prepared.environment_fingerprint),
-            request=request.document(),
-            ceiling=prepared.ceiling.document(),
-            autotune_version=__version__,
-        )
-        self._store.create_study(study)
-        return study
-
-    def _continue(self, known: StudyRecord) -> StudyRecord:
-        self._check_is_the_same(known)
-        self._store.lose_running_trials(known.id)
-        recorded = Ceiling.from_document(known.ceiling)
-        if recorded.line_bytes > self._prepared.ceiling.cap_bytes:
-            self._observer.note(
-                f"only {format_bytes(self._prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
-                f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
-            )
-        # Verdicts under two ceilings cannot be compared: the study keeps its own.
-        self._prepared = replace(self._prepared, ceiling=recorded)
-        self._history.ceiling = recorded
-        for trial in self._store.trials(known.id):
+    def _open(self) -> None:
+        opened = open_study(self._prepared, self._store)
+        self._study, self._prepared = opened.study, opened.prepared
+        self._history.ceiling = self._prepared.ceiling
+        self._spent_seconds = opened.study.seconds
+        for trial in opened.trials:
             self._remember(trial)
-        self._spent_seconds = known.seconds
-        self._observer.note(f"continuing the study {known.name}, {len(self._records)} trials recorded")
-        study = replace(known, state="running", ended_at=None)
-        self._store.update_study(study)
-        return study
-
-    def _check_is_the_same(self, known: StudyRecord) -> None:
-        """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
-        workload = self._store.workload(known.workload_id)
-        environment = self._store.environment(known.environment_id)
-        changed = changes_since(self._prepared, known.request, workload, environment)
-        if changed:
-            raise InvalidRequestError(
-                f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
-                "choose another --study, or repeat its options on the same machine",
-            )
+        for note in opened.notes:
+            self._observer.note(note)
 
     def _close_study(self, reason: str, *, finished: bool) -> None:
         best, baseline = self.best(), self.baseline()
@@ -199,27 +155,8 @@ class Search:
 
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""
-        if self.best() is not None:
-            return
-        tried, ceiling = self._history.tried, self._prepared.ceiling
-        failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
-        if not any(self._history.is_over(t) for t in tried):
-            if failed:
-                raise NoResultError(
-                    f"no candidate completed; the last one failed: {failed[-1].message}",
-                    f"its log is in {self._log_folder}",
-                )
-            if reason != _NOTHING_LEFT:
-                raise NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
-        is_certain = reason == _NOTHING_LEFT
-        raise NothingFitsError(
-            f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
-            f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(tried)} trials were run"
-            + (f", {len(failed)} of them failed" if failed else ""),
-            ("" if is_certain else "search on with the same --study and more --trials or --time-budget, ")
-            + "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
-            "and --batch-multiple 1",
-        )
+        if self.best() is None:
+            raise no_result(self._history, reason, is_certain=reason == _NOTHING_LEFT, log_folder=self._log_folder)
 
     # What is known
 

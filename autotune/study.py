@@ -1,0 +1,112 @@
+"""A study's beginning and end: opened new or taken up again, and what to say where it found nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autotune import __version__
+from autotune.device import Ceiling
+from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
+from autotune.history import History
+from autotune.optuna_study import OptunaStudy
+from autotune.preparation import Prepared, changes_since
+from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.trial import Failed
+from autotune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A study that a search goes on with."""
+
+    study: StudyRecord
+    prepared: Prepared
+    """Under the ceiling that the study's verdicts are relative to."""
+    trials: tuple[TrialRecord, ...] = ()
+    """What is recorded already, in order."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+
+
+def open_study(prepared: Prepared, store: Store) -> Opened:
+    """The study that the request names, recorded anew or continued.
+
+    Raises ``InvalidRequestError`` where the name is taken: by another request, workload or
+    machine, or by a study that is not autotune's.
+    """
+    request = prepared.request
+    assert request.study is not None, "a search runs under a name"
+    known = store.study(request.study)
+    if known is not None:
+        return _continue(known, prepared, store)
+    if OptunaStudy.exists(request.study, store):
+        raise InvalidRequestError(
+            f"{store.label} holds an Optuna study {request.study!r} that autotune did not make",
+            "choose another --study",
+        )
+    study = StudyRecord(
+        name=request.study,
+        workload_id=store.intern_workload(request.workload.document(), request.workload.fingerprint()),
+        environment_id=store.intern_environment(prepared.environment, prepared.environment_fingerprint),
+        request=request.document(),
+        ceiling=prepared.ceiling.document(),
+        autotune_version=__version__,
+    )
+    store.create_study(study)
+    return Opened(study, prepared)
+
+
+def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
+    _check_is_the_same(known, prepared, store)
+    store.lose_running_trials(known.id)
+    notes = []
+    recorded = Ceiling.from_document(known.ceiling)
+    if recorded.line_bytes > prepared.ceiling.cap_bytes:
+        notes.append(
+            f"only {format_bytes(prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
+            f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
+        )
+    trials = tuple(store.trials(known.id))
+    notes.append(f"continuing the study {known.name}, {len(trials)} trials recorded")
+    study = replace(known, state="running", ended_at=None)
+    store.update_study(study)
+    # Verdicts under two ceilings cannot be compared: the study keeps its own.
+    return Opened(study, replace(prepared, ceiling=recorded), trials, tuple(notes))
+
+
+def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> None:
+    """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
+    workload = store.workload(known.workload_id)
+    environment = store.environment(known.environment_id)
+    changed = changes_since(prepared, known.request, workload, environment)
+    if changed:
+        raise InvalidRequestError(
+            f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
+            "choose another --study, or repeat its options on the same machine",
+        )
+
+
+def no_result(history: History, reason: str, *, is_certain: bool, log_folder: Path) -> AutotuneError:
+    """Why a search that ended for this reason has nothing to recommend.
+
+    ``is_certain`` says that no candidate was left to try.
+    """
+    tried, ceiling = history.tried, history.ceiling
+    failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
+    if not any(history.is_over(t) for t in tried):
+        if failed:
+            return NoResultError(
+                f"no candidate completed; the last one failed: {failed[-1].message}",
+                f"its log is in {log_folder}",
+            )
+        if not is_certain:
+            return NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
+    return NothingFitsError(
+        f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
+        f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(tried)} trials were run"
+        + (f", {len(failed)} of them failed" if failed else ""),
+        ("" if is_certain else "search on with the same --study and more --trials or --time-budget, ")
+        + "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
+        "and --batch-multiple 1",
+    )
