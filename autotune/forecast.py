@@ -40,8 +40,6 @@ class Forecast:
         self._ceiling = ceiling
         self._parallel = max(1, parallel)
         self._number = 0
-        self.answered = 0
-        """Questions that have been answered."""
         self.unanswered: list[Question] = []
         """Questions whose process failed: nothing is predicted there, and the search does without."""
 
@@ -61,7 +59,6 @@ class Forecast:
                 continue
             if "result" in answer:
                 self.model.add(question, answer["result"])
-                self.answered += 1
             else:
                 self.unanswered.append(question)
         self._ask()

@@ -17,6 +17,7 @@ class MemoryPrediction:
     """Of one arm at one batch, with or without accumulation."""
 
     per_device_train_batch_size: int
+    accumulates: bool
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     """By a model of the caching allocator, without meeting the cap where that could be helped."""
@@ -25,7 +26,9 @@ class MemoryPrediction:
     fits: bool
     """It does not run out and stays under the line."""
     anatomy: dict[str, int]
-    """What the peak consists of: weights, gradients, optimizer, activations, logits, inputs, workspaces."""
+    """What the peak consists of: weights, gradients, optimizer, activations, inputs, workspaces.
+
+    Logits and the loss are among the activations, which they are to the allocator."""
 
 
 def memory_class(arm: Arm) -> Arm:
@@ -39,25 +42,19 @@ def memory_class(arm: Arm) -> Arm:
 
 @dataclass(frozen=True)
 class Question:
-    """One prediction job: a memory class with or without accumulation, at some batches."""
+    """One prediction job: a memory class, at some batches."""
 
     arm: Arm
-    accumulates: bool
-    batches: tuple[int, ...]
+    batches: tuple[tuple[int, bool], ...]
+    """Per-device batches, each with whether it accumulates."""
     multiple: int | None
-    """Also find the largest multiple of this that fits."""
-
-    @property
-    def key(self) -> tuple[Arm, bool]:
-        """What the answer is filed under."""
-        return memory_class(self.arm), self.accumulates
+    """Also find the largest multiple of this that fits, without accumulation."""
 
     def details(self, chip: Chip, ceiling: Ceiling) -> Document:
-        """The job's part of the message to the trial server."""
+        """The job's part of the message to the trial server: all but the workload that the answer follows from."""
         return {
             "arm": dataclasses.asdict(self.arm),
-            "accumulates": self.accumulates,
-            "batches": list(self.batches),
+            "batches": [list(batch) for batch in self.batches],
             "multiple": self.multiple,
             "chip": chip.document(),
             "cap_bytes": ceiling.cap_bytes,
@@ -67,15 +64,11 @@ class Question:
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
     """What to ask for these arms and ``(batch, accumulation)`` pairs, each memory class once, in the arms' order."""
-    pairs = list(batches)
-    asked: dict[tuple[Arm, bool], Question] = {}
+    wanted = tuple(sorted({(batch, accumulation > 1) for batch, accumulation in batches}))
+    first_of_class: dict[Arm, Arm] = {}
     for arm in arms:
-        for accumulates in (True, False):
-            wanted = tuple(sorted({batch for batch, accumulation in pairs if (accumulation > 1) == accumulates}))
-            if wanted or (multiple and not accumulates):
-                question = Question(arm, accumulates, wanted, None if accumulates else multiple)
-                asked.setdefault(question.key, question)
-    return list(asked.values())
+        first_of_class.setdefault(memory_class(arm), arm)
+    return [Question(arm, wanted, multiple) for arm in first_of_class.values()]
 
 
 # A trial that is predicted to be over is skipped only when that is beyond doubt. On twelve models the
@@ -90,13 +83,13 @@ class MemoryModel:
         self._ceiling = ceiling
         self._predictions: dict[tuple[Arm, bool], dict[int, MemoryPrediction]] = {}
         self._largest: dict[Arm, int] = {}
-        self._offsets: dict[Arm, list[int]] = {}
+        self._measured: dict[Candidate, int] = {}
 
     def add(self, question: Question, answer: Document) -> None:
         """File what a prediction job answered."""
-        known = self._predictions.setdefault(question.key, {})
         for document in answer["batches"]:
             prediction = MemoryPrediction(**document)
+            known = self._predictions.setdefault((memory_class(question.arm), prediction.accumulates), {})
             known[prediction.per_device_train_batch_size] = prediction
         if answer["largest_batch"] is not None:
             self._largest[memory_class(question.arm)] = int(answer["largest_batch"])
@@ -115,19 +108,25 @@ class MemoryModel:
         return self._largest.get(memory_class(arm))
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take a measured peak into account for all candidates of its memory class."""
-        predicted = self.prediction(candidate)
-        if predicted is not None and isinstance(outcome, Completed):
-            offset = outcome.measurement.peak_allocated_bytes - predicted.peak_allocated_bytes
-            self._offsets.setdefault(memory_class(candidate.arm), []).append(offset)
+        """Take a measured peak into account for all candidates of its memory class, predicted by now or later."""
+        if isinstance(outcome, Completed):
+            self._measured[candidate] = outcome.measurement.peak_allocated_bytes
 
     def peak_allocated_bytes(self, candidate: Candidate) -> int | None:
         """The predicted peak, corrected by the median offset of what was measured of its memory class."""
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        offsets = self._offsets.get(memory_class(candidate.arm), [0])
-        return predicted.peak_allocated_bytes + round(statistics.median(offsets))
+        return predicted.peak_allocated_bytes + self._offset_bytes(candidate.arm)
+
+    def _offset_bytes(self, arm: Arm) -> int:
+        """Measured less predicted, in the median of the memory class; 0 where nothing was measured."""
+        offsets = [
+            measured - predicted.peak_allocated_bytes
+            for candidate, measured in self._measured.items()
+            if memory_class(candidate.arm) == memory_class(arm) and (predicted := self.prediction(candidate))
+        ]
+        return round(statistics.median(offsets)) if offsets else 0
 
     def surely_over(self, candidate: Candidate) -> bool:
         """Whether the candidate is beyond doubt too large: what it must allocate alone is over the line."""
@@ -137,4 +136,7 @@ class MemoryModel:
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Whether the candidate is predicted to fit; ``None`` where nothing is predicted."""
         predicted = self.prediction(candidate)
-        return None if predicted is None else predicted.fits
+        if predicted is None:
+            return None
+        corrected = predicted.peak_reserved_bytes + self._offset_bytes(candidate.arm)
+        return predicted.fits and corrected <= self._ceiling.line_bytes

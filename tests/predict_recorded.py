@@ -29,20 +29,22 @@ def predicted(file: str) -> Iterator[dict[str, Any]]:
     workload = Workload(facts["model"], resolve_model(facts["model"]).config, facts["task"], facts["seq_len"])
     arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
-        key = (*(cell[name] for name in _ARM_FIELDS), cell["gradient_accumulation_steps"] > 1)
-        arms.setdefault(key, []).append(cell)
-    for (*arm, accumulates), rows in arms.items():
-        training = FakeTraining(workload, Arm(*arm), CHIPS["h200"], accumulates=accumulates)
-        limits = Limits(training.scalable(), CHIPS["h200"], meta["cap_bytes"], meta["line_bytes"])
-        largest = None if accumulates else limits.largest_batch(8)
+        arms.setdefault(tuple(cell[name] for name in _ARM_FIELDS), []).append(cell)
+    for arm, rows in arms.items():
+        step = FakeTraining(workload, Arm(*arm), CHIPS["h200"]).step()
+        limits = Limits(step, CHIPS["h200"], meta["cap_bytes"], meta["line_bytes"])
+        largest = limits.largest_batch(8)
         fitting = [
             row["per_device_train_batch_size"]
             for row in rows
-            if row["state"] == "ok" and row["peak_reserved_mib"] * MIB <= meta["line_bytes"]
+            if row["state"] == "ok"
+            and row["gradient_accumulation_steps"] == 1
+            and row["peak_reserved_mib"] * MIB <= meta["line_bytes"]
         ]
         for row in rows:
             if row["state"] == "ok":
-                prediction = limits.prediction(row["per_device_train_batch_size"])
+                accumulates = row["gradient_accumulation_steps"] > 1
+                prediction = limits.prediction(row["per_device_train_batch_size"], accumulates=accumulates)
                 yield {
                     "model": facts["model"],
                     "arm": arm,

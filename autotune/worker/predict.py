@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import torch
 
 from autotune.device.chips import Chip
 from autotune.trial import Arm, Document
-from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
-from autotune.worker.fake.scaling import ScalableTrace
+from autotune.worker.fake.allocator import OutOfCapError, replay
+from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
-from autotune.worker.fake.tracer import DEATH
+from autotune.worker.fake.tracer import DEATH, Events
 from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
@@ -23,20 +24,19 @@ _NICENESS = 19
 def predict(job: Document) -> Document:
     """``batches``: a prediction for each batch asked; ``largest_batch`` of the ``multiple`` that stays under the line.
 
-    The job names ``workload``, ``arm``, ``accumulates``, ``chip``, ``cap_bytes``, ``line_bytes``,
-    ``batches`` and ``multiple`` (``None``: no need to know the largest).
+    The job names ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (each
+    with whether it ``accumulates``) and ``multiple`` (``None``: no need to know the largest).
     """
     yield_to_trials()
     chip = Chip.from_document(job["chip"])
-    training = FakeTraining(
-        Workload.from_document(job["workload"]), Arm(**job["arm"]), chip, accumulates=job["accumulates"]
-    )
-    limits = Limits(training.scalable(), chip, job["cap_bytes"], job["line_bytes"])
+    training = FakeTraining(Workload.from_document(job["workload"]), Arm(**job["arm"]), chip)
+    limits = Limits(training.step(), chip, job["cap_bytes"], job["line_bytes"])
     multiple = job["multiple"]
     largest = limits.largest_batch(multiple) if multiple else None
-    wanted = sorted({*job["batches"], *_around(largest, multiple)})
+    wanted = {(batch, accumulates) for batch, accumulates in job["batches"]}
+    wanted |= {(batch, False) for batch in _around(largest, multiple)}
     return {
-        "batches": [limits.prediction(batch) for batch in wanted],
+        "batches": [limits.prediction(batch, accumulates=accumulates) for batch, accumulates in sorted(wanted)],
         "largest_batch": largest,
     }
 
@@ -57,56 +57,83 @@ def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
     return (largest, largest + multiple) if largest else (multiple,)
 
 
-class Limits:
-    """What a trace says of batches under a cap and a line."""
+@dataclass(frozen=True)
+class _Peaks:
+    """What the allocator model says of one step's events."""
 
-    def __init__(self, trace: ScalableTrace, chip: Chip, cap_bytes: int, line_bytes: int) -> None:
-        self._trace = trace
+    allocated_bytes: int
+    reserved_bytes: int
+    runs_out: bool
+
+
+class Limits:
+    """What a step says of batches under a cap and a line."""
+
+    def __init__(self, step: ScalableStep, chip: Chip, cap_bytes: int, line_bytes: int) -> None:
+        self._step = step
         self._chip = chip
         self._cap_bytes = cap_bytes
         self._line_bytes = line_bytes
 
-    def fits(self, batch: int) -> bool:
-        """Whether a step at this batch stays under the line without meeting the cap."""
-        return bool(self.prediction(batch)["fits"])
-
-    def prediction(self, batch: int) -> Document:
+    def prediction(self, batch: int, *, accumulates: bool) -> Document:
         """Peaks without a cap, whether it fits under the cap and the line, and what the peak consists of."""
-        events = self._trace.at(batch, self._chip)
-        free = replay(events)
-        reserved, runs_out = free.peak_reserved_bytes, False
-        if reserved > self._cap_bytes:
-            reserved, runs_out = self._capped(events, free)
+        events = self._step.at(batch, self._chip, accumulates=accumulates)
+        peaks = self._peaks(events)
         return {
             "per_device_train_batch_size": batch,
-            "peak_allocated_bytes": free.peak_allocated_bytes,
-            "peak_reserved_bytes": reserved,
-            "runs_out": runs_out,
-            "fits": not runs_out and reserved <= self._line_bytes,
-            "anatomy": anatomy(events, self._trace.labels),
+            "accumulates": accumulates,
+            "peak_allocated_bytes": peaks.allocated_bytes,
+            "peak_reserved_bytes": peaks.reserved_bytes,
+            "runs_out": peaks.runs_out,
+            "fits": self._fit(peaks),
+            "anatomy": anatomy(events, self._step.labels),
         }
 
-    def _capped(self, events: list[tuple[int, int]], free: CachingAllocator) -> tuple[int, bool]:
-        """Peak reserved under the cap, where the allocator gives cached segments back; or that it runs out."""
-        if free.peak_allocated_bytes > self._cap_bytes:
-            return free.peak_reserved_bytes, True
+    def _fit(self, peaks: _Peaks) -> bool:
+        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes
+
+    def _peaks(self, events: Events) -> _Peaks:
+        """Without a cap where that stays under it; else under the cap, where cached segments are given back."""
+        free = replay(events)
+        if free.peak_reserved_bytes <= self._cap_bytes:
+            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
         try:
-            return replay(events, self._cap_bytes).peak_reserved_bytes, False
+            capped = replay(events, self._cap_bytes)
         except OutOfCapError:
-            return free.peak_reserved_bytes, True
+            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
+        return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
+
+    def _fits(self, batch: int) -> bool:
+        """Whether a step without accumulation does."""
+        events = self._step.at(batch, self._chip, accumulates=False)
+        return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events))
 
     def largest_batch(self, multiple: int) -> int:
         """The largest multiple that fits, below the first that does not; 0 where none does."""
         low, high = 0, multiple
-        while high <= _LARGEST_BATCH and self.fits(high):
+        while high <= _LARGEST_BATCH and self._fits(high):
             low, high = high, high * 2
         while high - low > multiple:
             middle = (low + high) // 2 // multiple * multiple
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
         return low
 
 
-def anatomy(events: list[tuple[int, int]], labels: dict[int, str]) -> dict[str, int]:
+def peak_bytes(events: Events) -> int:
+    """The most that is alive at once, unrounded: no allocator reserves less."""
+    alive = peak = 0
+    size_of: dict[int, int] = {}
+    for number, size in events:
+        if size == DEATH:
+            alive -= size_of.pop(number)
+        else:
+            size_of[number] = size
+            alive += size
+            peak = max(peak, alive)
+    return peak
+
+
+def anatomy(events: Events, labels: dict[int, str]) -> dict[str, int]:
     """Bytes by label at the moment when most was alive."""
     alive = peak = peak_at = 0
     size_of: dict[int, int] = {}

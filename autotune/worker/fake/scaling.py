@@ -1,60 +1,104 @@
-"""From the traces of two batches to that of any: every size is affine in the batch, or follows a rule."""
+"""From the trace of one step at one batch to two steps at any batch, accumulating or not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.device.chips import Chip
 from autotune.worker.fake.tracer import DEATH, Events, Trace
 
+# Primes of which the dimensions of models are seldom multiples; small enough for 32-bit sizes.
+_PRIMES = (61, 67, 71, 79, 83, 89, 97, 101, 103, 107)
 
-class UnalikeTracesError(ValueError):
-    """The two steps did not allocate in the same order, so nothing can be said of a third."""
+
+class NoTellingBatchError(ValueError):
+    """Every batch that would tell sizes with it from sizes without is a factor of the model's own dimensions."""
+
+
+def telling_batch(numbers: Iterable[int]) -> int:
+    """A batch of which none of the model's numbers is a multiple, nor their neighbours (a sequence less one, say).
+
+    A size in a step at this batch is then a multiple of it exactly when the batch is a factor of it.
+    """
+    known = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
+    for prime in _PRIMES:
+        if not any(number % prime == 0 for number in known if number > 0):
+            return prime
+    raise NoTellingBatchError(f"each of {_PRIMES} divides some dimension")
 
 
 @dataclass(frozen=True)
-class ScalableTrace:
-    """The allocations of a training step at any per-device batch."""
+class Size:
+    """An allocation's bytes: so many a sample, or so many whatever the batch."""
 
-    numbers: tuple[int, ...]
-    sizes: tuple[tuple[int, int, int], ...]
-    """For each event ``(at the first batch, at the second, kind)``; kind 0 is a size, 1 rows of a
-    column sum, ``DEATH`` a death."""
-    batches: tuple[int, int]
-    labels: dict[int, str]
-    columns: dict[int, int]
+    per_sample: int = 0
+    constant: int = 0
+    columns: int | None = None
+    """Where set, this is the scratch of a column sum of so many columns, and the numbers above are rows."""
 
-    @classmethod
-    def of(cls, first: Trace, second: Trace, batches: tuple[int, int]) -> ScalableTrace:
-        """Combine the traces of two batches; ``UnalikeTracesError`` where they allocate different things.
+    def at(self, batch: int, chip: Chip) -> int:
+        """Bytes at a batch."""
+        size = self.per_sample * batch + self.constant
+        return size if self.columns is None else column_sum_scratch_bytes(size, self.columns, chip)
 
-        Deaths are the first's: a cache that is cleared frees in the order of its hashes, which says nothing.
-        """
-        other_sizes = {number: size for number, size in second.events if size != DEATH}
-        if first.labels.keys() != other_sizes.keys():
-            raise UnalikeTracesError(f"{len(first.labels)} allocations at one batch, {len(other_sizes)} at another")
-        sizes = []
-        for number, size in first.events:
-            if size == DEATH:
-                sizes.append((0, 0, DEATH))
-            elif number in first.column_sums:
-                sizes.append((first.column_sums[number][0], second.column_sums[number][0], 1))
-            else:
-                sizes.append((size, other_sizes[number], 0))
-        columns = {number: columns for number, (_, columns) in first.column_sums.items()}
-        return cls(tuple(number for number, _ in first.events), tuple(sizes), batches, first.labels, columns)
 
-    def at(self, batch: int, chip: Chip) -> Events:
-        """The events of a step at ``batch`` on ``chip``; sizes below zero do not occur for positive batches."""
-        low, high = self.batches
-        events: Events = []
-        for number, (size, other, kind) in zip(self.numbers, self.sizes, strict=True):
-            if kind == DEATH:
-                events.append((number, DEATH))
-                continue
-            value = size + (other - size) * (batch - low) // (high - low)
-            events.append((number, column_sum_scratch_bytes(value, self.columns[number], chip) if kind else value))
-        return events
+@dataclass(frozen=True)
+class _Event:
+    """A birth or a death in a sequence of two steps."""
+
+    number: int
+    origin: int
+    """The allocation of the traced step that this one repeats, or is."""
+    is_death: bool
+
+
+class ScalableStep:
+    """The allocations of an optimizer step at any per-device batch, with and without accumulation."""
+
+    def __init__(self, trace: Trace, batch: int) -> None:
+        """From the trace of a step of two micro-steps at a telling batch: each size is taken as affine in the batch."""
+        self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
+        self._shift = max(self._sizes) + 1
+        self._events = {accumulates: self._two_steps(trace, accumulates) for accumulates in (False, True)}
+        self.labels = {**trace.labels, **{n + self._shift: label for n, label in trace.labels.items()}}
+        """What each allocation is; those of the second step included."""
+
+    def at(self, batch: int, chip: Chip, *, accumulates: bool) -> Events:
+        """The events of set-up and two optimizer steps at ``batch`` on ``chip``."""
+        sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
+        events = self._events[accumulates]
+        return [(event.number, DEATH if event.is_death else sizes[event.origin]) for event in events]
+
+    def _two_steps(self, trace: Trace, accumulates: bool) -> list[_Event]:
+        """Set-up, the step, and the step again, without what the first leaves behind: optimizer state above all."""
+        begins = min(trace.parts.values())
+        setup = [_Event(number, number, size == DEATH) for number, size in trace.events[:begins]]
+        step = [_Event(number, number, size == DEATH) for number, size in _step_events(trace, begins, accumulates)]
+        born = {event.number for event in step if not event.is_death}
+        ended = {event.number for event in step if event.is_death}
+        repeated = born & ended
+        again = [_Event(e.number + self._shift, e.number, e.is_death) for e in step if e.number in repeated]
+        return setup + step + again
+
+
+def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
+    value, columns = trace.column_sums.get(number, (size, None))
+    return Size(value // batch, 0, columns) if value % batch == 0 else Size(0, value, columns)
+
+
+def _step_events(trace: Trace, begins: int, accumulates: bool) -> Events:
+    """The traced step, or what it is with one micro-step only."""
+    if accumulates:
+        return trace.events[begins:]
+    parts = trace.parts
+    left_out = [
+        *range(parts["second inputs"], parts["first micro-step"]),
+        *range(parts["second micro-step"], parts["update"]),
+    ]
+    absent = {trace.events[index][0] for index in left_out if trace.events[index][1] != DEATH}
+    # What dies in the second micro-step and was there before it, dies as well where there is none.
+    return [event for event in trace.events[begins:] if event[0] not in absent]
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:

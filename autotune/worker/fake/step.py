@@ -1,4 +1,4 @@
-"""Two optimizer steps of the ``Trainer``, emulated on fake tensors: the same order of the same allocations."""
+"""An optimizer step of the ``Trainer``, emulated on fake tensors: the same order of the same allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.device.chips import Chip
 from autotune.trial import Arm
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
-from autotune.worker.fake.scaling import ScalableTrace
+from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
 from autotune.workload import Workload
@@ -85,52 +85,62 @@ def _no_surprise_collection() -> Iterator[None]:
 
 
 class FakeTraining:
-    """Training steps of one arm on fake tensors, as they would go on a chip. Patches torch for good."""
+    """A training step of one arm on fake tensors, as it would go on a chip. Patches torch for good."""
 
-    def __init__(self, workload: Workload, arm: Arm, chip: Chip, *, accumulates: bool) -> None:
+    def __init__(self, workload: Workload, arm: Arm, chip: Chip) -> None:
         self._workload = workload
         self._arm = arm
         self._chip = chip
-        self._micro_steps = 2 if accumulates else 1
         self._library = install_cuda_autocast()
         install_cuda_functions(flash=chip.has_flash_attention)
 
-    def scalable(self, batches: tuple[int, int] = (8, 16)) -> ScalableTrace:
-        """The allocations at any batch, from those at two."""
-        first, second = (self.trace(batch) for batch in batches)
-        return ScalableTrace.of(first, second, batches)
+    def step(self) -> ScalableStep:
+        """The allocations of a step at any batch, from those at one."""
+        model = self._model()
+        sample = _batch(self._workload, model, 1).values()
+        shapes = (tensor.shape for tensor in (*model.parameters(), *model.buffers(), *sample))
+        dimensions = (dimension for shape in shapes for dimension in shape)
+        batch = telling_batch([*dimensions, *_numbers(self._workload.config)])
+        return ScalableStep(self._trace(model, batch), batch)
 
     def trace(self, batch_size: int) -> Trace:
-        """The allocations of two optimizer steps at a per-device batch; the second has the optimizer's state."""
-        arm = self._arm
-        model = build_model(self._workload, arm.attn_implementation, torch.device("meta"))
+        """The allocations of one optimizer step of two micro-steps at a per-device batch."""
+        return self._trace(self._model(), batch_size)
+
+    def _model(self) -> Any:
+        model = build_model(self._workload, self._arm.attn_implementation, torch.device("meta"))
         model.config.use_cache = False
+        return model
+
+    def _trace(self, model: Any, batch_size: int) -> Trace:
         tracer = StorageTracer()
         with _fake(), _no_surprise_collection(), tracer:
             _materialise(model, tracer)
-            if arm.gradient_checkpointing:
+            if self._arm.gradient_checkpointing:
                 _enable_checkpointing(model)
-            optimizer = _optimizer(arm.optim, model)
+            optimizer = _optimizer(self._arm.optim, model)
             # One for the thread that runs the forward pass, one for autograd's.
             for _ in range(2):
                 tracer.hold("workspaces", self._chip.workspace_bytes)
-            for _ in range(2):
-                self._optimizer_step(model, optimizer, tracer, batch_size)
-                gc.collect()
-        return tracer.trace
+            self._optimizer_step(model, optimizer, tracer, batch_size)
+            gc.collect()
+            # Before the optimizer and its state go out of scope.
+            return tracer.so_far()
 
     def _optimizer_step(
         self, model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, batch_size: int
     ) -> None:
-        tracer.phase = "inputs"
-        batches = [_batch(self._workload, model, batch_size) for _ in range(self._micro_steps)]
-        tracer.phase = "activations"
-        for batch in batches:
+        batches = []
+        for part in ("first inputs", "second inputs"):
+            tracer.enter(part, "inputs")
+            batches.append(_batch(self._workload, model, batch_size))
+        for part, batch in zip(("first micro-step", "second micro-step"), batches, strict=True):
+            tracer.enter(part, "activations")
             self._micro_step(model, batch)
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     tracer.see(parameter.grad, "gradients")
-        tracer.phase = "workspaces"
+        tracer.enter("update", "workspaces")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         tracer.phase = "optimizer"
         optimizer.step()
@@ -141,10 +151,21 @@ class FakeTraining:
         dtype = _AUTOCAST.get(self._arm.precision)
         if dtype is not None:
             forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(forward))
-        loss = self._loss(forward, batch) / self._micro_steps
+        loss = self._loss(forward, batch) / 2
         loss.backward()
 
     def _loss(self, forward: Any, batch: dict[str, torch.Tensor]) -> Any:
         """As ``Trainer.compute_loss``: the outputs die when it returns."""
         outputs = forward(**batch)
         return outputs["loss"]
+
+
+def _numbers(document: Any) -> Iterator[int]:
+    """Every whole number in a config."""
+    if isinstance(document, dict):
+        document = list(document.values())
+    if isinstance(document, list):
+        for value in document:
+            yield from _numbers(value)
+    elif isinstance(document, int) and not isinstance(document, bool):
+        yield document

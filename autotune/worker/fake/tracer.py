@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class Trace:
     """What each is: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Allocations that are a reduction's scratch, with the rows and columns that it sums."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """The event at which each part of the step begins; what comes before them all is set-up."""
 
 
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,6 +63,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.sum.dim_IntList:
             self._reduction(args[0], out)
         return out
+
+    def so_far(self) -> Trace:
+        """What was taken down by now, untouched by what dies later."""
+        return dataclasses.replace(self.trace, events=list(self.trace.events))
+
+    def enter(self, part: str, phase: str) -> None:
+        """Begin a part of the step, what is born in it being of this phase."""
+        self.trace.parts[part] = len(self.trace.events)
+        self.phase = phase
 
     def hold(self, label: str, size_bytes: int) -> int:
         """Take down an allocation that no tensor owns; it stays unless ``let_go`` is called with its number."""
