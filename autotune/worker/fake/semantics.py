@@ -51,6 +51,9 @@ _FLOAT32_OPERATIONS = (
 # AT_FORALL_FP32_SET_OPT_DTYPE: a dtype argument is filled in instead of casting the input first.
 _FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod")
 
+# On CPU autocast's list and not on CUDA's, where the logits stay 16-bit up to the loss itself.
+_CPU_ONLY_FLOAT32_OPERATIONS = ("cross_entropy_loss",)
+
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALF = (torch.float16, torch.bfloat16)
 _HARDWARE = {"flash": True}
@@ -77,6 +80,9 @@ def _float32(value: Any) -> Any:
 
 def _set_dtype(operation: Any) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if args and (args[-1] is None or isinstance(args[-1], torch.dtype)):
+            # Given by position, as cross_entropy_loss does: the dtype of its logits, which then stays.
+            *args, dtype = args  # type: ignore[assignment]
         if dtype is None and input.dtype in _HALF:
             dtype = torch.float32
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
@@ -92,6 +98,8 @@ def install_cuda_autocast() -> torch.library.Library:
         library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_BY_ARGUMENT:
         library.impl(name, _set_dtype(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    for name in _CPU_ONLY_FLOAT32_OPERATIONS:
+        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")  # type: ignore[no-untyped-call]
     return library
 
 

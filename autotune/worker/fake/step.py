@@ -23,15 +23,24 @@ from autotune.workload import Workload
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+# cuBLASLt's, which a linear layer with a bias goes through: as recorded on an H200 (torch 2.11).
+_LT_WORKSPACE_BYTES = 1024**2
+
 
 def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
-    """Replace every ``meta`` parameter and buffer by a fake one, keeping ties."""
+    """Replace every ``meta`` parameter and buffer by a fake one.
+
+    A tied parameter is made where each of its owners is, and the copies die when they are tied.
+    """
     made: dict[int, Any] = {}
+    copies: list[int] = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) in made:
+                copies.append(tracer.hold("weights", parameter.nbytes))
+            else:
                 fake = torch.empty(parameter.shape, dtype=parameter.dtype)
                 tracer.see(fake, "weights")
                 made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
@@ -42,6 +51,8 @@ def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
                     made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
                     tracer.see(made[id(buffer)], "weights")
                 module._buffers[name] = made[id(buffer)]
+    for number in copies:
+        tracer.let_go(number)
 
 
 def _enable_checkpointing(model: Any) -> None:
@@ -113,15 +124,13 @@ class FakeTraining:
         return model
 
     def _trace(self, model: Any, batch_size: int) -> Trace:
-        tracer = StorageTracer()
+        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+        tracer.has_padding = self._workload.padding > 0
         with _fake(), _no_surprise_collection(), tracer:
             _materialise(model, tracer)
             if self._arm.gradient_checkpointing:
                 _enable_checkpointing(model)
             optimizer = _optimizer(self._arm.optim, model)
-            # One for the thread that runs the forward pass, one for autograd's.
-            for _ in range(2):
-                tracer.hold("workspaces", self._chip.workspace_bytes)
             self._optimizer_step(model, optimizer, tracer, batch_size)
             gc.collect()
             # Before the optimizer and its state go out of scope.

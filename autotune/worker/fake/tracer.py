@@ -19,6 +19,15 @@ DEATH = -1
 Events = list[tuple[int, int]]
 """``(allocation, bytes)`` for a birth, ``(allocation, DEATH)`` for a death."""
 
+_MATRIX_PRODUCTS = frozenset(
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+    )
+)
+
 
 @dataclass
 class Trace:
@@ -36,11 +45,16 @@ class Trace:
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes down each storage when an operation first returns it and when nothing holds it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace_bytes: tuple[int, int] = (0, 0)) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
+        self._workspace_bytes = workspace_bytes
+        self._kept: set[tuple[bool, int]] = set()
         self.phase = "activations"
         """The label of what is born from now on."""
+        self.has_padding = False
+        """Whether some of a batch is masked out, so that masks are not all true."""
+        self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._number = 0
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -51,15 +65,30 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.device("cpu")
         if func is torch.ops.aten._local_scalar_dense.default:
             # Asked for by code that drops whole layers at random: no draw is ever low enough.
-            return 1.0 if args[0].dtype.is_floating_point else 0
+            return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.nonzero.default:
             # Which elements are true is unknown; in a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
             out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        if func is torch.ops.aten.all.default:
+            # Asked of masks that transformers fills with ones where the batch brings none, and then drops.
+            self._true[out] = not self.has_padding
+        if func is torch.ops.aten.add.Tensor and _accumulates_in_place(args):
+            self._inherit(args[0], out)
+            return out
+        leaves = tree_leaves(out)
+        # CUDA's dropout allocates its mask before its result (native_dropout_cuda).
+        for leaf in reversed(leaves) if func is torch.ops.aten.native_dropout.default else leaves:
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
+        if func in _MATRIX_PRODUCTS:
+            self._keep_workspaces(with_bias=func is torch.ops.aten.addmm.default)
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+            self._borrow(_flash_backward_bytes(args[1]))
+        if func is torch.ops.aten._softmax_backward_data.default:
+            # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
+            self._borrow(args[0].numel() * args[0].element_size())
         if func is torch.ops.aten.sum.dim_IntList:
             self._reduction(args[0], out)
         return out
@@ -103,6 +132,31 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return died
 
+    def _keep_workspaces(self, *, with_bias: bool) -> None:
+        """cuBLAS allocates a workspace at a thread's first product, cuBLASLt at its first with a bias; both stay.
+
+        Autograd has a thread of its own, in which checkpoints are recomputed, too.
+        """
+        in_autograd = torch._C._current_graph_task_id() != -1
+        for size_bytes, is_needed in zip(self._workspace_bytes, (True, with_bias), strict=True):
+            if is_needed and (in_autograd, size_bytes) not in self._kept:
+                self._kept.add((in_autograd, size_bytes))
+                self.hold("workspaces", size_bytes)
+
+    def _borrow(self, size_bytes: int) -> None:
+        """Memory that an operation takes for itself once its results are there, and gives back at its end."""
+        self.let_go(self.hold("workspaces", size_bytes))
+
+    def _inherit(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Take a result to be where its first operand was, as after an addition in place."""
+        storage = new.untyped_storage()
+        number = self._known.pop(old.untyped_storage(), None)  # type: ignore[no-untyped-call]
+        if number is None:
+            self.see(new)
+            return
+        self._known[storage] = number
+        self._references[number] = weakref.ref(storage, self._death_of(number))
+
     def _reduction(self, source: torch.Tensor, total: torch.Tensor) -> None:
         """CUDA's sum over all but the last dimension (a bias gradient, say) borrows memory while it runs."""
         columns = total.numel()
@@ -110,3 +164,25 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self.hold("workspaces", 0)
             self.let_go(number)
             self.trace.column_sums[number] = (source.numel() // columns, columns)
+
+
+def _accumulates_in_place(args: Any) -> bool:
+    """Whether autograd adds up two gradients, which it does in place but for subclasses such as fake tensors.
+
+    torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in
+    which checkpoints are recomputed), if nothing else holds the first one's storage.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    return isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype == second.dtype
+
+
+def _flash_backward_bytes(query: torch.Tensor) -> int:
+    """What the backward pass of flash attention sums the queries' gradient in: float32, rows rounded to 128.
+
+    mha_bwd in csrc/flash_attn/flash_api.cpp; 390 MiB for 256 × 12 heads × 512 × 64 on an H200.
+    """
+    batch, heads, length, size = query.shape
+    rows = -(-length // 128) * 128
+    return 4 * batch * heads * rows * (-(-size // 32) * 32 + 1)
