@@ -31,9 +31,9 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from replay import ROOT
 from rich import box
@@ -202,7 +202,7 @@ def measure(candidate: Candidate, setting: Setting, runner: LocalRunner) -> Docu
     return told
 
 
-def measure_answers(document: Document, setting: Setting, runner: LocalRunner, save: Any) -> None:
+def measure_answers(document: Document, setting: Setting, runner: LocalRunner, save: Callable[[], None]) -> None:
     """Every answer that was given, each once."""
     for run in document["runs"]:
         if not run["ok"]:
@@ -279,6 +279,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", help="contenders, separated by commas")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one process")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds; then nobody else is started")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     return parser.parse_args()
 
@@ -288,19 +289,21 @@ def _begin(options: argparse.Namespace, prepared: Prepared) -> Document:
     names = ("model", "effective_batch", "memory_limit", "start")
     settings = {name: getattr(options, name) for name in names}
     settings |= {"seq_len": prepared.request.workload.seq_len, "device_kind": prepared.request.device.kind}
-    settings |= {"cap_bytes": prepared.ceiling.cap_bytes, "line_bytes": prepared.ceiling.line_bytes}
+    settings["device_name"] = prepared.request.device.name
     environment = {k: v for k, v in prepared.environment.items() if k != "training_arguments_fields"}
     if options.json.exists():
         known: Document = json.loads(options.json.read_text(encoding="utf-8"))
         if known["settings"] == settings:
             return known
         raise SystemExit(f"{options.json} is of other settings: {known['settings']}")
-    return {"settings": settings, "environment": environment, "runs": [], "measured": {}}
+    ceiling = {"cap_bytes": prepared.ceiling.cap_bytes, "line_bytes": prepared.ceiling.line_bytes}
+    return {"settings": settings, "environment": environment, "ceiling": ceiling, "runs": [], "measured": {}}
 
 
 def main() -> None:
     """Run what is missing, then measure the answers."""
     options = _options()
+    begun = time.monotonic()
     request = request_of(options)
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     with LocalRunner(request.device, request.workload, folder / "inspect") as runner:
@@ -317,6 +320,9 @@ def main() -> None:
     for name, repeat in schedule(names, options.repeats):
         if (name, repeat) in done:
             continue
+        if time.monotonic() - begun > options.stop_after:
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            break
         run = run_one(name, setting, repeat)
         document["runs"].append(run)
         save()
