@@ -37,7 +37,7 @@ class Settings:
     device: str
     """``cuda`` or ``cpu``."""
     bf16: bool
-    """Autocast. Not on a CPU: what its kernels say for want of memory is not what the finders listen for."""
+    """Autocast. On a CPU it would bring oneDNN in, see ``Task``."""
     cap_bytes: int | None
     start: int
     """The batch to start with, for those that go down."""
@@ -77,6 +77,8 @@ class Task:
             total_bytes = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes), 0)
             return
+        # oneDNN does not say that memory was wanting in words that the finders know.
+        torch.backends.mkldnn.enabled = False
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         data_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
         limit = data_kib * 1024 + cap_bytes
