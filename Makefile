@@ -7,14 +7,15 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
-SOURCES := autotune alembic tests
+SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-gpu install install-dev lint clean help
+.PHONY: search test test-gpu bench install install-dev install-bench lint clean help
 
 help:
 	@echo "make search    install and run the main job"
 	@echo "make test      install the development tools and run every check"
 	@echo "make test-gpu  run the tests that need an NVIDIA GPU"
+	@echo "make bench     the search against Optuna's samplers on recorded landscapes, no GPU needed"
 	@echo "make clean     remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
@@ -32,8 +33,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(INSTALL) --editable '.[bench]'
+	@touch $@
+
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
+install-bench: $(VENV)/.installed-bench
 
 search: install
 	@if $(BIN)/autotune devices --json 2>/dev/null | grep -q '"kind": "cuda"'; then \
@@ -54,6 +60,9 @@ test: lint
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
+
+bench: install-bench
+	$(BIN)/python studies/bench.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -111,9 +112,9 @@ class TestRuledOut:
         smallest = history.smallest_over(asked.arm, accumulates=asked.accumulates)
         assert (smallest is not None and smallest <= asked.per_device_train_batch_size) is expected
 
-    @pytest.mark.parametrize("name", [EFFECTIVE_64, BATCHES])
-    def test_no_recorded_cell_that_fits_is_ever_ruled_out(self, name: str) -> None:
-        runner = RecordedRunner(name)
+    @pytest.mark.parametrize("path", [EFFECTIVE_64, BATCHES], ids=lambda path: path.stem)
+    def test_no_recorded_cell_that_fits_is_ever_ruled_out(self, path: Path) -> None:
+        runner = RecordedRunner(path)
         history = History(ceiling_of(runner.cap_bytes, headroom=0))
         for candidate, _ in runner.recorded:
             run_candidate(candidate, runner, history)

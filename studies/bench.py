@@ -1,0 +1,364 @@
+"""Our sampler against Optuna's on recorded landscapes, seconds replayed: no GPU, the same figures everywhere.
+
+    python studies/bench.py [--seeds 20] [--within 0.01] [--prediction-seconds 7.5] [--json FILE] [LANDSCAPE.jsonl …]
+
+What is counted are trials, simulated seconds and out-of-memory trials until a feasible trial within 1 % of the best of
+the whole grid has completed. Landscapes were recorded once, so a replay is exact; every trial takes the seconds that it
+took when it was recorded, an out-of-memory too. The start of a process (imports) is left out for all alike.
+
+``autotune`` is the search as the command line runs it, with the memory predictions that were recorded for the landscape
+(``studies/predictions.py``); the wait for them is added to its seconds. Its baseline counts as a trial. It ends by
+itself, and what that takes is told too. Its seeds change nothing as long as it decides by what it knows alone.
+
+Optuna's samplers are used as one would use them without this project: plain ask and tell over precision ×
+checkpointing × batch, accumulation following from the effective batch, each at its defaults. Nothing is skipped for
+them, a repeated proposal is run again, and they wait for no predictions. The batch is an integer (its logarithm), which
+they can make more of than of a category. An out-of-memory is told as PRUNED with a violated constraint; for GP, which
+looks at completed trials only, as COMPLETE with a speed of 0 and the same constraint, without which it would propose it
+again for ever. Their seconds end with the trial that reaches the goal, although nothing tells them so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.samplers import BaseSampler
+from optuna.trial import TrialState
+from replay import (
+    RecordedPredictions,
+    RecordedRunner,
+    Replayed,
+    ceiling_of,
+    feasible,
+    job_of,
+    landscapes,
+    predictions_path,
+    prepared_for,
+)
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autotune.device import Ceiling
+from autotune.history import History
+from autotune.optuna_study import over_line_gib
+from autotune.preparation import Prepared, forecast_of
+from autotune.search import Search
+from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.trial import Candidate, Completed, Document, OutOfMemory
+
+PREDICTION_SECONDS = 7.5
+"""What a search waits for predictions. Of the four in ``studies/runs`` (an H200's machine), the seconds that were spent
+beside the trials, everything included: 4.1 (bert-large), 7.1 (gpt2-medium), 7.7 (vit-large) and 10.8 (Qwen2.5-0.5B)."""
+
+EFFECTIVE_BATCH = 64
+OURS, WHOLE_GRID = "autotune", "whole grid"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What was spent up to some trial, that one included."""
+
+    trials: int
+    seconds: float
+    out_of_memory: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One sampler with one seed on one landscape."""
+
+    landscape: str
+    sampler: str
+    seed: int
+    reached: Cost | None
+    """``None``: not within the budget."""
+    ended: Cost
+    """When it stopped: by itself, or at the goal, or because the budget was spent."""
+    answer: float | None = None
+    """Of a search that ends by itself: samples a second of what it recommends, relative to the best of the grid."""
+
+
+class _Silent:
+    """An observer that looks away."""
+
+    def begins(self, prepared: Prepared, study: StudyRecord) -> None: ...
+    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None: ...
+    def progress(self, record: Document) -> None: ...
+    def trial_ends(self, trial: TrialRecord, history: History) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+def cost(replayed: Sequence[Replayed]) -> Cost:
+    """What these trials, the first ones of a run, took together."""
+    ooms = sum(isinstance(trial.outcome, OutOfMemory) for trial in replayed)
+    return Cost(len(replayed), replayed[-1].ended_at_seconds if replayed else 0.0, ooms)
+
+
+def best_of(runner: RecordedRunner, ceiling: Ceiling) -> float:
+    """Samples a second of the fastest feasible cell of the whole grid."""
+    return max(cell["samples_per_second"] for _, cell in feasible(runner, ceiling))
+
+
+def is_within(trial: Replayed, goal: float, ceiling: Ceiling) -> bool:
+    """Whether the trial is feasible and as fast as the goal."""
+    measured = trial.outcome.measurement if isinstance(trial.outcome, Completed) else None
+    if measured is None or not ceiling.fits(measured.peak_reserved_bytes):
+        return False
+    return measured.samples_per_second >= goal
+
+
+def reached(replayed: Sequence[Replayed], goal: float, ceiling: Ceiling) -> Cost | None:
+    """What it cost until the first trial within the goal; ``None`` where there is none."""
+    first = next((i for i, trial in enumerate(replayed) if is_within(trial, goal, ceiling)), None)
+    return None if first is None else cost(replayed[: first + 1])
+
+
+def search(path: Path, store: Store, seed: int, within: float, prediction_seconds: float | None) -> Run:
+    """Our search to its end; without predictions where ``prediction_seconds`` is ``None``."""
+    runner = RecordedRunner(path)
+    prepared = prepared_for(runner, f"{path.stem}-{seed}", seed)
+    predictions = RecordedPredictions(predictions_path(path), runner, prediction_seconds or 0.0)
+    forecast = None if prediction_seconds is None else forecast_of(prepared, predictions)
+    study = Search(prepared, runner, store, _Silent(), Path("logs"), clock=runner.clock, forecast=forecast).run()
+    best = best_of(runner, prepared.ceiling)
+    winner = store.trial(study.best_trial_id or "")
+    assert winner is not None
+    assert isinstance(winner.outcome, Completed)
+    to_goal = reached(runner.replayed, best * (1 - within), prepared.ceiling)
+    answer = winner.outcome.measurement.samples_per_second / best
+    return Run(path.name, OURS, seed, to_goal, cost(runner.replayed), answer)
+
+
+# Optuna's samplers
+
+_DOUBLINGS = range(3, int(math.log2(EFFECTIVE_BATCH)) + 1)
+
+
+def _grid(choices: dict[str, list[Any]], seed: int) -> BaseSampler:
+    return optuna.samplers.GridSampler(choices, seed=seed)
+
+
+SAMPLERS: dict[str, Callable[[dict[str, list[Any]], int], BaseSampler]] = {
+    "TPE": lambda choices, seed: optuna.samplers.TPESampler(seed=seed),
+    "GP": lambda choices, seed: optuna.samplers.GPSampler(seed=seed),
+    "random": lambda choices, seed: optuna.samplers.RandomSampler(seed=seed),
+    "grid": _grid,
+}
+
+
+def peer(path: Path, name: str, seed: int, within: float, budget: int) -> Run:
+    """One of Optuna's samplers until it has reached the goal or spent its budget of trials."""
+    runner = RecordedRunner(path)
+    ceiling = ceiling_of(runner)
+    goal = best_of(runner, ceiling) * (1 - within)
+    arms = list(dict.fromkeys(candidate.arm for candidate, _ in runner.recorded))
+    choices: dict[str, list[Any]] = {
+        "precision": list(dict.fromkeys(arm.precision for arm in arms)),
+        "gradient_checkpointing": [False, True],
+        "batch_log2": list(_DOUBLINGS),
+    }
+    study = optuna.create_study(direction="maximize", sampler=SAMPLERS[name](choices, seed))
+    for _ in range(budget):
+        trial = study.ask()
+        batch = 2 ** trial.suggest_int("batch_log2", min(_DOUBLINGS), max(_DOUBLINGS))
+        parameters = {
+            "precision": trial.suggest_categorical("precision", choices["precision"]),
+            "gradient_checkpointing": trial.suggest_categorical("gradient_checkpointing", [False, True]),
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": EFFECTIVE_BATCH // batch,
+        }
+        outcome = runner.run(job_of(Candidate.from_parameters(parameters), ceiling.cap_bytes), lambda _: None)
+        trial.set_constraint("memory", over_line_gib(outcome, ceiling) or 0.0)
+        if isinstance(outcome, Completed):
+            study.tell(trial, outcome.measurement.samples_per_second)
+        elif name == "GP":
+            study.tell(trial, 0.0)
+        else:
+            study.tell(trial, state=TrialState.PRUNED)
+        if is_within(runner.replayed[-1], goal, ceiling):
+            break
+    return Run(path.name, name, seed, reached(runner.replayed, goal, ceiling), cost(runner.replayed))
+
+
+def whole_grid(path: Path) -> Cost:
+    """Every recorded trial, once."""
+    runner = RecordedRunner(path)
+    for candidate, _ in runner.recorded:
+        runner.run(job_of(candidate, runner.cap_bytes), lambda _: None)
+    return cost(runner.replayed)
+
+
+# All of them
+
+
+@dataclass(frozen=True)
+class Task:
+    """Every seed of one sampler on one landscape."""
+
+    path: Path
+    sampler: str
+    seeds: range
+    within: float
+    budget: int
+    prediction_seconds: float
+
+
+def run_task(task: Task) -> list[Run]:
+    """In a process of its own."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore")
+    if task.sampler != OURS:
+        return [peer(task.path, task.sampler, seed, task.within, task.budget) for seed in task.seeds]
+    with tempfile.TemporaryDirectory() as folder, open_store(str(Path(folder) / "bench.db")) as store:
+        return [search(task.path, store, seed, task.within, task.prediction_seconds) for seed in task.seeds]
+
+
+def run_all(paths: Sequence[Path], options: argparse.Namespace) -> list[Run]:
+    """Every sampler on every landscape, on all cores; GP is left out where scipy is not installed."""
+    has_scipy = importlib.util.find_spec("scipy") is not None
+    names = [OURS, *(name for name in SAMPLERS if name != "GP" or has_scipy)]
+    # The slowest first, so that no core waits for it in the end.
+    names.sort(key=lambda name: name != "GP")
+    tasks = [
+        Task(path, name, seeds, options.within, options.budget, options.prediction_seconds)
+        for name in names
+        for path in paths
+        for seeds in _portions(options.seeds)
+    ]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        runs = [run for runs in pool.map(run_task, tasks) for run in runs]
+    order = [OURS, *SAMPLERS]
+    return sorted(runs, key=lambda run: (run.landscape, order.index(run.sampler), run.seed))
+
+
+_PORTION = 5
+
+
+def _portions(seeds: int) -> list[range]:
+    """The seeds in portions small enough to keep every core busy to the end."""
+    return [range(first, min(first + _PORTION, seeds)) for first in range(0, seeds, _PORTION)]
+
+
+def _seconds(runs: Iterable[Run]) -> list[float]:
+    """Simulated seconds to the goal; infinite where it was not reached."""
+    return [run.reached.seconds if run.reached else math.inf for run in runs]
+
+
+def _count(runs: Iterable[Run], what: Callable[[Cost], int]) -> list[float]:
+    return [what(run.reached) if run.reached else math.inf for run in runs]
+
+
+def _row(landscape: str, sampler: str, runs: Sequence[Run], ours_seconds: float) -> Document:
+    """Medians and worst cases of one sampler on one landscape; ``None`` is never."""
+
+    def summary(values: list[float]) -> Document:
+        found = {"median": statistics.median(values), "worst": max(values)}
+        return {name: None if math.isinf(value) else round(value, 2) for name, value in found.items()}
+
+    seconds = _seconds(runs)
+    row: Document = {
+        "landscape": landscape,
+        "sampler": sampler,
+        "runs": len(runs),
+        "not_reached": sum(map(math.isinf, seconds)),
+        "trials": summary(_count(runs, lambda cost: cost.trials)),
+        "seconds": summary(seconds),
+        "out_of_memory": summary(_count(runs, lambda cost: cost.out_of_memory)),
+        "times_ours": _ratio(statistics.median(seconds), ours_seconds),
+    }
+    if sampler == OURS:
+        row["ended"] = {
+            "trials": summary([float(run.ended.trials) for run in runs]),
+            "seconds": summary([run.ended.seconds for run in runs]),
+            "out_of_memory": summary([float(run.ended.out_of_memory) for run in runs]),
+        }
+        row["worst_answer"] = round(min(run.answer or 0.0 for run in runs), 4)
+    return row
+
+
+def _ratio(seconds: float, ours_seconds: float) -> float | None:
+    return None if math.isinf(seconds) or math.isinf(ours_seconds) else round(seconds / ours_seconds, 2)
+
+
+def rows_of(runs: Sequence[Run], paths: Sequence[Path]) -> list[Document]:
+    """One row for each landscape and sampler, and one for its whole grid."""
+    rows = []
+    for path in paths:
+        of_path = [run for run in runs if run.landscape == path.name]
+        ours_seconds = statistics.median(_seconds(run for run in of_path if run.sampler == OURS))
+        for sampler, group in groupby(of_path, key=lambda run: run.sampler):
+            rows.append(_row(path.name, sampler, list(group), ours_seconds))
+        grid = whole_grid(path)
+        same = {name: {"median": value, "worst": value} for name, value in asdict(grid).items()}
+        ratio = _ratio(grid.seconds, ours_seconds)
+        rows.append({"landscape": path.name, "sampler": WHOLE_GRID, "runs": 1, **same, "times_ours": ratio})
+    return rows
+
+
+def _cell(values: Document) -> str:
+    median, worst = (values[name] for name in ("median", "worst"))
+    texts = ["never" if value is None else f"{value:.3g}" for value in (median, worst)]
+    return texts[0] if texts[0] == texts[1] else f"{texts[0]} ({texts[1]})"
+
+
+def print_rows(rows: Sequence[Document], within: float) -> None:
+    """A table that is also Markdown."""
+    table = Table(box=box.MARKDOWN)
+    for title in ("landscape", "sampler", "trials", "out of memory", "seconds", "× ours"):
+        table.add_column(title, no_wrap=True)
+    ends = Table(box=box.MARKDOWN)
+    for title in ("landscape", "trials to the end", "out of memory", "seconds", "answer, of the best"):
+        ends.add_column(title, no_wrap=True)
+    for row in rows:
+        name = row["landscape"].split("_")[0]
+        figures = [_cell(row[what]) for what in ("trials", "out_of_memory", "seconds")]
+        ratio = "" if row["times_ours"] is None else f"{row['times_ours']:.1f}"
+        table.add_row(name, row["sampler"], *figures, ratio)
+        if row["sampler"] == OURS:
+            ended = [_cell(row["ended"][what]) for what in ("trials", "out_of_memory", "seconds")]
+            ends.add_row(name, *ended, f"{row['worst_answer']:.1%}")
+    console = Console(width=120)
+    console.print(f"Until a trial within {within:.0%} of the best of the grid: median (worst)", table)
+    console.print("Until autotune ends by itself:", ends)
+
+
+def main() -> None:
+    """Run it, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("landscapes", nargs="*", type=Path, metavar="LANDSCAPE.jsonl")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--within", type=float, default=0.01, help="of the best, relative")
+    parser.add_argument("--budget", type=int, default=60, help="trials that Optuna's samplers have")
+    parser.add_argument("--prediction-seconds", type=float, default=PREDICTION_SECONDS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also every run, and the table as data")
+    options = parser.parse_args()
+    paths = [path.resolve() for path in options.landscapes] or landscapes()
+    runs = run_all(paths, options)
+    rows = rows_of(runs, paths)
+    print_rows(rows, options.within)
+    if not any(row["sampler"] == "GP" for row in rows):
+        print("GP was left out: it needs scipy (pip install '.[bench]').")
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "landscapes")}
+        document = {"settings": settings, "rows": rows, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

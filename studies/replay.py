@@ -1,0 +1,299 @@
+"""Trials answered from recorded landscapes instead of being run, with the seconds that they took.
+
+A landscape is what ``studies/record.py`` writes: JSON lines, the first about the machine, then one
+a trial. ``tests/landscapes`` holds two of an older form, whose first line says less. Beside a
+landscape may lie its predictions (``studies/predictions.py``): what a search is told about memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.device import Ceiling, Device, Headroom
+from autotune.device.chips import CHIPS
+from autotune.model_source import resolve_model
+from autotune.preparation import Prepared, prepare
+from autotune.request import SearchRequest
+from autotune.runner.local import TrialJob
+from autotune.space import Space
+from autotune.trial import Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
+from autotune.units import GIB, MIB
+from autotune.workload import Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (ROOT / "tests" / "landscapes", ROOT / "studies" / "landscapes")
+
+OOM_SECONDS = 1.0
+"""Of an out-of-memory that was not recorded but follows from one that was; recorded ones took 0.8 to 1.1 s."""
+
+# The older form was recorded for one model, as a 24 GiB card, and does not say so.
+_OLDER = {
+    "workload": {"model": "bert-large-uncased", "padding": 0.0, "dtype": "float32", "weights": None},
+    "model": {
+        "class": "BertForSequenceClassification",
+        "parameters": 335_143_938,
+        "trainable_parameters": 335_143_938,
+        "attn_implementations": ["eager", "sdpa"],
+        "gradient_checkpointing": True,
+        "num_labels": 2,
+    },
+    "environment": {"device_name": "NVIDIA H200", "device_memory_bytes": 140 * GIB, "device_capability": [9, 0]},
+}
+
+Cell = dict[str, Any]
+
+
+def landscapes() -> list[Path]:
+    """Every recorded grid at effective batch 64."""
+    return sorted((path for folder in FOLDERS for path in folder.glob("*effective64.jsonl")), key=lambda p: p.name)
+
+
+def micro_steps_run(candidate: Candidate, effort: Effort) -> int:
+    """How many micro-steps a trial process runs in each step: three stand for all that follow."""
+    return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
+
+
+def measurement(
+    candidate: Candidate, step_seconds: float, allocated_bytes: int, reserved_bytes: int, run: int | None = None
+) -> Measurement:
+    """A measurement of a candidate with these figures, in full unless ``run`` says otherwise."""
+    return Measurement(
+        step_seconds=step_seconds,
+        step_seconds_each=(step_seconds,) * 3,
+        relative_spread=0.005,
+        samples_per_second=candidate.samples_per_step / step_seconds,
+        peak_allocated_bytes=allocated_bytes,
+        peak_reserved_bytes=reserved_bytes,
+        micro_steps_run=candidate.gradient_accumulation_steps if run is None else run,
+    )
+
+
+def out_of_memory(reserved_bytes: int | None = None) -> OutOfMemory:
+    """An out-of-memory as a trial process tells it."""
+    return OutOfMemory("CUDA out of memory", peak_reserved_bytes=reserved_bytes)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One trial that was answered."""
+
+    candidate: Candidate
+    outcome: Outcome
+    ended_at_seconds: float
+    """By the simulated clock."""
+
+
+class SimulatedRunner:
+    """What runners that run nothing share: the jobs, the simulated clock, faults on demand."""
+
+    def __init__(self) -> None:
+        self.jobs: list[TrialJob] = []
+        self.replayed: list[Replayed] = []
+        self.seconds = 0.0
+        self.faults: dict[Candidate, list[Outcome | BaseException]] = {}
+        """What to answer instead, one for each time that the candidate is run."""
+
+    def clock(self) -> float:
+        """The simulated time."""
+        return self.seconds
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What was run, in order."""
+        return [job.candidate for job in self.jobs]
+
+    def run(self, job: TrialJob, progress: Callable[[Document], None]) -> Outcome:
+        """Answer one trial."""
+        self.jobs.append(job)
+        progress({"phase": "train"})
+        if self.faults.get(job.candidate):
+            fault = self.faults[job.candidate].pop(0)
+            self.seconds += OOM_SECONDS
+            if isinstance(fault, BaseException):
+                raise fault
+            return fault
+        outcome, seconds = self.answer(job)
+        self.seconds += seconds
+        self.replayed.append(Replayed(job.candidate, outcome, self.seconds))
+        return outcome
+
+    def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+        """The outcome of a job and the seconds that it takes."""
+        raise NotImplementedError
+
+
+class RecordedRunner(SimulatedRunner):
+    """Answers from a recorded landscape, and from nothing else.
+
+    A cell that was not recorded is an ``AssertionError`` that names it, but for what follows from
+    the records: a batch above a recorded out-of-memory of the same arm is out of memory too, and so
+    is a recorded one whose allocated bytes exceed the job's cap. ``between=True`` also draws
+    straight lines through the two nearest recorded batches of the same arm: measured peaks are
+    affine in the batch.
+
+    A trial takes what it took when it was recorded, with the effort of a search's own trial; one that
+    a search would cut short (a slow baseline, a candidate far behind) is charged in full. One that
+    runs more micro-steps than were recorded is charged for them.
+    """
+
+    def __init__(self, path: Path, *, between: bool = False) -> None:
+        super().__init__()
+        self.path = path
+        self._between = between
+        self._cells: dict[tuple[Arm, bool], dict[int, Cell]] = {}
+        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        self.meta: Cell = {**_OLDER, **json.loads(first)}
+        if "cap_bytes" not in self.meta:
+            self.meta["cap_bytes"] = int(float(self.meta["allocator_cap_gib"]) * GIB)
+        self.cap_bytes = int(self.meta["cap_bytes"])
+        for line in lines:
+            cell = json.loads(line)
+            candidate = Candidate.from_parameters({"optim": self.meta.get("optim"), **cell})
+            of_arm = self._cells.setdefault((candidate.arm, candidate.accumulates), {})
+            of_arm[candidate.per_device_train_batch_size] = cell
+
+    @property
+    def recorded(self) -> list[tuple[Candidate, Cell]]:
+        """Every recorded cell with its candidate."""
+        return [
+            (Candidate(arm, batch, cell["gradient_accumulation_steps"]), cell)
+            for (arm, _), cells in self._cells.items()
+            for batch, cell in cells.items()
+        ]
+
+    def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+        """See ``SimulatedRunner.answer``."""
+        candidate = job.candidate
+        assert job.cap_bytes <= self.cap_bytes, f"recorded under {self.cap_bytes} bytes, asked for {job.cap_bytes}"
+        cell = self._cell(candidate)
+        seconds = float(cell.get("trial_wall_seconds", OOM_SECONDS))
+        if cell["state"] == "oom" or cell["peak_allocated_mib"] * MIB > job.cap_bytes:
+            return out_of_memory(min(job.cap_bytes, cell.get("peak_reserved_mib", 0) * MIB) or None), seconds
+        reserved_bytes = min(job.cap_bytes, int(cell["peak_reserved_mib"] * MIB))
+        run = micro_steps_run(candidate, job.effort)
+        if run > cell.get("micro_steps_run", run):
+            seconds += cell["phase_seconds"]["train"] * (run / cell["micro_steps_run"] - 1)
+        allocated_bytes = int(cell["peak_allocated_mib"] * MIB)
+        return Completed(measurement(candidate, cell["step_seconds"], allocated_bytes, reserved_bytes, run)), seconds
+
+    def _cell(self, candidate: Candidate) -> Cell:
+        batch = candidate.per_device_train_batch_size
+        cells = self._cells.get((candidate.arm, candidate.accumulates), {})
+        cell = cells.get(batch)
+        if cell is not None and cell["gradient_accumulation_steps"] == candidate.gradient_accumulation_steps:
+            return cell
+        if any(other["state"] == "oom" and at < batch for at, other in cells.items()):
+            return {"state": "oom"}
+        fitting = {at: other for at, other in cells.items() if other["state"] == "ok"}
+        if self._between and not candidate.accumulates and len(fitting) >= 2:
+            return _on_the_line(batch, fitting)
+        raise AssertionError(f"not recorded: {candidate.describe()}")
+
+
+def _on_the_line(batch: int, cells: dict[int, Cell]) -> Cell:
+    """A cell on the straight line through the two recorded batches nearest to this one."""
+    one, other = sorted(sorted(cells, key=lambda at: abs(at - batch))[:2])
+    share = (batch - one) / (other - one)
+    names = ("step_seconds", "peak_allocated_mib", "peak_reserved_mib", "trial_wall_seconds")
+    return {"state": "ok", **{n: cells[one][n] + share * (cells[other][n] - cells[one][n]) for n in names}}
+
+
+def job_of(candidate: Candidate, cap_bytes: int, effort: Effort | None = None) -> TrialJob:
+    """A job as a search makes it."""
+    return TrialJob("0" * 32, candidate, cap_bytes, effort or Effort(), seed=42, timeout_seconds=60, log_path="")
+
+
+# A search over a landscape
+
+
+def ceiling_of(runner: RecordedRunner) -> Ceiling:
+    """The ceiling that a landscape was recorded under; for the older form that of a 24 GiB card, which is below it."""
+    if "ceiling" in runner.meta:
+        return Ceiling.from_document(runner.meta["ceiling"])
+    contexts = (cell["cuda_context_mib"] for _, cell in runner.recorded if "cuda_context_mib" in cell)
+    return Ceiling(24 * GIB, 139 * GIB, next(contexts) * MIB, Headroom())
+
+
+def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared:
+    """The search that the landscape is the whole grid of, on the machine that it was recorded on."""
+    meta, ceiling = runner.meta, ceiling_of(runner)
+    facts = {"task": meta.get("task"), "seq_len": meta.get("seq_len"), **meta["workload"]}
+    workload = Workload.from_document({**facts, "config": resolve_model(facts["model"]).config})
+    environment = {"packages": {}, "driver": meta.get("driver"), **meta["environment"]}
+    device = Device(
+        kind="cuda",
+        index=0,
+        uuid=environment.get("device_uuid", "GPU-0"),
+        name=environment["device_name"],
+        memory_total_bytes=environment["device_memory_bytes"],
+        memory_reserved_bytes=0,
+        memory_used_bytes=0,
+        memory_free_bytes=ceiling.free_bytes,
+        driver=environment["driver"],
+        capability=tuple(environment["device_capability"]),
+    )
+    request = SearchRequest(
+        workload=workload,
+        device=device,
+        effective_batch=64,
+        memory_limit_bytes=ceiling.limit_bytes,
+        seed=seed,
+        study=study,
+    )
+    inspected = {"environment": environment, "model": meta["model"], "chip": CHIPS["h200"].document()}
+    prepared = prepare(request, {"context_bytes": ceiling.context_bytes, **inspected})
+    recorded = {candidate.arm for candidate, _ in runner.recorded}
+    arms = tuple(arm for arm in prepared.space.arms if arm in recorded)
+    return replace(prepared, space=Space(arms, prepared.space.batches), ceiling=ceiling)
+
+
+def predictions_path(landscape: Path) -> Path:
+    """Where the predictions for a landscape lie, whichever folder it is in."""
+    return ROOT / "studies" / "landscapes" / f"{landscape.stem}.predictions.json"
+
+
+class RecordedPredictions:
+    """A ``Submitter`` that answers from a file; a question that is not there is answered as by a process that failed.
+
+    The first answer moves the clock on by the seconds that a search waits for its predictions.
+    """
+
+    def __init__(self, path: Path, runner: SimulatedRunner, wait_seconds: float) -> None:
+        answers = json.loads(path.read_text(encoding="utf-8"))["answers"] if path.exists() else []
+        self._answers = {_key(answer["question"]): answer["result"] for answer in answers}
+        self._submitted: dict[str, Document] = {}
+        self._runner = runner
+        self._wait_seconds = wait_seconds if answers else 0.0
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        """See ``autotune.forecast.Submitter``."""
+        result = self._answers.get(_key(details))
+        self._submitted[job_id] = {"exit_code": 1} if result is None else {"result": result}
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        """See ``autotune.forecast.Submitter``. Nothing ends before somebody waits for it."""
+        if wait_seconds <= 0:
+            return {}
+        self._runner.seconds += self._wait_seconds
+        self._wait_seconds = 0.0
+        ended, self._submitted = self._submitted, {}
+        return ended
+
+
+def _key(question: Document) -> str:
+    """What distinguishes one question from another."""
+    names = ("arm", "accumulates", "batches", "multiple", "cap_bytes", "line_bytes")
+    known = {name: question[name] for name in names}
+    return json.dumps({**known, "arm": dataclasses.asdict(Arm(**question["arm"]))}, sort_keys=True)
+
+
+def feasible(runner: RecordedRunner, ceiling: Ceiling) -> Iterator[tuple[Candidate, Cell]]:
+    """Recorded cells that completed and stay under the line."""
+    for candidate, cell in runner.recorded:
+        if cell["state"] == "ok" and ceiling.fits(cell["peak_reserved_mib"] * MIB):
+            yield candidate, cell

@@ -1,0 +1,128 @@
+"""What searches of recorded landscapes cost today, so that a change that makes them dearer is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench import OURS, Run, search
+from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
+from searching import new_store
+
+from autotune.preparation import forecast_of
+from autotune.store import Store
+from autotune.trial import Arm, Candidate, Effort
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHIN = 0.01
+
+# Trials and out-of-memory trials: until one is within 1 % of the best, and until the search ends.
+# Where a change needs fewer, lower them; a new landscape needs a line in both.
+Bounds = tuple[tuple[int, int], tuple[int, int]]
+WITH_PREDICTIONS: dict[str, Bounds] = {
+    "Qwen2.5-0.5B": ((2, 1), (6, 2)),
+    "bert-large-uncased": ((2, 0), (5, 0)),
+    "gpt2-medium": ((2, 1), (5, 1)),
+    "roberta-base": ((2, 0), (6, 0)),
+    "vit-large-patch16-224": ((2, 0), (6, 0)),
+}
+WITHOUT_PREDICTIONS: dict[str, Bounds] = {
+    "Qwen2.5-0.5B": ((5, 4), (12, 8)),
+    "bert-large-uncased": ((2, 0), (7, 2)),
+    "gpt2-medium": ((8, 7), (12, 8)),
+    "roberta-base": ((3, 0), (6, 0)),
+    "vit-large-patch16-224": ((3, 0), (6, 0)),
+}
+
+
+def model_of(path: Path) -> str:
+    return path.name.split("_")[0]
+
+
+LANDSCAPES = {model_of(path): path for path in landscapes()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+def assert_no_dearer(run: Run, bounds: Bounds) -> None:
+    to_goal, to_end = bounds
+    assert run.reached is not None
+    assert run.reached.trials <= to_goal[0]
+    assert run.reached.out_of_memory <= to_goal[1]
+    assert run.ended.trials <= to_end[0]
+    assert run.ended.out_of_memory <= to_end[1]
+    assert run.answer is not None
+    assert run.answer >= 1 - WITHIN
+
+
+def test_every_landscape_has_bounds() -> None:
+    assert set(WITH_PREDICTIONS) == set(WITHOUT_PREDICTIONS) == set(LANDSCAPES)
+
+
+@pytest.mark.parametrize("model", WITH_PREDICTIONS)
+def test_a_search_with_predictions_needs_no_more_trials_than_it_did(model: str, store: Store) -> None:
+    run = search(LANDSCAPES[model], store, 42, WITHIN, prediction_seconds=5.0)
+    assert_no_dearer(run, WITH_PREDICTIONS[model])
+
+
+@pytest.mark.parametrize("model", WITHOUT_PREDICTIONS)
+def test_a_search_without_predictions_needs_no_more_trials_than_it_did(model: str, store: Store) -> None:
+    run = search(LANDSCAPES[model], store, 42, WITHIN, prediction_seconds=None)
+    assert_no_dearer(run, WITHOUT_PREDICTIONS[model])
+
+
+@pytest.mark.parametrize("path", landscapes(), ids=model_of)
+def test_every_question_of_a_search_was_answered(path: Path) -> None:
+    """Else the predictions must be recorded anew: ``python studies/predictions.py``."""
+    runner = RecordedRunner(path)
+    forecast = forecast_of(prepared_for(runner, "bench"), RecordedPredictions(predictions_path(path), runner, 7.0))
+    assert forecast is not None
+    forecast.complete()
+    assert forecast.answered > 0
+    assert forecast.unanswered == []
+    assert runner.seconds == 7.0
+
+
+def test_the_wait_for_predictions_is_charged_once(store: Store) -> None:
+    path = LANDSCAPES["roberta-base"]
+    free, charged = (search(path, store, seed, WITHIN, prediction_seconds=s) for seed, s in ((1, 0.0), (2, 9.0)))
+    assert free.ended.trials == charged.ended.trials
+    assert charged.ended.seconds == pytest.approx(free.ended.seconds + 9.0)
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """As ``make bench`` runs it, with one landscape and one seed; what scipy is needed for may be missing."""
+    path = LANDSCAPES["roberta-base"]
+    file = tmp_path / "bench.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [str(ROOT / "studies" / "bench.py"), str(path), "--seeds", "1", "--json", str(file)]
+    ended = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = {row["sampler"]: row for row in json.loads(file.read_text())["rows"]}
+    assert {OURS, "TPE", "random", "grid", "whole grid"} <= set(rows)
+    assert rows["whole grid"]["trials"]["median"] == 32
+    assert rows["grid"]["trials"]["worst"] <= 32
+    assert rows[OURS]["times_ours"] == 1.0
+    assert "| roberta-base " in ended.stdout
+
+
+def test_a_trial_in_full_is_charged_for_the_micro_steps_that_were_not_recorded() -> None:
+    """8 × 8 was recorded with three micro-steps a step in 2.1 s; in full it took a search 4.5 s on such a GPU."""
+    runner = RecordedRunner(LANDSCAPES["Qwen2.5-0.5B"])
+    winner = Candidate(Arm("bf16"), 8, 8)
+    for effort in (Effort(), Effort(max_micro_steps=8)):
+        runner.run(job_of(winner, runner.cap_bytes, effort), lambda _: None)
+    short, in_full = (trial.ended_at_seconds for trial in runner.replayed)
+    assert short == pytest.approx(2.103)
+    assert in_full - short == pytest.approx(4.5, rel=0.1)
