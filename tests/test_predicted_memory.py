@@ -38,8 +38,8 @@ def test_peak_allocated_is_within_a_hundredth(cells: list[dict[str, Any]]) -> No
 
 def test_peak_reserved_is_near(cells: list[dict[str, Any]]) -> None:
     errors = [abs(cell["reserved_mib"] / cell["measured_reserved_mib"] - 1) for cell in cells]
-    assert statistics.median(errors) < 0.02
-    assert max(errors) < 0.12
+    assert statistics.median(errors) < 0.005
+    assert max(errors) < 0.1
 
 
 def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
@@ -49,6 +49,7 @@ def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
         if cell["largest"] is not None
     }
     assert len(arms) == 16
-    off = [abs(predicted - measured) / measured for predicted, measured in arms.values()]
-    assert max(off) < 0.09
-    assert statistics.median(off) < 0.03
+    multiples_off = [(predicted - measured) // 8 for predicted, measured in arms.values()]
+    assert max(multiples_off) <= 1
+    assert min(multiples_off) >= -3
+    assert multiples_off.count(0) >= 10
