@@ -286,10 +286,9 @@ class RecordedPredictions:
 
 
 def _key(question: Document) -> str:
-    """What distinguishes one question from another."""
-    names = ("arm", "accumulates", "batches", "multiple", "cap_bytes", "line_bytes")
-    known = {name: question[name] for name in names}
-    return json.dumps({**known, "arm": dataclasses.asdict(Arm(**question["arm"]))}, sort_keys=True)
+    """What distinguishes one question of a landscape's from another: all but the GPU, which is the same."""
+    asked = {name: value for name, value in question.items() if name != "chip"}
+    return json.dumps({**asked, "arm": dataclasses.asdict(Arm(**question["arm"]))}, sort_keys=True)
 
 
 def feasible(runner: RecordedRunner, ceiling: Ceiling) -> Iterator[tuple[Candidate, Cell]]:
