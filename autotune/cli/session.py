@@ -17,11 +17,11 @@ import click
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
+from autotune.loop import Interruption, Search
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report, report_document, summary_lines
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
-from autotune.search import Interruption, Search
 from autotune.store import Store, StudyRecord, open_store, resolve_location
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
