@@ -82,7 +82,7 @@ class LossComparison:
         """
         factor = self.candidate.gradient_accumulation_steps / self.reference.gradient_accumulation_steps
         is_so = factor != 1 and self._difference("losses", factor) <= self.loss_tolerance
-        return factor if is_so else None
+        return factor if is_so and not self.is_same else None
 
     def _difference(self, what: str, factor: float) -> float:
         """The largest of ``|candidate / factor - reference| / |reference|``; infinite where one is no number."""
@@ -99,10 +99,12 @@ class LossComparison:
         """The finding in one line."""
         against = f"{self.candidate.describe()} against {self.reference.describe()}"
         over = f"over {self.steps} steps without dropout"
-        if self.accumulation_factor is not None:
+        factor = self.accumulation_factor
+        if factor is not None:
             return (
-                f"different training: {against} has losses and gradients {self.accumulation_factor:g} times as large "
-                f"{over}, as its accumulation is: neither model nor Trainer divides by it"
+                f"different training: {against} has losses and gradients {factor:g} times as large {over}, as its "
+                f"accumulation is: neither model nor Trainer divides by it; divided, losses differ by at most "
+                f"{self._difference('losses', factor):.2g} ({self.loss_tolerance:.2g} allowed)"
             )
         return (
             f"{'the same training' if self.is_same else 'different training'}: {against}: {over} losses differ by at "
@@ -154,9 +156,9 @@ def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparis
     """Train winner and reference a few steps each, in processes of their own; smaller batches where memory ends."""
     if steps < 1:
         raise InvalidRequestError(f"--same-loss {steps} compares nothing", "use 1 or more")
-    candidate = subject.best.candidate
-    baseline = Arm(attn_implementation=candidate.arm.attn_implementation)
-    reference = reference_of(candidate, baseline)
+    candidate, baseline = subject.best.candidate, subject.report.baseline
+    plain = Arm(attn_implementation=candidate.arm.attn_implementation)
+    reference = reference_of(candidate, baseline.candidate.arm if baseline else plain)
     curve = _curve(subject, candidate, steps, log_path)
     if curve["state"] != "completed":
         raise TrialServerError(f"the winner did not train: {curve['message']}", f"its log is {log_path}")
