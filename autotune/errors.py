@@ -72,10 +72,10 @@ class UnknownStudyError(AutotuneError):
 class PromiseMissedError(AutotuneError):
     """A stock run was slower or needed more memory than the search promised."""
 
-    exit_code = 10
+    exit_code = 11
 
 
 class DifferentTrainingError(AutotuneError):
     """The loss of the winner's first steps is not that of the baseline's."""
 
-    exit_code = 11
+    exit_code = 12

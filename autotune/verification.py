@@ -32,6 +32,8 @@ CPU_SLACK_BYTES = 96 * MIB
 # Imports took 10 s on a cold disk; evaluating and writing a checkpoint of a few GiB may take minutes.
 _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
+# What a workload may say beyond model and shape, none of which the stock process builds.
+_NOT_RUN = {"source": "code of its own", "data": "data of its own"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
 
     Raises ``NoResultError`` where the study has no winner and ``InvalidRequestError`` where the file is not its export.
     """
+    for what, name in _NOT_RUN.items():
+        if report.workload.get(what):
+            raise InvalidRequestError(
+                f"the study {report.study.name!r} was searched with {name}, which verify does not run",
+                "train with the export as usual; the Trainer's log tells samples a second",
+            )
     export = make_export(report)
     best, promised = report.best, measurement(report.best)
     assert best is not None, "an export has a winner"

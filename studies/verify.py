@@ -23,7 +23,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "gpt2-medium": ("--seq-len", "1024"),
 }
 # What was promised was not kept, or the losses differ: findings, not failures of the command.
-_FINDINGS = (10, 11)
+_FINDINGS = (11, 12)
 
 
 def _run(*words: str) -> dict[str, Any]:
