@@ -124,8 +124,11 @@ def test_a_process_that_says_nothing_is_an_error(tmp_path: Path, cpu: Device) ->
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeps_for_long.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     with pytest.raises(TrialServerError, match="no answer came within 1 s"):
         run_fresh("sleeps_for_long", {"workload": {"weights": None}}, cpu, tmp_path / "log", 1.0)
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 # The same training

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +29,27 @@ def run_fresh(
     timeout_seconds: float,
     variables: Mapping[str, str] | None = None,
 ) -> Document:
-    """Run ``python -m module`` on a job and return what it answers; no process is left, however it ends.
+    """Run ``python -m module`` on a job and return what it answers; no process and no file of it is left.
 
-    The process sees ``device`` alone and has ``variables`` in its environment. Raises ``TrialServerError`` where no
-    answer comes in time.
+    The job gets ``output_dir``, an empty temporary folder. The process sees ``device`` alone and has ``variables`` in
+    its environment. Raises ``TrialServerError`` where no answer comes in time.
     """
+    with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
+        said = _said_by(module, {**job, "output_dir": folder}, device, log_path, timeout_seconds, variables or {})
+    if said is None:
+        raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {log_path}")
+    try:
+        answer: Document = json.loads(said)
+    except ValueError as error:
+        last = tail(log_path, 1) or "it said nothing"
+        raise TrialServerError(f"the process ended without an answer: {last}", f"see {log_path}") from error
+    return answer
+
+
+def _said_by(
+    module: str, job: Document, device: Device, log_path: Path, timeout_seconds: float, variables: Mapping[str, str]
+) -> bytes | None:
+    """All that the process wrote to its pipe; ``None`` where it took too long. It has ended by then."""
     read_fd, write_fd = os.pipe()
     environment = server_environment(device, os.environ, offline=job["workload"]["weights"] is None)
     try:
@@ -44,7 +61,7 @@ def run_fresh(
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                env={**environment, **(variables or {})},
+                env={**environment, **variables},
                 # Ctrl-C in a terminal reaches the whole foreground group; who waits here decides.
                 start_new_session=True,
             )
@@ -58,20 +75,12 @@ def run_fresh(
         # One that ended at once has closed its end; its log says why.
         with contextlib.suppress(OSError), process.stdin:
             process.stdin.write(json.dumps(job).encode() + b"\n")
-        said = _read_to_end(read_fd, time.monotonic() + timeout_seconds)
+        return _read_to_end(read_fd, time.monotonic() + timeout_seconds)
     finally:
         os.close(read_fd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if said is None:
-        raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {log_path}")
-    try:
-        answer: Document = json.loads(said)
-    except ValueError as error:
-        last = tail(log_path, 1) or "it said nothing"
-        raise TrialServerError(f"the process ended without an answer: {last}", f"see {log_path}") from error
-    return answer
 
 
 def _read_to_end(fd: int, deadline: float) -> bytes | None:

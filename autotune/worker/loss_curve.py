@@ -6,9 +6,7 @@ seed, two candidates of the same samples a step begin with the same weights and 
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from typing import Any
 
 from transformers import TrainerCallback
@@ -65,14 +63,13 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
 
 def run_curve(job: Document) -> Document:
     """Train ``job["steps"]`` steps; ``losses`` and ``gradient_norms`` of each, or how it failed."""
-    output_dir = tempfile.mkdtemp(prefix="autotune-losses-")
     meter = open_meter(job["device_kind"], job["device_uuid"])
     if job["cap_bytes"] is not None:
         meter.limit(job["cap_bytes"])
     try:
         calm = {**job, "workload": without_dropout(Workload.from_document(job["workload"]))}
         curve = _Curve(int(job["arguments"]["gradient_accumulation_steps"]))
-        arguments = {"output_dir": output_dir, "save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
+        arguments = {"logging_strategy": "steps", "logging_steps": 1}
         trainer = build_trainer(calm, meter, arguments, [curve])
         curve.scaler = scaler = trainer.accelerator.scaler
         if scaler is not None and scaler.is_enabled():
@@ -91,8 +88,6 @@ def run_curve(job: Document) -> Document:
         outcome = classify(error, during="train", on_cpu=job["device_kind"] == "cpu", memory=memory)
         print(getattr(outcome, "traceback", outcome.message), file=sys.stderr)
         return {"state": outcome.state, "message": outcome.message, "during": outcome.during}
-    finally:
-        shutil.rmtree(output_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,21 +102,18 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 def run_stock(job: Document) -> Document:
     """Train ``job["steps"]`` optimizer steps; what was seen, or how it failed, as JSON-ready data."""
-    output_dir = tempfile.mkdtemp(prefix="autotune-verify-")
     meter = open_meter(job["device_kind"], job["device_uuid"])
     if job["cap_bytes"] is not None:
         meter.limit(job["cap_bytes"])
     watch = _Watch(meter, job["steps"], job["evaluates"])
     try:
-        return {"state": "completed", "packages": package_versions(), **_train(job, meter, watch, output_dir)}
+        return {"state": "completed", "packages": package_versions(), **_train(job, meter, watch)}
     except Exception as error:
         allocated, reserved = meter.peaks()
         memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": job["cap_bytes"]}
         outcome = classify(error, during=watch.during, on_cpu=job["device_kind"] == "cpu", memory=memory)
         print(getattr(outcome, "traceback", outcome.message), file=sys.stderr)
         return {"state": outcome.state, "message": outcome.message, "during": outcome.during, **memory}
-    finally:
-        shutil.rmtree(output_dir, ignore_errors=True)
 
 
 def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: list[Any]) -> Any:
@@ -127,6 +122,7 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     workload = Workload.from_document(job["workload"])
     model = build_model(workload, job["attn_implementation"], meter.device)
     fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
+    fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
     made = TrainingArguments(**{**job["arguments"], **fixed, **arguments})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
@@ -141,8 +137,8 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     )
 
 
-def _train(job: Document, meter: Meter, watch: _Watch, output_dir: str) -> Document:
-    trainer = build_trainer(job, meter, {"output_dir": output_dir, "save_strategy": "no"}, [watch])
+def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
+    trainer = build_trainer(job, meter, {}, [watch])
     losses = LossWatch(trainer)
     trainer.train()
     made = trainer.args

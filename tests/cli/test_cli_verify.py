@@ -75,6 +75,17 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
     assert "kept" not in ran.stdout
 
 
+def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> None:
+    """Under the cap that the study is said to have emulated: real memory runs out."""
+    storage = doctored("autotune_studies.ceiling", lambda ceiling: ceiling.update({"limit_bytes": 48 * 1024**2}))
+    ran = run_process("verify", "tiny", "--steps", "20", "--storage", storage, "--json", folder=tmp_path)
+    assert ran.code == 11, ran.stderr
+    assert "memory ran out during training" in ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["obtained"]["state"] == "out_of_memory"
+    assert document["cap_bytes"] == 48 * 1024**2
+
+
 def refused(ran: Ran, code: int, *said: str) -> None:
     """Ended with this code and these words, nothing on stdout."""
     assert ran.code == code, ran.stderr
