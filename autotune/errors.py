@@ -67,3 +67,15 @@ class UnknownStudyError(AutotuneError):
     """The database holds no study of this name."""
 
     exit_code = 9
+
+
+class PromiseMissedError(AutotuneError):
+    """A stock run was slower or needed more memory than the search promised."""
+
+    exit_code = 11
+
+
+class DifferentTrainingError(AutotuneError):
+    """The loss of the winner's first steps is not that of the baseline's."""
+
+    exit_code = 12

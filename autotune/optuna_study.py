@@ -163,6 +163,10 @@ def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float]:
         attributes["samples_per_second"] = measured.samples_per_second
         attributes["step_seconds"] = measured.step_seconds
         attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
+        if measured.joules_per_sample is not None:
+            attributes["joules_per_sample"] = measured.joules_per_sample
+        if measured.skipped_steps is not None:
+            attributes["skipped_steps"] = measured.skipped_steps
     elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
         attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
     return attributes

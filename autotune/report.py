@@ -88,7 +88,7 @@ def verdict(report: Report, trial: TrialRecord) -> str:
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason, message=message):
-            return f"failed: {message}" if reason == "error" else f"{reason}: {message}"
+            return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
         case _ if not report.feasible(trial):
             return "low headroom"
     if trial.id == report.study.baseline_trial_id:
@@ -126,6 +126,8 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "headroom_bytes": report.ceiling.cap_bytes - reserved if measured and reserved is not None else None,
         "device_used_bytes": measured.device_used_bytes if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
+        "skipped_steps": measured.skipped_steps if measured else None,
+        "joules_per_sample": measured.joules_per_sample if measured else None,
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
         "seconds": trial.seconds,
@@ -260,6 +262,9 @@ def summary_lines(report: Report) -> list[str]:
         f"  {format_bytes(measured.peak_reserved_bytes)} of {format_bytes(cap)} reserved at the peak, measured; "
         f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
     )
+    if measured.joules_per_sample is not None:
+        watts = measured.joules_per_sample * measured.samples_per_second
+        lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]

@@ -122,6 +122,10 @@ class Measurement:
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
+    skipped_steps: int | None = None
+    """Of warm-up and measured steps, those whose update fp16's gradient scaler left out; 0 without a scaler."""
+    joules_per_sample: float | None = None
+    """Mean power of the whole device while steps were measured, as NVML counts it, times seconds a sample."""
 
 
 PhaseSeconds = dict[str, float]
@@ -150,7 +154,7 @@ class OutOfMemory:
     state: Literal["out_of_memory"] = "out_of_memory"
 
 
-FailureReason = Literal["error", "timeout", "killed", "lost", "malformed"]
+FailureReason = Literal["error", "timeout", "killed", "lost", "malformed", "non_finite"]
 
 
 @dataclass(frozen=True, slots=True)

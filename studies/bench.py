@@ -57,7 +57,7 @@ from autotune.device import Ceiling
 from autotune.history import History
 from autotune.optuna_study import over_line_gib
 from autotune.preparation import Prepared, forecast_of
-from autotune.search import Search
+from autotune.loop import Search
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
 from autotune.trial import Candidate, Completed, Document, OutOfMemory
 

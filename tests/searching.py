@@ -13,9 +13,9 @@ from recorded import ComputedRunner, RecordedRunner
 
 from autotune.device import Ceiling, Device, Headroom
 from autotune.history import History
+from autotune.loop import Interruption, Search
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
-from autotune.search import Interruption, Search
 from autotune.space import choose_arms
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
 from autotune.trial import Arm, Candidate, Document, Precision

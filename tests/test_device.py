@@ -335,6 +335,20 @@ class TestUsedBytes:
         errors = "nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15"
         assert either_machine.ask(code, STAND_IN_ERRORS=errors) == [None, None, None]
 
+    def test_energy_is_told_in_joules(self, machine: Machine) -> None:
+        read = f"device_energy_joules('{uuid_of(0)}')"
+        code = f"from autotune.device import device_energy_joules\nanswer = [{read}, {read}]"
+        assert machine.ask(code) == [7000.0, 7300.0]
+
+    def test_energy_is_absent_where_it_is_not_counted(self, machine: Machine, old_machine: Machine) -> None:
+        code = (
+            "from autotune.device import device_energy_joules as read\n"
+            f"answer = [read(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
+        )
+        assert machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetTotalEnergyConsumption:0=3") == [None] * 4
+        assert old_machine.ask(code) == [None] * 4
+        assert machine.ask(code, STAND_IN_ERRORS="nvmlInit=12") == [None] * 4
+
     def test_a_forked_child_opens_its_own(self, either_machine: Machine) -> None:
         code = f"""
 before = device_used_bytes("{uuid_of(0)}")

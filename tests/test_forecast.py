@@ -11,9 +11,9 @@ from searching import FACTS, RecordingObserver, new_store, request
 
 from autotune.device.chips import CHIPS, Chip
 from autotune.forecast import Forecast
+from autotune.loop import Search
 from autotune.memory import MemoryModel, Question, questions
 from autotune.preparation import Prepared, forecast_of, prepare
-from autotune.search import Search
 from autotune.store import Store
 from autotune.trial import Arm, Candidate, Completed, Document, Measurement
 from autotune.units import MIB

@@ -22,6 +22,7 @@ _COMMANDS = {
     "show": "autotune.cli.studies",
     "studies": "autotune.cli.studies",
     "export": "autotune.cli.export",
+    "verify": "autotune.cli.verify",
     "dashboard": "autotune.cli.dashboard",
     "devices": "autotune.cli.devices",
     "models": "autotune.cli.models",

@@ -90,11 +90,11 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple
 
 def _predicted(target: tuple[Chip, int], options: dict[str, Any]) -> dict[str, Any]:
     """One chip's predictions, as a document."""
-    from autotune.cli.workload import build_workload
     from autotune.device import Device, Headroom, find_device
     from autotune.device.chips import TYPICAL_CONTEXT_BYTES
     from autotune.forecast import Forecast
     from autotune.memory import questions
+    from autotune.options import build_workload
     from autotune.preparation import prepare
     from autotune.request import SearchRequest
     from autotune.runner import LocalRunner

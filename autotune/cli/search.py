@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -19,9 +19,6 @@ from autotune.cli.options import (
     storage_option,
     words,
 )
-
-if TYPE_CHECKING:
-    from autotune.request import SearchRequest
 
 _TASKS = (
     "sequence-classification",
@@ -44,6 +41,7 @@ class _SearchCommand(SectionedCommand):
             "time_budget",
             "trial_timeout",
             "no_baseline",
+            "verify",
             "sampler",
             "seed",
         ),
@@ -137,6 +135,7 @@ class _SearchCommand(SectionedCommand):
 )
 @click.option("--pretrained", is_flag=True, help="Load real weights; speed and memory do not depend on them.")
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
+@click.option("--verify", is_flag=True, help="At the end, have a stock Trainer show that the result is true.")
 @json_option
 @click.pass_context
 def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
@@ -147,44 +146,24 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
       autotune search --model gpt2 --effective-batch 64 --memory-limit 24GiB
       autotune search --model bert-large-uncased --objective max-batch
     """
-    request = _request(options)
+    from autotune.options import build_request
+
+    verifies = options.pop("verify")
+    request = build_request(options)
     request.check()
     from autotune.cli.session import print_result, run_search
 
     study, report = run_search(request, storage)
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
-    print_result(report, as_json=as_json, storage=storage if is_named else None)
+    shown_storage = storage if is_named else None
     if study.state == "interrupted":
         from autotune.cli.main import INTERRUPTED
 
+        print_result(report, as_json=as_json, storage=shown_storage)
         ctx.exit(INTERRUPTED)
+    if verifies:
+        from autotune.cli.verify import print_verified
 
-
-def _request(options: dict[str, Any]) -> SearchRequest:
-    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
-    from autotune.cli.workload import build_workload
-    from autotune.device import Headroom, find_device
-    from autotune.request import SearchRequest
-
-    workload = build_workload(options)
-    return SearchRequest(
-        workload=workload,
-        device=find_device(options["device"]),
-        effective_batch=options["effective_batch"],
-        world_size=options["world_size"],
-        batch_multiple=options["batch_multiple"],
-        objective=options["objective"],
-        precisions=options["precision"],
-        gradient_checkpointing=options["gradient_checkpointing"],
-        attn_implementations=options["attn"],
-        optims=options["optim"],
-        memory_limit_bytes=options["memory_limit"],
-        headroom=options["headroom"] or Headroom(),
-        trials=options["trials"],
-        time_budget_seconds=options["time_budget"],
-        sampler=options["sampler"],
-        seed=options["seed"],
-        trial_timeout_seconds=options["trial_timeout"],
-        measure_baseline=not options["no_baseline"],
-        study=options["study"],
-    )
+        print_verified(report, storage, as_json=as_json, shown_storage=shown_storage)
+    else:
+        print_result(report, as_json=as_json, storage=shown_storage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.device.facts import CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.device.listing import find_device, list_devices
-from autotune.device.nvml import device_used_bytes, nvml_problem
+from autotune.device.nvml import device_energy_joules, device_used_bytes, nvml_problem
 
 __all__ = [
     "CPU_UUID",
@@ -20,6 +20,7 @@ __all__ = [
     "Headroom",
     "Neighbour",
     "Precision",
+    "device_energy_joules",
     "device_used_bytes",
     "find_device",
     "list_devices",

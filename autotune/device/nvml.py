@@ -81,6 +81,18 @@ class NvmlSession:
             return None
         return None if memory is None else memory[2]
 
+    def energy_joules(self, uuid: str) -> float | None:
+        """Energy that a GPU has used since its driver was loaded (Volta and later); ``None`` where it does not say."""
+        if self._binding is None:
+            return None
+        try:
+            if uuid not in self._handles:
+                self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
+        except self._errors:
+            return None
+        millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", self._handles[uuid])
+        return None if millijoules is None else float(millijoules) / 1000
+
     def _handle_at(self, position: int) -> Any:
         """The handle of the GPU that nvidia-smi shows at a position; ``None``, with a note, if it cannot be had."""
         try:
@@ -210,6 +222,14 @@ def device_used_bytes(uuid: str) -> int | None:
     Cheap enough to call between steps: NVML and the GPU's handle are kept from call to call.
     """
     return current_session().used_bytes(uuid)
+
+
+def device_energy_joules(uuid: str) -> float | None:
+    """Energy that a whole GPU has used since its driver was loaded; ``None`` where NVML gives no answer.
+
+    The difference of two readings is what was used between them, by all processes.
+    """
+    return current_session().energy_joules(uuid)
 
 
 def nvml_problem() -> str | None:

@@ -27,6 +27,11 @@ def _version(package: str) -> str | None:
         return None
 
 
+def package_versions() -> dict[str, str | None]:
+    """The versions of the libraries on which a measurement depends; ``None`` for one that is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
 def _context_bytes(uuid: str) -> int:
     """What a process holds on the GPU before it has a single tensor: the CUDA context.
 
@@ -78,7 +83,7 @@ def inspect(job: Document) -> Document:
         "optims": sorted(name.value for name in OptimizerNames),
         "environment": {
             "python": platform.python_version(),
-            "packages": {name: _version(name) for name in _PACKAGES},
+            "packages": package_versions(),
             "cuda": torch.version.cuda if job["device_kind"] == "cuda" else None,
             "training_arguments_fields": sorted(f.name for f in dataclasses.fields(TrainingArguments)),
         },

@@ -11,10 +11,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from autotune.trial import Candidate, Effort, Measurement
+from autotune.worker.losses import skipped_steps
 from autotune.worker.meter import Meter
 
 # The standard error of a median is 1.253 times that of a mean (normal noise); 1.96 gives 95 %.
 _MEDIAN_HALF_WIDTH = 1.96 * 1.2533
+# NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show.
+_LEAST_ENERGY_SECONDS = 0.5
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
@@ -67,10 +70,14 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = 0.0
         self._begin = 0.0
         self._first_reserved: int | None = None
+        self._scaler: Any = None
+        self._joules_before: float | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The clock of the first step starts here."""
+        self._scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         self._meter.synchronize()
+        self._begin_measuring(len(self._warmup))
         self._previous_end = time.perf_counter()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -104,6 +111,14 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if self._enough():
             control.should_training_stop = True
             self._on_enough(self.measurement())
+        elif not warm:
+            self._begin_measuring(len(self._warmup))
+
+    def _begin_measuring(self, warm: int) -> None:
+        """Read the energy once the last warm-up step is over; the reading belongs to no step's time."""
+        if warm == self._effort.warmup_steps:
+            self._joules_before = self._meter.energy_joules()
+            self._previous_end = time.perf_counter()
 
     def _taken_down(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
@@ -140,6 +155,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         whole = [self._whole_step_seconds(step) for step in self._measured]
         median = statistics.median(whole)
         allocated, reserved = self._meter.peaks()
+        joules_per_sample = self._joules_per_sample(median)
         run = micro_steps_to_run(self._candidate, self._effort)
         data = statistics.median(step.data_seconds for step in self._measured)
         return Measurement(
@@ -156,4 +172,13 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             device_used_bytes=self._meter.device_used_bytes(),
             peak_reserved_first_step_bytes=self._first_reserved,
             allocation_retries=self._meter.allocation_retries(),
+            skipped_steps=skipped_steps(self._scaler),
+            joules_per_sample=joules_per_sample,
         )
+
+    def _joules_per_sample(self, step_seconds: float) -> float | None:
+        """Mean power over the measured steps times the seconds that a sample takes, micro-steps left out included."""
+        after, run_seconds = self._meter.energy_joules(), sum(step.seconds for step in self._measured)
+        if after is None or self._joules_before is None or run_seconds < _LEAST_ENERGY_SECONDS:
+            return None
+        return (after - self._joules_before) / run_seconds * step_seconds / self._candidate.samples_per_step

@@ -42,6 +42,9 @@ class Meter(Protocol):
     def device_used_bytes(self) -> int | None:
         """All memory in use on the device, whoever holds it; ``None`` where unknown."""
 
+    def energy_joules(self) -> float | None:
+        """What the device has used since some moment in the past, all processes; ``None`` where unknown."""
+
 
 class CudaMeter:
     """CUDA events, the caching allocator's statistics, NVML."""
@@ -79,6 +82,9 @@ class CudaMeter:
 
     def device_used_bytes(self) -> int | None:
         return device_facts.device_used_bytes(self._uuid)
+
+    def energy_joules(self) -> float | None:
+        return device_facts.device_energy_joules(self._uuid)
 
 
 def _status_bytes(field: str) -> int:
@@ -144,6 +150,9 @@ class CpuMeter:
         return None
 
     def device_used_bytes(self) -> int | None:
+        return None
+
+    def energy_joules(self) -> float | None:
         return None
 
 

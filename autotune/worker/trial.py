@@ -18,6 +18,7 @@ from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measu
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
+from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.meter import Meter, open_meter
 from autotune.workload import Workload
@@ -115,8 +116,11 @@ class _Trial:
         trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        watch = LossWatch(trainer)
         self._phases.enter("train")
         loss = trainer.train().training_loss
+        if (problem := watch.problem()) is not None:
+            return Failed("non_finite", problem, during="train")
         if not results:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return Completed(dataclasses.replace(results[0], train_loss=loss))

@@ -12,8 +12,9 @@ from command_line import run_within
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotune.cli.search import _request, search
+from autotune.cli.search import search
 from autotune.errors import AutotuneError
+from autotune.options import build_request
 
 ODD_WORDS = [
     "",
@@ -93,11 +94,11 @@ def test_the_options_of_a_search(words: list[str], folder: Path) -> None:
         context = search.make_context("search", ["--model", "bert-tiny", *words])
     except (click.ClickException, click.exceptions.Exit):
         return
-    options = {name: value for name, value in context.params.items() if name not in ("as_json", "storage")}
+    options = {name: value for name, value in context.params.items() if name not in ("as_json", "storage", "verify")}
     if os.path.sep not in options["model"] and "." not in options["model"]:
         options["model"] = options["model"] if options["model"] in known_values else "bert-tiny"
     with contextlib.suppress(AutotuneError):
-        _request(options).check()
+        build_request(options).check()
     assert not list(folder.iterdir())
 
 
@@ -127,7 +128,7 @@ def test_the_arithmetic_of_a_search(
         words += [] if value is None else [option, value]
     try:
         context = search.make_context("search", words)
-        request = _request({k: v for k, v in context.params.items() if k not in ("as_json", "storage")})
+        request = build_request({k: v for k, v in context.params.items() if k not in ("as_json", "storage", "verify")})
         request.check()
     except (click.ClickException, AutotuneError):
         return

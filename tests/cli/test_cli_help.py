@@ -21,6 +21,7 @@ COMMANDS = [
     ("show",),
     ("studies",),
     ("export",),
+    ("verify",),
     ("dashboard",),
     ("devices",),
     ("models",),

@@ -165,6 +165,15 @@ int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) {
     return SUCCESS;
 }
 
+/* 300 W from the first reading on, by the readings: one a second. */
+int nvmlDeviceGetTotalEnergyConsumption(Device *device, unsigned long long *millijoules) {
+    static unsigned long long readings;
+    BEGIN(device->number);
+    if (device->number == MIG) return NOT_SUPPORTED;
+    *millijoules = 7000000 + 300000 * readings++;
+    return SUCCESS;
+}
+
 /* Pid, name and bytes of the process at a place in STAND_IN_PROCESSES; 0 past the end. */
 static int process_at(unsigned place, unsigned *pid, char *name, unsigned long long *used) {
     char list[1024], size[32], *entry;

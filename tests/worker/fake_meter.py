@@ -36,6 +36,7 @@ class FakeMeter:
         self.device = torch.device("cpu")
         self.held_bytes = 0
         self.synchronized = 0
+        self.watts = 300.0
         self._clock = clock
         self._peak_bytes = 0
         self._cap_bytes: int | None = None
@@ -71,3 +72,6 @@ class FakeMeter:
 
     def device_used_bytes(self) -> int | None:
         return 2 * self.held_bytes
+
+    def energy_joules(self) -> float | None:
+        return self.watts * self._clock.now

@@ -26,11 +26,20 @@ _SLACK_BYTES = 24 * MIB
 def check_contract(meter: Meter, allocate: Callable[[int], Any], sleep: Callable[[float], None]) -> None:
     """Raise ``AssertionError`` where a promise is broken; ``allocate`` takes memory until its result is dropped."""
     assert isinstance(meter.device, torch.device)
+    _check_energy(meter, sleep)
     _check_clock(meter, sleep)
     _check_peaks(meter, allocate)
     _check_limit(meter, allocate)
     for count in (meter.allocation_retries(), meter.device_used_bytes()):
         assert count is None or (isinstance(count, int) and count >= 0)
+
+
+def _check_energy(meter: Meter, sleep: Callable[[float], None]) -> None:
+    before = meter.energy_joules()
+    sleep(0.2)
+    after = meter.energy_joules()
+    assert (before is None) == (after is None)
+    assert before is None or after is None or 0 <= after - before < 1000
 
 
 def _check_clock(meter: Meter, sleep: Callable[[float], None]) -> None:

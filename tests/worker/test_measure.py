@@ -167,6 +167,32 @@ def test_memory_is_what_the_meter_says(clock: FakeClock) -> None:
     assert drive.measured.allocation_retries == 3
 
 
+def test_energy_is_that_of_the_measured_steps(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), Effort(warmup_steps=2, min_steps=2, max_seconds=1000.0), clock)
+    drive.run(extra=(10.0, 5.0))
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 1.0 / 8)
+
+
+def test_energy_of_micro_steps_that_were_left_out_is_added(clock: FakeClock) -> None:
+    drive = Drive(candidate(8, 8), STEADY, clock)
+    drive.run(data=0.3, micro=(1.0, 0.8), optimizer=0.2)
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 * 7.6 / 64)
+
+
+def test_too_short_a_time_tells_no_energy(clock: FakeClock) -> None:
+    drive = Drive(candidate(8), STEADY, clock)
+    drive.run(micro=(0.01,))
+    assert drive.measured.joules_per_sample is None
+
+
+def test_a_reading_of_the_energy_is_in_no_step(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(candidate(8), Effort(warmup_steps=1, min_steps=2, max_seconds=1000.0), clock)
+    monkeypatch.setattr(drive.meter, "energy_joules", lambda: clock.sleep(0.5))
+    drive.run()
+    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0])
+    assert drive.measured.data_seconds == pytest.approx(0.0)
+
+
 def test_relative_spread_is_half_the_interval_of_the_median() -> None:
     # Standard deviation 1, four steps, median 10: 1.96 × 1.2533 × 1 / 2 / 10.
     assert relative_spread([9.0, 9.0, 11.0, 11.0]) == pytest.approx(1.96 * 1.2533 * (4 / 3) ** 0.5 / 2 / 10)

@@ -1,21 +1,43 @@
-"""The workload that a command's options describe; shared by ``search`` and ``predict``."""
+"""A search's options, as the command and the function take them, made into a workload and a request."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autotune.device import Headroom, find_device
 from autotune.errors import InvalidRequestError
+from autotune.model_source import ModelSource, resolve_model
+from autotune.request import SearchRequest
+from autotune.workload import Task, Workload, choose_seq_len, infer_task
 
-if TYPE_CHECKING:
-    from autotune.model_source import ModelSource
-    from autotune.workload import Task, Workload
+
+def build_request(options: dict[str, Any]) -> SearchRequest:
+    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
+    return SearchRequest(
+        workload=build_workload(options),
+        device=find_device(options["device"]),
+        effective_batch=options["effective_batch"],
+        world_size=options["world_size"],
+        batch_multiple=options["batch_multiple"],
+        objective=options["objective"],
+        precisions=options["precision"],
+        gradient_checkpointing=options["gradient_checkpointing"],
+        attn_implementations=options["attn"],
+        optims=options["optim"],
+        memory_limit_bytes=options["memory_limit"],
+        headroom=options["headroom"] or Headroom(),
+        trials=options["trials"],
+        time_budget_seconds=options["time_budget"],
+        sampler=options["sampler"],
+        seed=options["seed"],
+        trial_timeout_seconds=options["trial_timeout"],
+        measure_baseline=not options["no_baseline"],
+        study=options["study"],
+    )
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
     """From ``model``, ``task``, ``seq_len``, ``padding``, ``dtype`` and ``pretrained``, as far as they are there."""
-    from autotune.model_source import resolve_model
-    from autotune.workload import Workload, choose_seq_len, infer_task
-
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)

@@ -1,0 +1,154 @@
+"""``autotune verify``: a stock ``Trainer`` against what a study promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.cli.options import COUNT, json_option, print_json, storage_option
+
+if TYPE_CHECKING:
+    from autotune.report import Report
+    from autotune.verification import Subject, Verification
+
+
+@click.command()
+@click.argument("target", metavar="STUDY|FILE")
+@click.option("--steps", type=COUNT, default="100", show_default=True, help="Optimizer steps of the stock run.")
+@click.option(
+    "--same-loss",
+    is_flag=True,
+    help="Compare instead the losses of a few steps with the baseline's: same seed, same samples, no dropout.",
+)
+@click.option("--study", metavar="NAME", help="The study that FILE is an export of [default: the one that fits].")
+@storage_option
+@json_option
+def verify(target: str, steps: int, same_loss: bool, study: str | None, storage: str, as_json: bool) -> None:
+    """Train with a stock Trainer as exported, and compare with what was promised.
+
+    \b
+      autotune verify STUDY
+      autotune verify training_arguments.json --steps 200
+      autotune verify STUDY --same-loss
+
+    A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
+    between them (in a temporary folder); their memory is told apart and their time is left out.
+    """
+    from autotune.store import open_store
+    from autotune.verification import verification_document
+
+    with open_store(storage, create=False) as store:
+        subject = _subject(store, target, study)
+    if same_loss:
+        compare_and_print(subject, storage, as_json=as_json)
+        return
+    verification = _verified(subject, steps, storage)
+    if as_json:
+        print_json(verification_document(verification))
+    else:
+        click.echo("\n".join(verification_lines(verification)))
+    verification.check()
+
+
+def _subject(store: object, target: str, study: str | None) -> Subject:
+    from autotune.errors import InvalidRequestError
+    from autotune.report import load_report
+    from autotune.store import Store
+    from autotune.verification import device_of, find_exported, read_arguments, subject_of
+
+    assert isinstance(store, Store)
+    path = Path(target)
+    if not path.is_file():
+        if path.suffix == ".json" and store.study(target) is None:
+            raise InvalidRequestError(f"there is no file {target}", "make it with autotune export STUDY > FILE")
+        if study is not None and study != target:
+            raise InvalidRequestError(f"--study {study} does not go with the study {target}", "name one of them")
+        report = load_report(store, target)
+        return subject_of(report, device_of(report))
+    arguments = read_arguments(path)
+    report = load_report(store, study) if study is not None else find_exported(store, arguments)
+    return subject_of(report, device_of(report), arguments)
+
+
+def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
+    """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
+    from autotune.cli.session import print_result
+    from autotune.report import report_document
+    from autotune.verification import DEFAULT_STEPS, device_of, subject_of, verification_document
+
+    if not as_json:
+        print_result(report, as_json=False, storage=shown_storage)
+        click.echo()
+    verification = _verified(subject_of(report, device_of(report)), DEFAULT_STEPS, storage)
+    if as_json:
+        print_json({**report_document(report), "verification": verification_document(verification)})
+    else:
+        click.echo("\n".join(verification_lines(verification)))
+    verification.check()
+
+
+def _verified(subject: Subject, steps: int, storage: str) -> Verification:
+    from autotune.session import log_folder
+    from autotune.verification import verify
+
+    click.echo(
+        f"training {steps} steps of {subject.best.candidate.describe()} on {subject.device.label} "
+        "in a process of its own, without instruments …",
+        err=True,
+    )
+    return verify(subject, steps, log_folder(storage, subject.report.study.name) / "verify.log")
+
+
+def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
+    """Compare losses, print the finding, and raise where the two do not train alike."""
+    from autotune.same_loss import DEFAULT_STEPS, compare_losses
+    from autotune.session import log_folder
+
+    name = subject.report.study.name
+    click.echo(f"training {DEFAULT_STEPS} steps of the winner and of the baseline, without dropout …", err=True)
+    comparison = compare_losses(subject, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
+    if as_json:
+        print_json(comparison.document())
+    elif comparison.is_same:
+        click.echo(comparison.sentence())
+    comparison.check()
+
+
+def verification_lines(verification: Verification) -> list[str]:
+    """Promised and obtained, side by side, and what is to be known of it."""
+    from autotune.units import format_bytes, format_rate, format_seconds
+    from autotune.verification import notes
+
+    subject, obtained = verification.subject, verification.obtained
+    promised, speed, peak = subject.promised, verification.samples_per_second, verification.training_peak_bytes
+    lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
+    if speed is not None and peak is not None:
+        lines += [
+            f"{'samples/s':9} {_speed(promised.samples_per_second, promised.relative_spread):>18} "
+            f"{_speed(speed, verification.relative_spread):>18}  {speed / promised.samples_per_second - 1:+.1%}",
+            f"{'peak':9} {format_bytes(promised.peak_reserved_bytes):>18} {format_bytes(peak):>18}  "
+            f"{peak / promised.peak_reserved_bytes - 1:+.1%}",
+        ]
+        peaks, seconds = obtained["peak_bytes"], obtained["pause_seconds"]
+        for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
+            if what in peaks:
+                took = format_seconds(seconds[what])
+                lines.append(f"  with the {name}: {format_bytes(peaks[what][1])} at the peak so far; it took {took}")
+        if obtained["joules_per_sample"] is not None:
+            told = promised.joules_per_sample
+            before = f", {told:.3g} J promised" if told is not None else ""
+            lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
+        lines.append(
+            f"  {obtained['measured_steps']} steps of {format_rate(obtained['samples_per_step'])} samples were timed"
+        )
+    lines += [f"  note: {note}" for note in notes(verification)]
+    lines += ["kept: a stock Trainer does what was promised"] if not verification.misses() else []
+    return lines
+
+
+def _speed(samples_per_second: float, spread: float) -> str:
+    from autotune.units import format_rate
+
+    return f"{format_rate(samples_per_second)} ± {spread:.1%}"

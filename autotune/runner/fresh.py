@@ -1,0 +1,94 @@
+"""A process of its own for one job: started cold, told one thing, heard once, gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from select import select
+
+from autotune.device import Device
+from autotune.errors import TrialServerError
+from autotune.runner.environment import server_environment
+from autotune.runner.local import tail
+from autotune.trial import Document
+
+
+def run_fresh(
+    module: str,
+    job: Document,
+    device: Device,
+    log_path: Path,
+    timeout_seconds: float,
+    variables: Mapping[str, str] | None = None,
+) -> Document:
+    """Run ``python -m module`` on a job and return what it answers; no process and no file of it is left.
+
+    The job gets ``output_dir``, an empty temporary folder. The process sees ``device`` alone and has ``variables`` in
+    its environment. Raises ``TrialServerError`` where no answer comes in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
+        said = _said_by(module, {**job, "output_dir": folder}, device, log_path, timeout_seconds, variables or {})
+    if said is None:
+        raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {log_path}")
+    try:
+        answer: Document = json.loads(said)
+    except ValueError as error:
+        last = tail(log_path, 1) or "it said nothing"
+        raise TrialServerError(f"the process ended without an answer: {last}", f"see {log_path}") from error
+    return answer
+
+
+def _said_by(
+    module: str, job: Document, device: Device, log_path: Path, timeout_seconds: float, variables: Mapping[str, str]
+) -> bytes | None:
+    """All that the process wrote to its pipe; ``None`` where it took too long. It has ended by then."""
+    read_fd, write_fd = os.pipe()
+    environment = server_environment(device, os.environ, offline=job["workload"]["weights"] is None)
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_path, "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write_fd],
+                env={**environment, **variables},
+                # Ctrl-C in a terminal reaches the whole foreground group; who waits here decides.
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(read_fd)
+        raise TrialServerError(f"no process could be started: {error}", f"make room beside {log_path}") from error
+    finally:
+        os.close(write_fd)
+    try:
+        assert process.stdin is not None
+        # One that ended at once has closed its end; its log says why.
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+        return _read_to_end(read_fd, time.monotonic() + timeout_seconds)
+    finally:
+        os.close(read_fd)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read_to_end(fd: int, deadline: float) -> bytes | None:
+    """All that is written until the other end is closed; ``None`` when that takes too long."""
+    said = b""
+    while select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        chunk = os.read(fd, 1 << 16)
+        if not chunk:
+            return said
+        said += chunk
+    return None

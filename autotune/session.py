@@ -1,0 +1,151 @@
+"""From a request to its result, for command and function: database, processes, Ctrl-C, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
+from autotune.loop import Interruption, Observer, Search
+from autotune.preparation import Prepared, forecast_of, prepare
+from autotune.report import Report, load_report
+from autotune.request import SearchRequest
+from autotune.runner import LocalRunner
+from autotune.store import Store, StudyRecord, open_store, resolve_location
+
+_ANOTHER_FILE = "make it writable, or choose another file with --storage"
+
+
+def run_search(request: SearchRequest, storage: str, observer: Observer) -> tuple[StudyRecord, Report]:
+    """Run the search to its end; the study as it stands then, and all that is recorded of it.
+
+    A database that is there is opened first, so that one that is no good costs no start of a
+    process. One that is not there is made last, when the request is known to be one that can be
+    run: after an error nothing is there that was not before.
+    """
+    path = resolve_location(storage).path
+    is_new = path is not None and not os.path.lexists(path)
+    if path is not None and is_new:
+        _check_can_be_made(path, storage)
+    with contextlib.ExitStack() as stack:
+        store = None if is_new else stack.enter_context(open_store(storage))
+        study = request.study or free_name(request, store)
+        request = request.named(study)
+        folder = log_folder(storage, study)
+        stack.enter_context(_LogFolder(folder))
+        runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
+        observer.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
+        prepared = prepare(request, runner.inspect())
+        store = store or stack.enter_context(open_store(storage))
+        record = _search(prepared, runner, store, observer, folder)
+        return record, load_report(store, study)
+
+
+def log_folder(storage: str, study: str) -> Path:
+    """Where the logs of a study's processes are: beside its database."""
+    path = resolve_location(storage).path
+    return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
+
+
+def free_name(request: SearchRequest, store: Store | None) -> str:
+    """A short name that no study has: the model, the effective batch, a word for another objective, a number."""
+    model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
+    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
+    stem = plain.strip(".- ")[:60] or "model"
+    stem += f"-{request.effective_batch}" if request.effective_batch else ""
+    stem += "" if request.objective == "throughput" else f"-{request.objective}"
+    number, name = 1, stem
+    while store is not None and store.study(name) is not None:
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+def _check_can_be_made(path: Path, label: str) -> None:
+    """``StorageError`` where a database that is not there yet cannot be made."""
+    try:
+        folder = next(parent for parent in path.parents if parent.exists())
+    except OSError as error:
+        raise StorageError(f"{label} cannot be made: {error.strerror}", "choose another file with --storage") from error
+    if not folder.is_dir():
+        raise StorageError(f"{label} cannot be made: {folder} is no folder", "choose another file with --storage")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{label} cannot be made: the folder {folder} cannot be written", _ANOTHER_FILE)
+
+
+class _LogFolder:
+    """The folder of a study's logs, made on entering; taken away after an error that came before any trial."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._made: list[Path] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._made = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"no logs can be kept in {self._path}: {error.strerror}", _ANOTHER_FILE) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The hint of a TrialServerError is to look into a log.
+        if kind is None or issubclass(kind, TrialServerError) or self._path not in self._made:
+            return
+        if next(self._path.glob("trial-*"), None) is not None:
+            return
+        shutil.rmtree(self._path, ignore_errors=True)
+        for folder in self._made[1:]:
+            # Stays where something else has come into it since.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path) -> StudyRecord:
+    """The search itself; where it ends without a result, where its trials can be seen all the same."""
+    interruption = Interruption()
+    try:
+        with _interrupts(interruption, observer):
+            forecast = forecast_of(prepared, runner)
+            return Search(prepared, runner, store, observer, folder, interruption, forecast=forecast).run()
+    except (KeyboardInterrupt, NothingFitsError, NoResultError):
+        observer.note(f"every trial is recorded in the study {prepared.request.study}")
+        raise
+
+
+@contextlib.contextmanager
+def _interrupts(interruption: Interruption, observer: Observer) -> Iterator[None]:
+    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
+
+    Only the main thread may take signals; a search in another one is ended by whoever started that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        asked += 1
+        interruption.asked = True
+        if asked == 1:
+            # Where the signal came in the middle of a print, another one is refused.
+            with contextlib.suppress(RuntimeError):
+                observer.note("ending after the running trial; press Ctrl-C again to end at once")
+        elif asked == 2:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

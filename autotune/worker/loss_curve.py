@@ -1,0 +1,94 @@
+"""A process of its own that trains a few steps without dropout and tells loss and gradient norm of each.
+
+Started as ``python -m autotune.worker.loss_curve RESULT_FD``; spoken to as ``autotune.worker.stock`` is. With one
+seed, two candidates of the same samples a step begin with the same weights and see the same samples in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import TrainerCallback
+
+from autotune.trial import Document
+from autotune.worker.build import build_config
+from autotune.worker.failures import classify
+from autotune.worker.losses import on_each_loss, skipped_steps
+from autotune.worker.meter import open_meter
+from autotune.worker.stock import build_trainer, serve
+from autotune.workload import Workload
+
+# fp16's scaler begins at 65536 and leaves updates out until gradients no longer overflow; begun here, it need not.
+_MODEST_SCALE = 2.0**7
+
+
+def without_dropout(workload: Workload) -> Document:
+    """The workload's document with every probability of dropping something at 0, those its config leaves unsaid too."""
+    config = build_config(workload).to_dict()
+    calm = {key: 0.0 if "drop" in key and isinstance(value, float) else value for key, value in config.items()}
+    return {**workload.document(), "config": {**calm, "model_type": workload.model_type}}
+
+
+class _Curve(TrainerCallback):  # type: ignore[misc]
+    """Losses of micro-steps added up to those of steps, gradient norms as the Trainer logs them."""
+
+    def __init__(self, micro_steps: int) -> None:
+        self._micro_steps = micro_steps
+        self._losses: list[Any] = []
+        self.scaler: Any = None
+        self.gradient_norms: list[float] = []
+        self.skipped: list[int] = []
+        """Updates left out so far, after each step."""
+
+    def take(self, loss: Any) -> None:
+        """One micro-step's share of its step's loss."""
+        self._losses.append(loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Whether this update was left out."""
+        self.skipped.append(skipped_steps(self.scaler, _MODEST_SCALE))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """The norm before clipping."""
+        if logs and "grad_norm" in logs:
+            self.gradient_norms.append(float(logs["grad_norm"]))
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        values = [float(loss) for loss in self._losses]
+        return [sum(values[at : at + self._micro_steps]) for at in range(0, len(values), self._micro_steps)]
+
+
+def run_curve(job: Document) -> Document:
+    """Train ``job["steps"]`` steps; ``losses`` and ``gradient_norms`` of each, or how it failed."""
+    meter = open_meter(job["device_kind"], job["device_uuid"])
+    if job["cap_bytes"] is not None:
+        meter.limit(job["cap_bytes"])
+    try:
+        calm = {**job, "workload": without_dropout(Workload.from_document(job["workload"]))}
+        curve = _Curve(int(job["arguments"]["gradient_accumulation_steps"]))
+        arguments = {"logging_strategy": "steps", "logging_steps": 1}
+        trainer = build_trainer(calm, meter, arguments, [curve])
+        curve.scaler = scaler = trainer.accelerator.scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict({**scaler.state_dict(), "scale": _MODEST_SCALE})
+        on_each_loss(trainer, curve.take)
+        trainer.train()
+        return {
+            "state": "completed",
+            "losses": curve.losses,
+            "gradient_norms": curve.gradient_norms,
+            "skipped": curve.skipped,
+        }
+    except Exception as error:
+        allocated, reserved = meter.peaks()
+        memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": job["cap_bytes"]}
+        outcome = classify(error, during="train", on_cpu=job["device_kind"] == "cpu", memory=memory)
+        print(getattr(outcome, "traceback", outcome.message), file=sys.stderr)
+        return {"state": outcome.state, "message": outcome.message, "during": outcome.during}
+
+
+if __name__ == "__main__":
+    serve(run_curve)

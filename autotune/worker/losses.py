@@ -1,0 +1,57 @@
+"""Whether training goes as it should: the last loss is a number, and which updates fp16's scaler left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+# torch.amp.GradScaler's default, which accelerate leaves as it is.
+_FIRST_SCALE = 2.0**16
+
+
+def on_each_loss(trainer: Any, take: Callable[[Any], None]) -> None:
+    """Have ``take`` called with the loss of every micro-step, a tensor on the device that nobody has waited for.
+
+    Works with any subclass of ``Trainer``, since it stands before the instance's own ``training_step``.
+    """
+    run_step = trainer.training_step
+
+    def training_step(*arguments: Any, **keywords: Any) -> Any:
+        loss = run_step(*arguments, **keywords)
+        take(loss.detach())
+        return loss
+
+    trainer.training_step = training_step
+
+
+class LossWatch:
+    """Keeps the loss of a trainer's latest micro-step.
+
+    A weight that became NaN makes every later loss NaN, so the last one tells of all. The ``Trainer`` itself
+    leaves such losses out of what it logs (``logging_nan_inf_filter``).
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._latest: Any = None
+        on_each_loss(trainer, self._keep)
+
+    def _keep(self, loss: Any) -> None:
+        self._latest = loss
+
+    def problem(self) -> str | None:
+        """What is wrong with the last loss, in words; ``None`` where it is finite or no step was run."""
+        value = 0.0 if self._latest is None else float(self._latest)
+        return None if math.isfinite(value) else f"the loss of the last step is {value}"
+
+
+def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
+    """How many updates a gradient scaler has left out so far, from how far its scale has come down; 0 without one.
+
+    True while the scale has not grown yet: it does so after ``growth_interval`` (2,000) good steps in a row.
+    The fused optimizers leave an update out on the device, where accelerate's own count does not see it.
+    Waits for the device.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return 0
+    return round(math.log(first_scale / scaler.get_scale()) / -math.log(scaler.get_backoff_factor()))

@@ -1,0 +1,173 @@
+"""A process of its own that trains as a user will: a stock ``Trainer`` with exported arguments, hardly looked at.
+
+Started as ``python -m autotune.worker.stock RESULT_FD`` with one job, a line of JSON, on standard input; writes one
+line of JSON to the file descriptor. Nothing of the trials is in its way: no forked process, no measuring callback,
+no cap on memory unless the job names one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from autotune.trial import Document
+from autotune.worker import process
+from autotune.worker.build import build_model
+from autotune.worker.data import synthetic_dataset
+from autotune.worker.facts import package_versions
+from autotune.worker.failures import classify
+from autotune.worker.losses import LossWatch, skipped_steps
+from autotune.worker.meter import Meter, open_meter
+from autotune.workload import Workload
+
+# Batches of the one evaluation, at the Trainer's default size; its memory is that of a single batch.
+_EVALUATION_BATCHES = 4
+# Speeds of so many stretches give the spread; each ends in the only synchronisations that there are.
+_STRETCHES = 10
+# At most so many steps are left out at the beginning: kernels are loaded, the allocator finds its blocks.
+_MOST_WARMUP_STEPS = 5
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Takes the time at the end of a few steps, has one evaluation and one checkpoint made, reads peaks around them."""
+
+    def __init__(self, meter: Meter, steps: int, evaluates: bool) -> None:
+        self._meter = meter
+        self._steps = steps
+        self._warmup = min(_MOST_WARMUP_STEPS, steps // 4)
+        self._pause_after = (self._warmup + steps) // 2 if evaluates else None
+        self._stretch = max(1, (steps - self._warmup) // _STRETCHES)
+        self._began = 0.0
+        self._first_step = 0
+        self._joules = 0.0
+        self.during = "train"
+        self.stretches: list[tuple[int, float]] = []
+        """Steps and seconds of each stretch."""
+        self.joules: float | None = 0.0
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self.pause_seconds: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The Trainer evaluates and saves after this, where it is told to."""
+        step = state.global_step
+        if step < self._warmup:
+            return
+        is_pause = step == self._pause_after
+        is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
+        if step == self._warmup:
+            self._begin(step)
+        elif is_end:
+            self._end(step)
+            self._begin(step)
+        if is_pause:
+            self.peaks["before"] = self._meter.peaks()
+            control.should_evaluate = control.should_save = True
+            self.during = "evaluate"
+        elif step == self._steps:
+            self.peaks["end"] = self._meter.peaks()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The evaluation is over, the checkpoint comes next."""
+        self._after("evaluate")
+        self.during = "save"
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is written; training goes on."""
+        self._after("save")
+        self.during = "train"
+        self._begin(state.global_step)
+
+    def _after(self, what: str) -> None:
+        self._meter.synchronize()
+        self.peaks[what] = self._meter.peaks()
+        self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
+
+    def _begin(self, step: int) -> None:
+        self._meter.synchronize()
+        self._first_step, self._began = step, time.perf_counter()
+        self._joules = self._meter.energy_joules() or 0.0
+
+    def _end(self, step: int) -> None:
+        self._meter.synchronize()
+        self.stretches.append((step - self._first_step, time.perf_counter() - self._began))
+        joules = self._meter.energy_joules()
+        self.joules = None if joules is None or self.joules is None else self.joules + joules - self._joules
+
+
+def run_stock(job: Document) -> Document:
+    """Train ``job["steps"]`` optimizer steps; what was seen, or how it failed, as JSON-ready data."""
+    meter = open_meter(job["device_kind"], job["device_uuid"])
+    if job["cap_bytes"] is not None:
+        meter.limit(job["cap_bytes"])
+    watch = _Watch(meter, job["steps"], job["evaluates"])
+    try:
+        return {"state": "completed", "packages": package_versions(), **_train(job, meter, watch)}
+    except Exception as error:
+        allocated, reserved = meter.peaks()
+        memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": job["cap_bytes"]}
+        outcome = classify(error, during=watch.during, on_cpu=job["device_kind"] == "cpu", memory=memory)
+        print(getattr(outcome, "traceback", outcome.message), file=sys.stderr)
+        return {"state": outcome.state, "message": outcome.message, "during": outcome.during, **memory}
+
+
+def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: list[Any]) -> Any:
+    """A ``Trainer`` of the job's workload with the exported arguments as they are and ``arguments`` beside them."""
+    set_seed(job["seed"])
+    workload = Workload.from_document(job["workload"])
+    model = build_model(workload, job["attn_implementation"], meter.device)
+    fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
+    fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
+    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments})
+    if made.n_gpu > 1:
+        raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
+    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
+    evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
+    return Trainer(
+        model=model,
+        args=made,
+        train_dataset=synthetic_dataset(workload, model, per_step * job["steps"], job["seed"]),
+        eval_dataset=synthetic_dataset(workload, model, evaluated, job["seed"]),
+        callbacks=callbacks,
+    )
+
+
+def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
+    trainer = build_trainer(job, meter, {}, [watch])
+    losses = LossWatch(trainer)
+    trainer.train()
+    made = trainer.args
+    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
+    seconds = sum(passed for _, passed in watch.stretches)
+    samples = per_step * sum(steps for steps, _ in watch.stretches)
+    return {
+        "samples_per_second": samples / seconds,
+        "samples_per_second_each": [per_step * steps / passed for steps, passed in watch.stretches],
+        "measured_steps": samples // per_step,
+        "samples_per_step": per_step,
+        "peak_bytes": watch.peaks,
+        "pause_seconds": watch.pause_seconds,
+        "joules_per_sample": watch.joules / samples if watch.joules else None,
+        "skipped_steps": skipped_steps(trainer.accelerator.scaler),
+        "loss_problem": losses.problem(),
+        "evaluation_batch_size": made.per_device_eval_batch_size,
+    }
+
+
+def serve(run: Callable[[Document], Document]) -> None:
+    """One job from standard input, its result to the file descriptor on the command line; gone with the parent."""
+    process.die_with(os.getppid())
+    result_fd = int(sys.argv[1])
+    os.set_inheritable(result_fd, False)
+    result = run(json.loads(sys.stdin.readline()))
+    with os.fdopen(result_fd, "w") as stream:
+        json.dump(result, stream)
+
+
+if __name__ == "__main__":
+    serve(run_stock)

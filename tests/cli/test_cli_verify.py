@@ -1,0 +1,167 @@
+"""``autotune verify``: a real stock run of a tiny model, files, and studies that cannot be verified here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Ran, Run, Studied, run_process
+
+Doctor = Callable[[str, Callable[[dict[str, Any]], None]], str]
+
+
+@pytest.fixture
+def doctored(studied: Studied, tmp_path: Path) -> Doctor:
+    """A copy of the study's database with the documents of one column changed; its path."""
+
+    def change(column: str, edit: Callable[[dict[str, Any]], None]) -> str:
+        table, _, name = column.partition(".")
+        copy = tmp_path / "doctored.db"
+        shutil.copy(studied.storage, copy)
+        with sqlite3.connect(copy) as connection:
+            for key, text in connection.execute(f"SELECT id, {name} FROM {table}").fetchall():
+                document = json.loads(text)
+                edit(document)
+                connection.execute(f"UPDATE {table} SET {name} = ? WHERE id = ?", (json.dumps(document), key))
+        connection.close()
+        return str(copy)
+
+    return change
+
+
+def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Path) -> None:
+    """The numbers fit together, whichever way they turn out on a busy machine; no checkpoint is left."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = ("verify", "tiny", "--steps", "20", "--storage", studied.storage, "--json")
+    ran = run_process(*words, folder=tmp_path, TMPDIR=str(temporary))
+    assert ran.code in (0, 11), ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["kept"] == (ran.code == 0) == (not document["misses"])
+    assert document["candidate"].items() <= studied.document["best"].items()
+    assert document["promised"]["samples_per_second"] == studied.document["best"]["samples_per_second"]
+    obtained = document["obtained"]
+    assert obtained["state"] == "completed"
+    assert obtained["measured_steps"] == 15
+    assert obtained["samples_per_second"] > 0
+    assert obtained["peak_reserved_bytes"] <= obtained["peak_reserved_at_the_end_bytes"]
+    assert obtained["peak_reserved_with_evaluation_bytes"] <= obtained["peak_reserved_with_save_bytes"]
+    assert obtained["evaluation_seconds"] > 0
+    assert obtained["save_seconds"] > 0
+    assert obtained["evaluation_batch_size"] == 8
+    assert not list(temporary.glob("autotune-*"))
+    assert (Path(studied.storage).parent / "logs" / "tiny" / "verify.log").stat().st_size > 0
+
+
+def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: Path) -> None:
+    """Ten times as fast was promised; the table is printed all the same. The export says which study it is."""
+
+    def exaggerate(outcome: dict[str, Any]) -> None:
+        outcome["measurement"]["samples_per_second"] *= 10
+
+    storage = doctored("autotune_trials.outcome", exaggerate)
+    exported = run_process("export", "tiny", "--storage", storage, folder=tmp_path)
+    file = tmp_path / "training_arguments.json"
+    file.write_text(json.dumps({**json.loads(exported.stdout), "learning_rate": 1e-4}))
+    ran = run_process("verify", str(file), "--steps", "20", "--storage", storage, folder=tmp_path)
+    assert ran.code == 11, ran.stderr
+    assert "below the promised" in ran.stderr
+    assert "promised" in ran.stdout
+    assert "kept" not in ran.stdout
+
+
+def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> None:
+    """Under the cap that the study is said to have emulated: real memory runs out."""
+    storage = doctored("autotune_studies.ceiling", lambda ceiling: ceiling.update({"limit_bytes": 48 * 1024**2}))
+    ran = run_process("verify", "tiny", "--steps", "20", "--storage", storage, "--json", folder=tmp_path)
+    assert ran.code == 11, ran.stderr
+    assert "memory ran out during training" in ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["obtained"]["state"] == "out_of_memory"
+    assert document["cap_bytes"] == 48 * 1024**2
+
+
+def refused(ran: Ran, code: int, *said: str) -> None:
+    """Ended with this code and these words, nothing on stdout."""
+    assert ran.code == code, ran.stderr
+    assert not ran.stdout
+    for words in said:
+        assert words in ran.stderr
+
+
+def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
+    def elsewhere(environment: dict[str, Any]) -> None:
+        environment |= {"device_kind": "cuda", "device_name": "NVIDIA H200", "device_uuid": "GPU-1"}
+
+    storage = doctored("autotune_environments.document", elsewhere)
+    refused(run("verify", "tiny", "--storage", storage), 4, "was measured on NVIDIA H200; here are cpu", "search again")
+
+
+@pytest.mark.parametrize("what", ["source", "data"])
+def test_what_the_stock_process_cannot_build_is_refused(what: str, doctored: Doctor, run: Run) -> None:
+    storage = doctored("autotune_workloads.document", lambda workload: workload.update({what: {"path": "x"}}))
+    refused(run("verify", "tiny", "--storage", storage), 2, "which verify does not run")
+
+
+def test_files_that_are_no_export_are_refused(studied: Studied, run: Run, folder: Path) -> None:
+    storage = ("--storage", studied.storage)
+    refused(run("verify", "absent.json", *storage), 2, "there is no file absent.json")
+    (folder / "list.json").write_text("[]")
+    refused(run("verify", "list.json", *storage), 2, "holds no export")
+    (folder / "torn.json").write_text("{")
+    refused(run("verify", "torn.json", *storage), 2, "cannot be read as JSON")
+
+
+def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: Path) -> None:
+    """By whichever way its study is named."""
+    storage = ("--storage", studied.storage)
+    exported = json.loads(run("export", "tiny", *storage).stdout)
+    file = folder / "export.json"
+    file.write_text(json.dumps({**exported, "per_device_train_batch_size": 3}))
+    refused(run("verify", "export.json", *storage), 9, "no study in", "--study")
+    refused(run("verify", "export.json", "--study", "tiny", *storage), 2, "in the file 3")
+    file.write_text(json.dumps({**exported, "learning_rat": 1}))
+    refused(run("verify", "export.json", *storage), 2, "learning_rat in the file is no TrainingArguments field")
+
+
+def test_studies_and_steps_that_are_not_there_are_refused(studied: Studied, run: Run) -> None:
+    storage = ("--storage", studied.storage)
+    refused(run("verify", "absent", *storage), 9, "there is no study 'absent'")
+    refused(run("verify", "tiny", "--steps", "5", *storage), 2, "--steps 5 are too few")
+    refused(run("verify", "tiny", "--study", "other", *storage), 2, "--study other does not go with")
+
+
+def test_a_search_verifies_at_its_end(tmp_path: Path) -> None:
+    """One document, the verification within it; a model that has a loss of its own passes the other check too."""
+    words = ("--effective-batch", "8", "--trials", "1", "--no-baseline", "--study", "own", "--json", "--verify")
+    ran = run_process("search", "--model", "gpt2-tiny", "--seq-len", "16", "--device", "cpu", *words, folder=tmp_path)
+    assert ran.code in (0, 11), ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["verification"]["study"] == document["study"] == "own"
+    assert document["verification"]["steps"] == 100
+    compared = run_process("verify", "own", "--same-loss", "--json", folder=tmp_path)
+    assert compared.code == 0, compared.stderr
+    found = json.loads(compared.stdout)
+    assert found["same"]
+    assert found["steps"] == 8
+    assert 0 <= found["loss_difference"] <= found["loss_tolerance"]
+
+
+def test_a_loss_that_nobody_divides_is_found(studied: Studied, doctored: Doctor, run: Run, tmp_path: Path) -> None:
+    """bert's head takes any keyword and ignores ``num_items_in_batch``: with it, accumulation multiplies the loss."""
+
+    def without_accumulation(candidate: dict[str, Any]) -> None:
+        candidate |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+
+    storage = doctored("autotune_trials.candidate", without_accumulation)
+    ran = run_process("verify", "tiny", "--same-loss", "--storage", storage, folder=tmp_path)
+    if ran.code == 0:
+        pytest.skip("this transformers divides")
+    assert ran.code == 12, ran.stderr
+    assert "0.5 times as large" in ran.stderr
+    assert "accepts_loss_kwargs = False" in ran.stderr

@@ -1,0 +1,202 @@
+"""What counts as kept, and whether two ways of training are the same; on figures that the test makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.device import Ceiling, Device, Headroom
+from autotune.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
+from autotune.report import Report
+from autotune.runner.fresh import run_fresh
+from autotune.same_loss import LossComparison, reference_of
+from autotune.store import StudyRecord, TrialRecord
+from autotune.trial import Arm, Candidate, Completed, Measurement
+from autotune.units import GIB
+from autotune.verification import Subject, Verification, verification_document
+
+GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
+
+
+def subject(step_seconds: float = 0.2, spread: float = 0.003, limit_bytes: int | None = 24 * GIB) -> Subject:
+    """A winner of 320 samples/s (at 0.2 s a step) and 20 GiB."""
+    candidate = Candidate(Arm("bf16"), 32, 2)
+    measured = Measurement(step_seconds, (step_seconds,) * 3, spread, 64 / step_seconds, 19 * GIB, 20 * GIB)
+    best = TrialRecord("study", 1, candidate, "workload", "environment", outcome=Completed(measured))
+    ceiling = Ceiling(limit_bytes, 140 * GIB, GIB // 2, Headroom())
+    study = StudyRecord("mine", "workload", "environment", {"seed": 42}, ceiling.document(), "0", best_trial_id=best.id)
+    environment = {"packages": {"torch": "2.13.0"}}
+    report = Report(study, {"model": "bert", "dtype": "float32"}, environment, ceiling, (best,))
+    return Subject(report, best, measured, {}, "sdpa", GPU)
+
+
+def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict[str, Any]:
+    """What a stock run answers."""
+    peaks = {name: (size - GIB, size) for name, size in {"before": peak, "evaluate": peak, "save": peak}.items()}
+    return {
+        "state": "completed",
+        "samples_per_second": speed,
+        "samples_per_second_each": [speed] * 10,
+        "peak_bytes": {**peaks, "end": peaks["save"]},
+        "loss_problem": None,
+        "packages": {"torch": "2.13.0"},
+        "skipped_steps": 0,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "share", "kept"),
+    [
+        pytest.param(0.2, 0.975, True, id="within 3 %"),
+        pytest.param(0.2, 0.965, False, id="beyond"),
+        pytest.param(0.1, 0.955, True, id="within 5 % where a micro-step takes 50 ms"),
+        pytest.param(0.1, 0.945, False, id="beyond that"),
+        pytest.param(0.2, 1.5, True, id="faster is no failure"),
+    ],
+)
+def test_the_speed_that_is_kept(step_seconds: float, share: float, kept: bool) -> None:
+    verification = Verification(subject(step_seconds), 100, obtained(64 / step_seconds * share))
+    assert (not verification.misses()) == kept
+    assert verification_document(verification)["kept"] == kept
+    if kept:
+        verification.check()
+    else:
+        with pytest.raises(PromiseMissedError, match="below the promised"):
+            verification.check()
+
+
+def test_two_wide_intervals_leave_more_open() -> None:
+    each = [280.0, 320.0] * 5
+    noisy = Verification(subject(spread=0.10), 100, obtained(300.0, samples_per_second_each=each))
+    assert noisy.relative_spread == pytest.approx(1.96 * 21.08 / math.sqrt(10) / 300, rel=0.01)
+    assert noisy.speed_tolerance == pytest.approx(math.hypot(0.10, noisy.relative_spread))
+    assert not noisy.misses()
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.019, True), (1.021, False), (0.5, True)])
+def test_the_memory_that_is_kept(share: float, kept: bool) -> None:
+    verification = Verification(subject(), 100, obtained(peak=round(20 * GIB * share)))
+    assert (not verification.misses()) == kept
+
+
+def test_what_the_evaluation_needs_is_told_apart() -> None:
+    """It is no miss of the training's promise; but what training reserves beyond it later is."""
+    sizes = {"before": 20, "evaluate": 23, "save": 23, "end": 23}
+    peaks = {name: (size * GIB, size * GIB) for name, size in sizes.items()}
+    verification = Verification(subject(), 100, obtained(peak_bytes=peaks))
+    assert verification.training_peak_bytes == 20 * GIB
+    assert verification_document(verification)["obtained"]["peak_reserved_with_evaluation_bytes"] == 23 * GIB
+    grown = Verification(subject(), 100, obtained(peak_bytes={**peaks, "end": (23 * GIB, 24 * GIB)}))
+    assert grown.training_peak_bytes == 24 * GIB
+    assert grown.misses()
+
+
+def test_out_of_memory_and_a_loss_that_is_no_number_are_misses() -> None:
+    out = {"state": "out_of_memory", "message": "CUDA out of memory", "during": "evaluate"}
+    assert Verification(subject(), 100, out).misses() == ["memory ran out during the evaluation: CUDA out of memory"]
+    assert verification_document(Verification(subject(), 100, out))["obtained"]["samples_per_second"] is None
+    bad = Verification(subject(), 100, obtained(loss_problem="the loss of the last step is nan"))
+    assert bad.misses() == ["the loss of the last step is nan"]
+
+
+def test_other_versions_are_told() -> None:
+    document = verification_document(Verification(subject(), 100, obtained(packages={"torch": "2.14.0"})))
+    assert document["notes"] == ["the study was measured with torch 2.13.0, now 2.14.0"]
+
+
+def test_the_cap_is_the_one_that_was_emulated() -> None:
+    assert subject().job(100)["cap_bytes"] == 24 * GIB - GIB // 2
+    assert subject(limit_bytes=None).job(100)["cap_bytes"] is None
+
+
+def test_a_process_that_says_nothing_is_an_error(tmp_path: Path, cpu: Device) -> None:
+    """Its last words are in the message; none of it is left."""
+    job = {"workload": {"weights": None}}
+    with pytest.raises(TrialServerError, match="No module named"):
+        run_fresh("autotune.no_such_module", job, cpu, tmp_path / "log", 60.0)
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeps_for_long.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(TrialServerError, match="no answer came within 1 s"):
+        run_fresh("sleeps_for_long", {"workload": {"weights": None}}, cpu, tmp_path / "log", 1.0)
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+# The same training
+
+FP32, BF16 = Candidate(Arm("fp32"), 8, 8), Candidate(Arm("bf16"), 32, 2)
+
+
+def comparison(candidate: Candidate, factor: float, norm_factor: float = 1.0, **changes: Any) -> LossComparison:
+    """Losses of three steps, the candidate's ``factor`` times as large."""
+    curve = {"losses": [2.0, 1.5, 1.0], "gradient_norms": [3.0, 2.0, 1.0], "skipped": [0, 0, 0]}
+    other = {
+        "losses": [loss * factor for loss in (2.0, 1.5, 1.0)],
+        "gradient_norms": [norm * norm_factor for norm in (3.0, 2.0, 1.0)],
+        "skipped": [0, 0, 0],
+    }
+    return LossComparison(candidate, FP32, "float32", {**other, **changes}, curve)
+
+
+@pytest.mark.parametrize(
+    ("precision", "factor", "same"),
+    [
+        ("fp32", 1.00009, True),
+        ("fp32", 1.0002, False),
+        ("tf32", 1.0019, True),
+        ("tf32", 1.0021, False),
+        ("fp16", 1.0019, True),
+        ("bf16", 1.015, True),
+        ("bf16", 1.017, False),
+        ("bf16", math.nan, False),
+    ],
+)
+def test_losses_agree_within_their_precision(precision: Any, factor: float, same: bool) -> None:
+    found = comparison(Candidate(Arm(precision), 32, 2), factor)
+    assert found.is_same == same
+    assert found.document()["same"] == same
+    if not same:
+        with pytest.raises(DifferentTrainingError, match="different training"):
+            found.check()
+
+
+def test_gradients_must_agree_too() -> None:
+    assert comparison(BF16, 1.0, 1.06).is_same
+    assert not comparison(BF16, 1.0, 1.07).is_same
+
+
+def test_coarse_weights_allow_more() -> None:
+    assert not comparison(Candidate(Arm("fp32"), 32, 2), 1.01).is_same
+    coarse = dataclasses.replace(comparison(Candidate(Arm("fp32"), 32, 2), 1.01), dtype="bfloat16")
+    assert coarse.is_same
+
+
+def test_a_loss_that_grows_with_accumulation_is_named() -> None:
+    found = comparison(BF16, 0.25, 0.25)
+    assert found.accumulation_factor == 0.25
+    assert "0.25 times as large" in found.sentence()
+    assert comparison(BF16, 0.3).accumulation_factor is None
+
+
+def test_steps_after_one_that_was_left_out_are_not_compared() -> None:
+    """From then on the weights are one update behind."""
+    candidate = Candidate(Arm("fp16"), 32, 2)
+    found = comparison(candidate, 1.0, losses=[2.0, 1.5, 9.0], skipped=[0, 1, 1])
+    assert found.steps == 2
+    assert found.is_same
+
+
+def test_the_reference_is_the_baseline_at_as_many_samples() -> None:
+    """The optimizer was asked for, so that it stays."""
+    arm = Arm("bf16", gradient_checkpointing=True, optim="adafactor")
+    assert reference_of(Candidate(arm, 32, 2), Arm()) == Candidate(Arm(optim="adafactor"), 8, 8)
+    assert reference_of(Candidate(arm, 20, 1), Arm()) == Candidate(Arm(optim="adafactor"), 5, 4)

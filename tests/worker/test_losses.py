@@ -1,0 +1,82 @@
+"""A loss that is no number, updates that fp16's scaler leaves out, curves that can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from server_client import ServerClient
+from tiny import tiny_workload
+
+from autotune.trial import Arm, Candidate, Completed, Failed
+from autotune.worker.loss_curve import without_dropout
+from autotune.worker.losses import LossWatch, skipped_steps
+
+
+class _Trainer:
+    """As much of a ``Trainer`` as is watched."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self._losses = losses
+
+    def training_step(self, *_: Any) -> torch.Tensor:
+        return torch.tensor(self._losses.pop(0), requires_grad=True)
+
+
+@pytest.mark.parametrize(("losses", "problem"), [([], None), ([float("nan"), 1.0], None), ([1.0, float("nan")], "nan")])
+def test_the_last_loss_counts(losses: list[float], problem: str | None) -> None:
+    """One that was left out by the scaler before is no problem."""
+    trainer = _Trainer(list(losses))
+    watch = LossWatch(trainer)
+    for loss in losses:
+        returned = trainer.training_step(None, None)
+        assert returned.requires_grad, "what the Trainer gets is what it got before"
+        assert float(returned) == pytest.approx(loss, nan_ok=True)
+    found = watch.problem()
+    assert found is None if problem is None else problem in (found or "")
+
+
+def test_updates_that_the_scaler_left_out_are_counted() -> None:
+    """A real scaler over a real optimizer, two of three gradients infinite."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in (float("inf"), 1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert skipped_steps(scaler) == 2
+    assert skipped_steps(None) == 0
+    assert skipped_steps(torch.amp.GradScaler("cpu", enabled=False)) == 0
+
+
+def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> None:
+    """Weights so large that the first sum overflows; the Trainer itself would log a loss of 0."""
+    workload = tiny_workload("bert-tiny", config={"initializer_range": 1e30})
+    outcome = trial_server.trial(workload, Candidate(Arm(), 4)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "non_finite"
+    assert outcome.message == "the loss of the last step is nan"
+    assert outcome.during == "train"
+
+
+def test_a_trial_without_a_scaler_skips_nothing(trial_server: ServerClient) -> None:
+    outcome = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(), 4)).outcome
+    assert isinstance(outcome, Completed)
+    assert outcome.measurement.skipped_steps == 0
+    assert outcome.measurement.joules_per_sample is None
+
+
+@pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "vit-tiny", "llama-tiny"])
+def test_dropout_is_off_whatever_its_name(model: str) -> None:
+    """No module of the model that is built then drops anything."""
+    from autotune.worker.build import build_model
+    from autotune.workload import Workload
+
+    built = build_model(Workload.from_document(without_dropout(tiny_workload(model))), "eager", torch.device("cpu"))
+    dropouts = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
+    assert all(module.p == 0 for module in dropouts)
+    drops = {key: value for key, value in built.config.to_dict().items() if "drop" in key and value}
+    assert not drops
