@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune.arguments import training_arguments
 from autotune.errors import NoResultError
+from autotune.levers import allocator_variable
 from autotune.report import Report, describe_data
 from autotune.trial import Candidate
 
-Format = Literal["json", "yaml", "cli", "python"]
-FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python")
+Format = Literal["json", "yaml", "cli", "python", "env"]
+FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
 
 _AUTO_CLASS_OF_TASK = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -38,6 +39,8 @@ class Export:
     task: str
     measured: str
     """Device, versions and data of the measurement, in words."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the training process must be started with."""
 
 
 def make_export(report: Report) -> Export:
@@ -62,13 +65,21 @@ def make_export(report: Report) -> Export:
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; {report.workload['task']}, {describe_data(report.workload)}",
+        environment=_variables(best.candidate, packages["torch"]),
     )
+
+
+def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
+    if not candidate.arm.expandable_segments:
+        return {}
+    return {allocator_variable(torch_version): "expandable_segments:True"}
 
 
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     return [
+        *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         f"load the model with from_pretrained(…, {options})",
         f"measured on {export.measured}",
     ]
@@ -87,6 +98,8 @@ def render(export: Export, form: Format) -> str:
             return " ".join(_flag(name, value) for name, value in export.arguments.items()) + "\n"
         case "python":
             return _python(export)
+        case "env":
+            return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.environment.items())
 
 
 def _flag(name: str, value: Any) -> str:
@@ -98,9 +111,11 @@ def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
+    variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
     return (
         f"# measured on {export.measured}\n"
-        f"import torch\nfrom transformers import {auto_class}, TrainingArguments\n\n"
+        + (f"import os\n\n{variables}\n" if variables else "")
+        + f"import torch\nfrom transformers import {auto_class}, TrainingArguments\n\n"
         f"model = {auto_class}.from_pretrained(\n"
         f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}\n)\n"
         f"arguments = TrainingArguments(\n{fields})\n"

@@ -129,6 +129,8 @@ class ThroughputPolicy:
             faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
             if faster in self._space.arms and (history.feasible(faster) or self._outclassed(faster, history)):
                 return True
+        if arm.expandable_segments and self._has_room(arm, history):
+            return True
         if not arm.gradient_checkpointing:
             return False
         twin = _ArmView(self._space, dataclasses.replace(arm, gradient_checkpointing=False), history)
@@ -137,6 +139,21 @@ class ThroughputPolicy:
         peak = twin.fastest()
         fills = twin.micro_step_seconds(peak) >= LAUNCH_BOUND_SECONDS
         return fills and _speed(twin.feasible[peak]) < _FAR_BEHIND * self._best_speed(twin)
+
+    def _has_room(self, arm: Arm, history: History) -> bool:
+        """Whether the same arm with torch's default allocator shows that expanding segments cannot help.
+
+        They are never faster at the same batch, so only the best arm can win by them, and only where it was
+        memory that kept it from a larger batch.
+        """
+        plain = dataclasses.replace(arm, expandable_segments=False)
+        fastest = history.fastest(t.candidate for t in history.tried if self._space.contains(t.candidate))
+        if plain not in self._space.arms or fastest is None:
+            return False
+        if fastest.candidate.arm not in (plain, arm):
+            return True
+        twin = _ArmView(self._space, plain, history)
+        return bool(twin.feasible) and not self._can_gain(twin, twin.fastest())
 
     def _next_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not self._is_beaten(view, batch)]
@@ -173,11 +190,13 @@ class ThroughputPolicy:
         return min(rungs, key=lambda batch: max(batch / start, start / batch))
 
     def _is_beaten(self, view: _ArmView, batch: int) -> bool:
-        """Whether the same arm without recomputation, never slower, has measured this batch or a larger one."""
-        if not view.arm.gradient_checkpointing:
-            return False
-        twin = dataclasses.replace(view.arm, gradient_checkpointing=False)
-        return any(t.candidate.arm == twin and _batch(t) >= batch for t in view.history.believed())
+        """Whether the same arm without recomputation or expanding, never slower, measured the batch or a larger one."""
+        twins = [
+            dataclasses.replace(view.arm, gradient_checkpointing=False),
+            dataclasses.replace(view.arm, expandable_segments=False),
+        ]
+        faster = [twin for twin in twins if twin != view.arm]
+        return any(t.candidate.arm in faster and _batch(t) >= batch for t in view.history.believed())
 
     def _may_fit(self, view: _ArmView, batch: int) -> bool:
         """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
@@ -277,7 +296,9 @@ class MaxBatchPolicy:
 
     def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""
-        known: dict[int, int] = {b: t.measurement.peak_reserved_bytes for b, t in view.tried.items() if t.measurement}
+        known: dict[int, int] = {
+            b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
+        }
         far = [b for b in known if b <= _FAR_ENOUGH * fits]
         above = [b for b in known if b > fits]
         other = min(above) if above else max(far, default=None)

@@ -81,6 +81,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         attentions,
         request.optims,
         model_checkpoints=bool(model["gradient_checkpointing"]),
+        expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
     )
     space = Space(arms, request.batches)
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"

@@ -48,7 +48,7 @@ class Report:
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
         measured = measurement(trial)
-        return measured is not None and self.ceiling.fits(measured.peak_reserved_bytes)
+        return measured is not None and self.ceiling.fits(measured.judged_bytes(trial.candidate.arm))
 
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""
@@ -123,7 +123,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "micro_steps_run": measured.micro_steps_run if measured else None,
         "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
         "peak_reserved_bytes": reserved,
-        "headroom_bytes": report.ceiling.cap_bytes - reserved if measured and reserved is not None else None,
+        "headroom_bytes": _headroom_bytes(report, trial),
         "device_used_bytes": measured.device_used_bytes if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
@@ -133,6 +133,16 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
         "log_path": trial.log_path,
     }
+
+
+def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
+    """What a completed trial left free of the cap; at least so much where it could reserve no more than the line."""
+    measured = measurement(trial)
+    if measured is None:
+        return None
+    if trial.candidate.arm.expandable_segments:
+        return report.ceiling.headroom_bytes
+    return report.ceiling.cap_bytes - measured.peak_reserved_bytes
 
 
 def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
@@ -254,15 +264,23 @@ def summary_lines(report: Report) -> list[str]:
         )
     elif request["measure_baseline"] and request["objective"] == "throughput":
         lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
-    cap = report.ceiling.cap_bytes
-    spare = cap - measured.peak_reserved_bytes
-    lines.append(
-        f"  {format_bytes(measured.peak_reserved_bytes)} of {format_bytes(cap)} reserved at the peak, measured; "
-        f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
-    )
+    lines.append(_memory_line(report, best, measured))
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+
+
+def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
+    """The winner's peak and headroom; where segments expand, what proves that it fits."""
+    cap, spare = report.ceiling.cap_bytes, _headroom_bytes(report, best) or 0
+    headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
+    if best.candidate.arm.expandable_segments:
+        return (
+            f"  {format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
+            f"{format_bytes(report.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
+        )
+    reserved = format_bytes(measured.peak_reserved_bytes)
+    return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
 
 
 def _counts(report: Report) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
+from autotune.levers import LeverChoice
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
@@ -44,6 +45,8 @@ class SearchRequest:
     attn_implementations: tuple[str, ...] | None = None
     """``None``: sdpa where the model has it, else eager, as transformers chooses."""
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
+    expandable_segments: LeverChoice = "off"
+    """``auto``: where memory keeps the best from a larger batch."""
     memory_limit_bytes: int | None = None
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
@@ -86,6 +89,8 @@ class SearchRequest:
     def check(self) -> None:
         """Raise for everything that can be known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
+        if self.expandable_segments == "on" and self.device.kind == "cpu":
+            raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -111,7 +116,13 @@ class SearchRequest:
             "seed": self.seed,
             "trial_timeout_seconds": self.trial_timeout_seconds,
             "measure_baseline": self.measure_baseline,
+            **self._levers_asked(),
         }
+
+    def _levers_asked(self) -> dict[str, Any]:
+        """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
+        asked = {"expandable_segments": self.expandable_segments}
+        return {name: choice for name, choice in asked.items() if choice != "off"}
 
     def named(self, study: str) -> SearchRequest:
         """The same request under a study name."""

@@ -49,6 +49,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         "gradient_checkpointing": CategoricalDistribution(sorted({arm.gradient_checkpointing for arm in arms})),
         "attn_implementation": CategoricalDistribution(sorted({arm.attn_implementation for arm in arms})),
         "optim": CategoricalDistribution(sorted({arm.optim for arm in arms})),
+        "expandable_segments": CategoricalDistribution(sorted({arm.expandable_segments for arm in arms})),
     }
 
 

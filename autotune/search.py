@@ -10,7 +10,7 @@ from typing import Protocol
 
 from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
-from autotune.history import History, Tried, ran_in_full
+from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -312,7 +312,7 @@ class Search:
         job = TrialJob(
             trial_id=record.id,
             candidate=candidate,
-            cap_bytes=self._prepared.ceiling.cap_bytes,
+            cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
             effort=effort,
             seed=request.seed,
             timeout_seconds=request.trial_timeout_seconds,

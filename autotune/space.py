@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.errors import DeviceError, InvalidRequestError
+from autotune.levers import LeverChoice
 from autotune.trial import PRECISIONS, Arm, Candidate, Precision
 from autotune.workload import Workload
 
@@ -180,6 +181,11 @@ def choose_precisions(
     return tuple(p for p in PRECISION_PREFERENCE if p in wanted)
 
 
+def choice_of(choice: LeverChoice) -> tuple[bool, ...]:
+    """What ``auto``, ``on`` and ``off`` try of a lever, what is cheaper first."""
+    return {"on": (True,), "off": (False,), "auto": (False, True)}[choice]
+
+
 def choose_arms(
     precisions: Sequence[Precision],
     checkpointing: CheckpointingChoice,
@@ -187,15 +193,21 @@ def choose_arms(
     optims: Sequence[str],
     *,
     model_checkpoints: bool,
+    expandable_segments: LeverChoice = "off",
 ) -> tuple[Arm, ...]:
-    """Every combination, those without checkpointing first, then by preference of precision."""
+    """Every combination, those without checkpointing first, then by preference of precision.
+
+    Arms whose segments expand come last where that is searched: they are never faster at the same batch, so
+    they are worth asking only where memory was what kept the best from a larger one.
+    """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
             "this model does not support gradient checkpointing", "leave --gradient-checkpointing at auto or off"
         )
-    choices = {"on": (True,), "off": (False,), "auto": (False, True) if model_checkpoints else (False,)}[checkpointing]
+    choices = choice_of(checkpointing if model_checkpoints else "off")
     return tuple(
-        Arm(precision, checkpointed, attention, optim)
+        Arm(precision, checkpointed, attention, optim, expands)
+        for expands in choice_of(expandable_segments)
         for checkpointed in choices
         for attention in attn_implementations
         for optim in optims

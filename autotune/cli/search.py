@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,8 +20,11 @@ from autotune.cli.options import (
     storage_option,
     words,
 )
+from autotune.levers import segments_expand
 
 if TYPE_CHECKING:
+    from autotune.device import Device
+    from autotune.levers import LeverChoice
     from autotune.request import SearchRequest
 
 _TASKS = (
@@ -37,7 +41,14 @@ class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
         "What is trained": ("model", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
         "On what": ("device", "memory_limit", "headroom", "world_size"),
-        "What is tried": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
+        "What is tried": (
+            "precision",
+            "gradient_checkpointing",
+            "attn",
+            "optim",
+            "expandable_segments",
+            "batch_multiple",
+        ),
         "How it is searched": (
             "objective",
             "trials",
@@ -94,6 +105,12 @@ class _SearchCommand(SectionedCommand):
 )
 @click.option(
     "--optim", type=words(), default="adamw_torch_fused", show_default=True, help="Values of TrainingArguments.optim."
+)
+@click.option(
+    "--expandable-segments",
+    type=click.Choice(("auto", "on", "off")),
+    help="CUDA's allocator: where memory limits the best, always, never "
+    "[default: off, or on where PYTORCH_ALLOC_CONF says so].",
 )
 @click.option(
     "--dtype",
@@ -160,6 +177,11 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
         ctx.exit(INTERRUPTED)
 
 
+def _as_in_environment(device: Device) -> LeverChoice:
+    """Segments expand in the trials where they would in the training that the environment is set for."""
+    return "on" if device.kind == "cuda" and segments_expand(os.environ) else "off"
+
+
 def _request(options: dict[str, Any]) -> SearchRequest:
     """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
     from autotune.cli.workload import build_workload
@@ -167,9 +189,10 @@ def _request(options: dict[str, Any]) -> SearchRequest:
     from autotune.request import SearchRequest
 
     workload = build_workload(options)
+    device = find_device(options["device"])
     return SearchRequest(
         workload=workload,
-        device=find_device(options["device"]),
+        device=device,
         effective_batch=options["effective_batch"],
         world_size=options["world_size"],
         batch_multiple=options["batch_multiple"],
@@ -178,6 +201,7 @@ def _request(options: dict[str, Any]) -> SearchRequest:
         gradient_checkpointing=options["gradient_checkpointing"],
         attn_implementations=options["attn"],
         optims=options["optim"],
+        expandable_segments=options["expandable_segments"] or _as_in_environment(device),
         memory_limit_bytes=options["memory_limit"],
         headroom=options["headroom"] or Headroom(),
         trials=options["trials"],

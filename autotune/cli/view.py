@@ -127,7 +127,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
         return " ".join(outcome.message.split())[:80]
     if not isinstance(outcome, Completed):
         return ""
-    if not history.ceiling.fits(outcome.measurement.peak_reserved_bytes):
+    if not history.ceiling.fits(outcome.measurement.judged_bytes(trial.candidate.arm)):
         return "low headroom"
     if trial.stage == "baseline":
         return "baseline"

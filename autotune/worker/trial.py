@@ -19,7 +19,7 @@ from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
-from autotune.worker.meter import Meter, open_meter
+from autotune.worker.meter import Meter, expand_segments, open_meter
 from autotune.workload import Workload
 
 Send = Callable[[Document], None]
@@ -93,6 +93,8 @@ class _Trial:
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         self._phases.enter("device")
+        if self._device_kind == "cuda":
+            expand_segments(self._candidate.arm.expandable_segments)
         meter = self._meter = open_meter(self._device_kind, self._uuid)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
