@@ -50,13 +50,13 @@ def _something_fits(space: Space, history: History, multiple: int) -> bool:
 
 def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
     """Whether a batch of a higher level than the candidate's may still fit, so that its turn has not come."""
-    batches = space.batches
+    batches, arms = space.batches, [arm for arm in space.arms if not space.is_last_resort(arm)]
     level = batches.level(candidate.per_device_train_batch_size)
     higher = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
     return any(
         not history.is_ruled_out(other)
         and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
-        for other in (space.candidate(arm, batch) for arm in space.arms for batch in higher)
+        for other in (space.candidate(arm, batch) for arm in arms for batch in higher)
     )
 
 
@@ -110,7 +110,10 @@ class ThroughputPolicy:
             ladder = self._space.batches.at_level(multiple)
             for arm in self._space.arms:
                 view = _ArmView(self._space, arm, history)
-                batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
+                if self._space.is_last_resort(arm):
+                    batch = self._compiled_batch(view, ladder)
+                else:
+                    batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
             if _something_fits(self._space, history, multiple):
@@ -139,6 +142,19 @@ class ThroughputPolicy:
         peak = twin.fastest()
         fills = twin.micro_step_seconds(peak) >= LAUNCH_BOUND_SECONDS
         return fills and _speed(twin.feasible[peak]) < _FAR_BEHIND * self._best_speed(twin)
+
+    def _compiled_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
+        """The winner's batch, once nothing else is left to try; the next smaller one where that ran over.
+
+        A trial that compiles takes a minute, so that only the winner's own arm is worth one.
+        """
+        plain = dataclasses.replace(view.arm, torch_compile=False)
+        uncompiled = [t.candidate for t in view.history.tried if not t.candidate.arm.torch_compile]
+        winner = view.history.winner(c for c in uncompiled if self._space.contains(c))
+        if winner is None or winner.candidate.arm != plain or view.broken or view.feasible:
+            return None
+        rungs = [batch for batch in ladder if batch <= _batch(winner)] or [_batch(winner)]
+        return next((batch for batch in rungs[-2:][::-1] if view.open(batch)), None)
 
     def _has_room(self, arm: Arm, history: History) -> bool:
         """Whether the same arm with torch's default allocator shows that expanding segments cannot help.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "peak_reserved_bytes": reserved,
         "headroom_bytes": _headroom_bytes(report, trial),
         "device_used_bytes": measured.device_used_bytes if measured else None,
+        "compile_seconds": measured.compile_seconds if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
@@ -200,11 +202,30 @@ def notes(report: Report) -> list[str]:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
+    found += compiled_notes(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
     return found
+
+
+def compiled_notes(report: Report) -> list[str]:
+    """When the fastest compiled trial pays for its start-up, against the best that starts at once."""
+    found = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
+    compiled = [(m, t) for m, t in found if t.candidate.arm.torch_compile]
+    plain = [(m, t) for m, t in found if not t.candidate.arm.torch_compile]
+    if not compiled or not plain:
+        return []
+    (fast, trial), (usual, other) = (max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (compiled, plain))
+    start = fast.compile_seconds or 0.0
+    name = f"{trial.candidate.describe()} takes {format_seconds(start)} to compile"
+    # Both in seconds a sample, since their steps need not be of the same size.
+    gain = 1 / usual.samples_per_second - 1 / fast.samples_per_second
+    if gain <= 0:
+        return [f"{name} and is then no faster than {other.candidate.describe()}"]
+    steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
+    return [f"{name}, which pays after {steps:,} optimizer steps against {other.candidate.describe()}"]
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
-from autotune.levers import LeverChoice
+from autotune.levers import FLASH_ATTENTION, LeverChoice, optim_package, require
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
@@ -47,6 +47,9 @@ class SearchRequest:
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
     expandable_segments: LeverChoice = "off"
     """``auto``: where memory keeps the best from a larger batch."""
+    torch_compile: LeverChoice = "off"
+    """``auto``: the best candidate alone, once all else is known."""
+    liger: LeverChoice = "off"
     memory_limit_bytes: int | None = None
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
@@ -89,8 +92,7 @@ class SearchRequest:
     def check(self) -> None:
         """Raise for everything that can be known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
-        if self.expandable_segments == "on" and self.device.kind == "cpu":
-            raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
+        self._check_levers()
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -119,9 +121,28 @@ class SearchRequest:
             **self._levers_asked(),
         }
 
+    def _check_levers(self) -> None:
+        """Raise for a lever whose package is not installed or that the device does not have."""
+        for optim in self.optims:
+            package = optim_package(optim)
+            if package is not None:
+                require(package, f"--optim {optim}")
+        is_cpu = self.device.kind == "cpu"
+        if self.expandable_segments == "on" and is_cpu:
+            raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
+        if self.liger != "off":
+            if is_cpu:
+                raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
+            require("liger-kernel", "--liger")
+        if FLASH_ATTENTION in (self.attn_implementations or ()):
+            if is_cpu:
+                raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
+            require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
     def _levers_asked(self) -> dict[str, Any]:
         """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
-        asked = {"expandable_segments": self.expandable_segments}
+        names = ("expandable_segments", "torch_compile", "liger")
+        asked = {name: getattr(self, name) for name in names}
         return {name: choice for name, choice in asked.items() if choice != "off"}
 
     def named(self, study: str) -> SearchRequest:

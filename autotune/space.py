@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune.errors import DeviceError, InvalidRequestError
@@ -141,6 +141,10 @@ class Space:
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
 
+    def is_last_resort(self, arm: Arm) -> bool:
+        """Whether the arm is a compiled one that is also there uncompiled: then it is the winner's to try."""
+        return arm.torch_compile and replace(arm, torch_compile=False) in self.arms
+
     def baseline(self, attn_implementation: str) -> Candidate:
         """What ``TrainingArguments`` defaults would run: the trial that speed-ups are relative to."""
         batch, accumulation = self.batches.baseline()
@@ -194,11 +198,14 @@ def choose_arms(
     *,
     model_checkpoints: bool,
     expandable_segments: LeverChoice = "off",
+    torch_compile: LeverChoice = "off",
+    liger: LeverChoice = "off",
 ) -> tuple[Arm, ...]:
     """Every combination, those without checkpointing first, then by preference of precision.
 
     Arms whose segments expand come last where that is searched: they are never faster at the same batch, so
-    they are worth asking only where memory was what kept the best from a larger one.
+    they are worth asking only where memory was what kept the best from a larger one. Compiled arms come after
+    all others, since each of their trials costs a minute.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
@@ -206,10 +213,12 @@ def choose_arms(
         )
     choices = choice_of(checkpointing if model_checkpoints else "off")
     return tuple(
-        Arm(precision, checkpointed, attention, optim, expands)
+        Arm(precision, checkpointed, attention, optim, expands, compiled, fused)
+        for compiled in choice_of(torch_compile)
         for expands in choice_of(expandable_segments)
         for checkpointed in choices
         for attention in attn_implementations
         for optim in optims
+        for fused in choice_of(liger)
         for precision in precisions
     )

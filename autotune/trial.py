@@ -27,6 +27,8 @@ class Arm:
     optim: str = "adamw_torch_fused"
     expandable_segments: bool = False
     """A setting of CUDA's caching allocator, not of the Trainer: what is freed can be put together again."""
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
 
     def describe(self) -> str:
         """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
@@ -39,6 +41,10 @@ class Arm:
             words.append(self.optim)
         if self.expandable_segments:
             words.append("expandable segments")
+        if self.use_liger_kernel:
+            words.append("liger")
+        if self.torch_compile:
+            words.append("compiled")
         return ", ".join(words)
 
 
@@ -126,6 +132,8 @@ class Measurement:
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
+    compile_seconds: float | None = None
+    """What the dropped steps took beyond as many others, where something is compiled in them; from an empty cache."""
 
     def judged_bytes(self, arm: Arm) -> int:
         """What is compared with the line: peak reserved bytes, or where segments expand peak allocated ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import ComputedRunner, measurement, out_of_memory, run_policy
-from searching import ceiling_of, new_store, prepared, request, search
+from searching import Run, ceiling_of, new_store, prepared, request, search
 from test_export import OLD_FIELDS, report_of
 from test_history import history_of, ran_out
 
 from autotune.device import find_device
-from autotune.errors import DeviceError
+from autotune.errors import DeviceError, InvalidRequestError
 from autotune.export import beside_lines, make_export, render
 from autotune.history import History
-from autotune.levers import allocator_settings, allocator_variable, segments_expand, with_expandable_segments
+from autotune.levers import (
+    EXTRAS,
+    allocator_settings,
+    allocator_variable,
+    goes_together,
+    is_predictable,
+    optim_package,
+    packages_of,
+    segments_expand,
+    version_of,
+    with_expandable_segments,
+)
 from autotune.memory import prediction_class
 from autotune.policy import ThroughputPolicy
+from autotune.report import compiled_notes
 from autotune.space import Batches, Space, choose_arms
 from autotune.trial import Arm, Candidate, Completed
 from autotune.units import GIB
@@ -147,6 +160,125 @@ class TestMemory:
             run = search(store, runner, given=given_)
         assert {job.cap_bytes for job in runner.jobs} == {line}
         assert run.best.candidate == fits
+
+
+class TestPackages:
+    @pytest.mark.parametrize(
+        ("optim", "package"),
+        [
+            ("adamw_torch", None),
+            ("adamw_torch_fused", None),
+            ("adafactor", None),
+            ("rmsprop", None),
+            ("sgd", None),
+            ("adamw_torch_8bit", "torchao"),
+            ("adamw_torch_4bit", "torchao"),
+            ("adamw_bnb_8bit", "bitsandbytes"),
+            ("paged_adamw_8bit", "bitsandbytes"),
+            ("rmsprop_bnb", "bitsandbytes"),
+            ("galore_adamw_8bit", "galore-torch"),
+        ],
+    )
+    def test_every_optimizer_names_what_it_needs(self, optim: str, package: str | None) -> None:
+        assert optim_package(optim) == package
+
+    def test_every_optimizer_that_transformers_gets_elsewhere_is_known(self) -> None:
+        from transformers import trainer_optimizer as theirs
+
+        for names, package in (
+            (theirs._BITSANDBYTES_OPTIMIZERS, "bitsandbytes"),
+            (theirs._TORCHAO_OPTIMIZERS, "torchao"),
+        ):
+            assert {optim_package(name.value) for name in names} == {package}
+        own = ("ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAFACTOR", "SGD", "ADAGRAD", "RMSPROP")
+        assert {optim_package(theirs.OptimizerNames[name].value) for name in own} == {None}
+
+    def test_what_is_not_installed_is_refused_with_its_extra(self) -> None:
+        if version_of("bitsandbytes") is not None:
+            pytest.skip("bitsandbytes is installed here")
+        with pytest.raises(InvalidRequestError) as caught:
+            request(optims=("adamw_bnb_8bit",)).check()
+        assert "bitsandbytes, which is not installed" in caught.value.message
+        assert caught.value.hint == "pip install 'autotune[bitsandbytes]'"
+
+    def test_every_extra_that_is_named_is_there(self) -> None:
+        extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        for package, extra in EXTRAS.items():
+            assert extras["optional-dependencies"][extra][0].startswith(package)
+
+    def test_ligers_kernels_need_a_gpu(self) -> None:
+        with pytest.raises(DeviceError, match="Liger"):
+            replace(request(liger="on"), device=find_device("cpu")).check()
+
+    def test_flash_attention_goes_with_16_bits_alone(self) -> None:
+        flash = Arm("tf32", attn_implementation="flash_attention_2")
+        assert not goes_together(flash, "float32")
+        assert goes_together(flash, "bfloat16")
+        assert goes_together(replace(flash, precision="bf16"), "float32")
+        assert goes_together(Arm("tf32"), "float32")
+
+    def test_only_what_is_measured_with_a_package_depends_on_its_version(self) -> None:
+        assert packages_of(PLAIN) == ()
+        assert prepared().environment["packages"] == {"torch": "2.13.0", "transformers": "5.23.0"}
+
+
+class TestCompiling:
+    def searched(self, compiled_factor: float, tmp_path: Path) -> tuple[Run, ComputedRunner]:
+        """A search where compiling changes a step's time by this factor, and takes a tenth more memory."""
+        runner = ComputedRunner(
+            lambda c: c.per_device_train_batch_size * GIB * (1.1 if c.arm.torch_compile else 1.0) / 2,
+            lambda c: (
+                c.gradient_accumulation_steps
+                * (0.2 + 0.01 * c.per_device_train_batch_size)
+                * (compiled_factor if c.arm.torch_compile else 1)
+                * (2 if c.arm.precision == "tf32" else 1)
+            ),
+        )
+        with new_store(tmp_path) as store:
+            return search(store, runner, torch_compile="auto", precisions=("bf16", "tf32")), runner
+
+    def test_the_winner_alone_is_compiled_and_at_the_end(self, tmp_path: Path) -> None:
+        run, runner = self.searched(0.8, tmp_path)
+        compiled = [c.arm.torch_compile for c in runner.candidates]
+        assert compiled.count(True) == 1
+        assert compiled[-1]
+        assert run.best.candidate.arm == Arm("bf16", torch_compile=True)
+        assert run.best.candidate.per_device_train_batch_size == 32
+        assert runner.jobs[-1].timeout_seconds > runner.jobs[0].timeout_seconds
+        assert runner.jobs[-1].effort.max_micro_steps == run.best.candidate.gradient_accumulation_steps
+
+    def test_within_the_noise_nothing_is_compiled(self, tmp_path: Path) -> None:
+        run, _ = self.searched(0.99, tmp_path)
+        assert not run.best.candidate.arm.torch_compile
+
+    def test_the_next_smaller_batch_is_tried_where_the_winners_no_longer_fits(self, tmp_path: Path) -> None:
+        runner = ComputedRunner(
+            lambda c: c.per_device_train_batch_size * GIB * (1.5 if c.arm.torch_compile else 1.0) / 2,
+            lambda c: c.gradient_accumulation_steps * (0.2 + 0.01 * c.per_device_train_batch_size),
+        )
+        with new_store(tmp_path) as store:
+            search(store, runner, torch_compile="auto", precisions=("bf16",), gradient_checkpointing="off")
+        compiled = [c.per_device_train_batch_size for c in runner.candidates if c.arm.torch_compile]
+        assert compiled == [32, 16]
+
+    def test_the_report_says_when_it_pays(self) -> None:
+        plain, compiled = Candidate(PLAIN, 32, 2), Candidate(Arm("bf16", torch_compile=True), 32, 2)
+        # 0.1 s a step, 40 s to compile.
+        outcomes = [
+            (plain, Completed(measurement(plain, 1.0, GIB, GIB))),
+            (compiled, Completed(replace(measurement(compiled, 0.9, GIB, GIB), compile_seconds=40.0))),
+        ]
+        report = report_of(plain, "cuda", OLD_FIELDS)
+        trials = tuple(replace(report.trials[0], candidate=c, outcome=o) for c, o in outcomes)
+        (note,) = compiled_notes(replace(report, trials=trials))
+        assert "takes 40.0 s to compile" in note
+        assert "pays after 401 optimizer steps" in note or "pays after 400 optimizer steps" in note
+
+    def test_predictions_are_not_asked_of_what_compiles(self) -> None:
+        assert is_predictable(PLAIN)
+        assert not is_predictable(replace(PLAIN, torch_compile=True))
+        assert not is_predictable(Arm(optim="adamw_bnb_8bit"))
+        assert is_predictable(Arm(optim="adafactor"))
 
 
 class TestExport:

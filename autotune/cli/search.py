@@ -47,6 +47,8 @@ class _SearchCommand(SectionedCommand):
             "attn",
             "optim",
             "expandable_segments",
+            "torch_compile",
+            "liger",
             "batch_multiple",
         ),
         "How it is searched": (
@@ -111,6 +113,20 @@ class _SearchCommand(SectionedCommand):
     type=click.Choice(("auto", "on", "off")),
     help="CUDA's allocator: where memory limits the best, always, never "
     "[default: off, or on where PYTORCH_ALLOC_CONF says so].",
+)
+@click.option(
+    "--torch-compile",
+    type=click.Choice(("auto", "on", "off")),
+    default="off",
+    show_default=True,
+    help="The best candidate at the end, everything, nothing.",
+)
+@click.option(
+    "--liger",
+    type=click.Choice(("auto", "on", "off")),
+    default="off",
+    show_default=True,
+    help="Liger's kernels: both ways, always, never.",
 )
 @click.option(
     "--dtype",
@@ -202,6 +218,8 @@ def _request(options: dict[str, Any]) -> SearchRequest:
         attn_implementations=options["attn"],
         optims=options["optim"],
         expandable_segments=options["expandable_segments"] or _as_in_environment(device),
+        torch_compile=options["torch_compile"],
+        liger=options["liger"],
         memory_limit_bytes=options["memory_limit"],
         headroom=options["headroom"] or Headroom(),
         trials=options["trials"],

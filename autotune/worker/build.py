@@ -56,6 +56,15 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def check_liger_knows(model_type: str) -> None:
+    """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log it and go on without."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {known}")
+
+
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
     """The model in training mode on ``device``, its weights stored in the workload's dtype."""
     dtype = getattr(torch, workload.dtype)

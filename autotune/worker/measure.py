@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from autotune.levers import compiles
 from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.meter import Meter
 
@@ -156,4 +157,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             device_used_bytes=self._meter.device_used_bytes(),
             peak_reserved_first_step_bytes=self._first_reserved,
             allocation_retries=self._meter.allocation_retries(),
+            compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
         )
+
+    def _compile_seconds(self) -> float:
+        """What the dropped steps took beyond as many measured ones."""
+        usual = statistics.median(step.seconds for step in self._measured)
+        return max(0.0, sum(step.seconds - usual for step in self._warmup))
