@@ -24,6 +24,7 @@ _AUTO_CLASS_OF_TASK = {
     "image-classification": "AutoModelForImageClassification",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
 }
+_PEFT_TASKS = {"sequence-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Export:
     task: str
     measured: str
     """Device, versions and data of the measurement, in words."""
+    lora_rank: int | None = None
+    """Of the adapters that were trained on all linear layers; ``None``: the weights themselves were trained."""
+    quantize: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the training process must be started with."""
 
@@ -65,6 +69,8 @@ def make_export(report: Report) -> Export:
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; {report.workload['task']}, {describe_data(report.workload)}",
+        lora_rank=report.workload.get("lora_rank"),
+        quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
     )
 
@@ -78,9 +84,12 @@ def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
+    if export.quantize:
+        options += f", quantization_config={_bits(export)}"
     return [
         *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         f"load the model with from_pretrained(…, {options})",
+        *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
     ]
 
@@ -102,6 +111,24 @@ def render(export: Export, form: Format) -> str:
             return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.environment.items())
 
 
+def _lora(export: Export) -> str:
+    rank = export.lora_rank or 0
+    task = _PEFT_TASKS.get(export.task)
+    return (
+        f"LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear'"
+        + (f", task_type={task!r}" if task else "")
+        + (", modules_to_save=['classifier']" if export.task == "image-classification" else "")
+        + ")"
+    )
+
+
+def _bits(export: Export) -> str:
+    if export.quantize == "8bit":
+        return "BitsAndBytesConfig(load_in_8bit=True)"
+    dtype = export.model_arguments["dtype"]
+    return f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype})"
+
+
 def _flag(name: str, value: Any) -> str:
     text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
     return f"--{name} {shlex.quote(text)}"
@@ -112,11 +139,16 @@ def _python(export: Export) -> str:
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
+    names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
+    bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
     return (
         f"# measured on {export.measured}\n"
         + (f"import os\n\n{variables}\n" if variables else "")
-        + f"import torch\nfrom transformers import {auto_class}, TrainingArguments\n\n"
+        + "import torch\n"
+        + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
+        + f"from transformers import {names}\n\n"
         f"model = {auto_class}.from_pretrained(\n"
-        f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}\n)\n"
-        f"arguments = TrainingArguments(\n{fields})\n"
+        f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
+        + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
+        + f"arguments = TrainingArguments(\n{fields})\n"
     )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from autotune.errors import InvalidRequestError
 from autotune.trial import Arm
+from autotune.workload import Workload
 
 LeverChoice = Literal["auto", "on", "off"]
 
@@ -51,6 +52,11 @@ def packages_of(arm: Arm) -> tuple[str, ...]:
     return tuple(package for package in needed if package is not None)
 
 
+def packages_of_workload(workload: Workload) -> tuple[str, ...]:
+    """The optional distributions that every trial of a workload is measured with."""
+    return (*(["peft"] if workload.peft else []), *(["bitsandbytes"] if workload.quantize else []))
+
+
 def version_of(package: str) -> str | None:
     """The installed version of a distribution; ``None`` where there is none. Imports nothing."""
     try:
@@ -75,10 +81,10 @@ def compiles(arm: Arm) -> bool:
     return arm.torch_compile or optim_package(arm.optim) == "torchao"
 
 
-def is_predictable(arm: Arm) -> bool:
+def is_predictable(arm: Arm, workload: Workload) -> bool:
     """Whether a step of this arm can be followed on fake tensors: no code but torch's and transformers' own."""
     has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
-    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels
+    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels and workload.quantize is None
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
-from autotune.levers import FLASH_ATTENTION, LeverChoice, optim_package, require
+from autotune.levers import FLASH_ATTENTION, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
@@ -127,6 +127,12 @@ class SearchRequest:
             package = optim_package(optim)
             if package is not None:
                 require(package, f"--optim {optim}")
+        if self.workload.quantize is not None and self.workload.peft is None:
+            raise InvalidRequestError(
+                f"weights in {self.workload.quantize[0]} bits cannot be trained themselves", "add --peft lora"
+            )
+        for package in packages_of_workload(self.workload):
+            require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
         is_cpu = self.device.kind == "cpu"
         if self.expandable_segments == "on" and is_cpu:
             raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")

@@ -154,7 +154,7 @@ def test_only_what_was_tuned_is_exported(fields: tuple[str, ...]) -> None:
     exported = export_of("cuda-bf16", fields)
     assert set(exported.arguments) == {
         "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "tf32",
-        checkpointing_field(fields), "optim",
+        checkpointing_field(fields), "optim", "torch_compile", "use_liger_kernel",
     }  # fmt: skip
     assert json.loads(render(exported, "json")) == exported.arguments
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import ComputedRunner, measurement, out_of_memory, run_policy
-from searching import Run, ceiling_of, new_store, prepared, request, search
+from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request, search
 from test_export import OLD_FIELDS, report_of
 from test_history import history_of, ran_out
+from tiny import tiny_workload
 
 from autotune.device import find_device
 from autotune.errors import DeviceError, InvalidRequestError
@@ -33,10 +36,12 @@ from autotune.levers import (
 )
 from autotune.memory import prediction_class
 from autotune.policy import ThroughputPolicy
+from autotune.preparation import training_state_bytes
 from autotune.report import compiled_notes
 from autotune.space import Batches, Space, choose_arms
 from autotune.trial import Arm, Candidate, Completed
 from autotune.units import GIB
+from autotune.workload import Workload
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)
@@ -275,10 +280,46 @@ class TestCompiling:
         assert "pays after 401 optimizer steps" in note or "pays after 400 optimizer steps" in note
 
     def test_predictions_are_not_asked_of_what_compiles(self) -> None:
-        assert is_predictable(PLAIN)
-        assert not is_predictable(replace(PLAIN, torch_compile=True))
-        assert not is_predictable(Arm(optim="adamw_bnb_8bit"))
-        assert is_predictable(Arm(optim="adafactor"))
+        assert is_predictable(PLAIN, BERT_LARGE)
+        assert not is_predictable(replace(PLAIN, torch_compile=True), BERT_LARGE)
+        assert not is_predictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
+        assert is_predictable(Arm(optim="adafactor"), BERT_LARGE)
+        quantized = replace(BERT_LARGE, dtype="bfloat16", peft="lora", lora_rank=8, quantize="4bit")
+        assert not is_predictable(PLAIN, quantized)
+
+
+class TestAdapters:
+    LORA = replace(BERT_LARGE, peft="lora", lora_rank=16)
+
+    def test_they_make_another_workload_and_their_absence_the_same_as_ever(self) -> None:
+        assert len({w.fingerprint() for w in (BERT_LARGE, self.LORA, replace(self.LORA, lora_rank=8))}) == 3
+        before = {k: v for k, v in BERT_LARGE.document().items() if k not in ("peft", "lora_rank", "quantize")}
+        assert Workload.from_document(before) == BERT_LARGE
+        facts = {k: v for k, v in before.items() if k not in ("model", "weights")}
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        assert BERT_LARGE.fingerprint() == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def test_few_bits_need_adapters(self) -> None:
+        with pytest.raises(InvalidRequestError, match="4 bits cannot be trained") as caught:
+            replace(request(), workload=replace(BERT_LARGE, quantize="4bit")).check()
+        assert caught.value.hint == "add --peft lora"
+
+    def test_adapters_need_less_than_training_everything(self) -> None:
+        model = {"parameters": 10**9, "trainable_parameters": 10**6}
+        least = training_state_bytes(replace(request(), workload=self.LORA), model)
+        assert least == 4 * 10**6 * 4 + (10**9 - 10**6) * 4
+        quantized = replace(self.LORA, dtype="bfloat16", quantize="4bit")
+        assert training_state_bytes(replace(request(), workload=quantized), model) < least / 7
+
+    def test_the_export_says_how_to_put_them_on(self) -> None:
+        workload = replace(tiny_workload("bert-tiny"), peft="lora", lora_rank=8, quantize="4bit")
+        export = make_export(report_of(Candidate(PLAIN, 8), "cuda", OLD_FIELDS, workload))
+        beside = " ".join(beside_lines(export))
+        assert "load_in_4bit=True" in beside
+        assert "LoraConfig(r=8, lora_alpha=16, target_modules='all-linear', task_type='SEQ_CLS')" in beside
+        compile(render(export, "python"), "export.py", "exec")
+        assert "get_peft_model(model" in render(export, "python")
+        assert not [name for name in export.arguments if "lora" in name or "bit" in name]
 
 
 class TestExport:

@@ -39,7 +39,18 @@ _TASKS = (
 
 class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
-        "What is trained": ("model", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
+        "What is trained": (
+            "model",
+            "effective_batch",
+            "task",
+            "seq_len",
+            "padding",
+            "dtype",
+            "pretrained",
+            "peft",
+            "lora_rank",
+            "quantize",
+        ),
         "On what": ("device", "memory_limit", "headroom", "world_size"),
         "What is tried": (
             "precision",
@@ -134,6 +145,11 @@ class _SearchCommand(SectionedCommand):
     default="float32",
     show_default=True,
     help="What the weights are stored in; precision is the autocast over it.",
+)
+@click.option("--peft", type=click.Choice(("lora",)), help="Train LoRA adapters on all linear layers, not the weights.")
+@click.option("--lora-rank", type=COUNT, help="Rank of the adapters [default: 16].")
+@click.option(
+    "--quantize", type=click.Choice(("4bit", "8bit")), help="Store the frozen weights so, through bitsandbytes."
 )
 @click.option("--batch-multiple", type=COUNT, help="Per-device batches are multiples of it [default: 8, then 4, 2, 1].")
 @click.option("--world-size", type=COUNT, default="1", show_default=True, help="Do the arithmetic of so many devices.")

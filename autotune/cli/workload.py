@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def build_workload(options: dict[str, Any]) -> Workload:
     """From ``model``, ``task``, ``seq_len``, ``padding``, ``dtype`` and ``pretrained``, as far as they are there."""
     from autotune.model_source import resolve_model
-    from autotune.workload import Workload, choose_seq_len, infer_task
+    from autotune.workload import DEFAULT_LORA_RANK, Workload, choose_seq_len, infer_task
 
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
@@ -26,6 +26,9 @@ def build_workload(options: dict[str, Any]) -> Workload:
         seq_len=choose_seq_len(source.config, task, options["seq_len"]),
         padding=options.get("padding") or 0.0,
         dtype=options["dtype"],
+        peft=options.get("peft"),
+        lora_rank=(options.get("lora_rank") or DEFAULT_LORA_RANK) if options.get("peft") else None,
+        quantize=options.get("quantize"),
         weights=_weights(source) if options.get("pretrained") else None,
     )
 
@@ -41,6 +44,8 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
             f"--padding {options['padding']:g} means nothing to {task}, whose samples are not text",
             "leave --padding out",
         )
+    if options.get("lora_rank") and not options.get("peft"):
+        raise InvalidRequestError(f"--lora-rank {options['lora_rank']} has no adapters to be of", "add --peft lora")
     if options["world_size"] > 1 and options["effective_batch"] is None:
         raise InvalidRequestError(
             f"--world-size {options['world_size']} has no effective batch to share",

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from autotune.worker.adapters import adapt, quantization_config
 from autotune.workload import Workload
 
 _AUTO_CLASS_OF_TASK = {
@@ -70,11 +71,15 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
     dtype = getattr(torch, workload.dtype)
     if workload.weights:
         model = auto_class(workload).from_pretrained(
-            workload.weights, dtype=dtype, attn_implementation=attn_implementation
+            workload.weights,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            **({} if workload.quantize is None else {"quantization_config": quantization_config(workload)}),
         )
-        return model.to(device).train()
+        return adapt(model if workload.quantize else model.to(device), workload).to(device).train()
     with _quiet(), torch.device(device):
         model = auto_class(workload).from_config(
             build_config(workload), dtype=dtype, attn_implementation=attn_implementation
         )
+        model = adapt(model, workload)
     return model.train()
