@@ -17,6 +17,7 @@ from autotune.device import Headroom, parse_headroom
 from autotune.errors import InvalidRequestError, NoResultError
 from autotune.export import make_export
 from autotune.history import History
+from autotune.levers import LeverChoice
 from autotune.loop import Observer
 from autotune.options import build_request
 from autotune.plot import plot_trials
@@ -31,7 +32,7 @@ from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.trial import Candidate, Completed, Document, Measurement
 from autotune.units import format_rate, parse_bytes, parse_seconds
 from autotune.verification import DEFAULT_STEPS, Verification, device_of, subject_of, verify
-from autotune.workload import DTypeName, Task
+from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
 DEFAULT_STORAGE = "studies/autotune.db"
 
@@ -187,6 +188,12 @@ def search(
     gradient_checkpointing: CheckpointingChoice = "auto",
     attn: str | Sequence[str] | None = None,
     optim: str | Sequence[str] = DEFAULT_OPTIM,
+    expandable_segments: LeverChoice | None = None,
+    torch_compile: LeverChoice = "off",
+    liger: LeverChoice = "off",
+    peft: PeftName | None = None,
+    lora_rank: int | None = None,
+    quantize: QuantizeName | None = None,
     batch_multiple: int | None = None,
     objective: Objective = "throughput",
     trials: int | None = None,
@@ -222,6 +229,12 @@ def search(
         "gradient_checkpointing": gradient_checkpointing,
         "attn": _words(attn),
         "optim": _words(optim),
+        "expandable_segments": expandable_segments,
+        "torch_compile": torch_compile,
+        "liger": liger,
+        "peft": peft,
+        "lora_rank": lora_rank,
+        "quantize": quantize,
         "batch_multiple": batch_multiple,
         "objective": objective,
         "trials": trials,
@@ -253,9 +266,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": get_args(DTypeName),
     "gradient_checkpointing": get_args(CheckpointingChoice),
     "objective": get_args(Objective),
+    "expandable_segments": (None, *get_args(LeverChoice)),
+    "torch_compile": get_args(LeverChoice),
+    "liger": get_args(LeverChoice),
+    "peft": (None, *get_args(PeftName)),
+    "quantize": (None, *get_args(QuantizeName)),
     "sampler": get_args(SamplerName),
 }
-_COUNTS = ("effective_batch", "seq_len", "world_size", "batch_multiple", "trials")
+_COUNTS = ("effective_batch", "seq_len", "world_size", "batch_multiple", "trials", "lora_rank")
 
 
 def _check(options: dict[str, Any]) -> None:

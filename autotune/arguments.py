@@ -34,6 +34,8 @@ def training_arguments(candidate: Candidate, fields: Collection[str], device_kin
         checkpointing: arm.gradient_checkpointing,
         "optim": arm.optim,
     }
+    # Said where the installed transformers has them: what was measured without must not be trained with.
+    arguments |= {name: getattr(arm, name) for name in ("torch_compile", "use_liger_kernel") if name in fields}
     if arm.gradient_checkpointing:
         arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     if device_kind == "cpu":

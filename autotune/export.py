@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune.arguments import training_arguments
 from autotune.errors import NoResultError
+from autotune.levers import allocator_variable
 from autotune.report import Report, describe_data
 from autotune.trial import Candidate
 
-Format = Literal["json", "yaml", "cli", "python"]
-FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python")
+Format = Literal["json", "yaml", "cli", "python", "env"]
+FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
 
 _AUTO_CLASS_OF_TASK = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -23,6 +24,7 @@ _AUTO_CLASS_OF_TASK = {
     "image-classification": "AutoModelForImageClassification",
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
 }
+_PEFT_TASKS = {"sequence-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Export:
     task: str
     measured: str
     """Device, versions and data of the measurement, in words."""
+    lora_rank: int | None = None
+    """Of the adapters that were trained on all linear layers; ``None``: the weights themselves were trained."""
+    quantize: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the training process must be started with."""
 
 
 def make_export(report: Report) -> Export:
@@ -62,14 +69,27 @@ def make_export(report: Report) -> Export:
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; {report.workload['task']}, {describe_data(report.workload)}",
+        lora_rank=report.workload.get("lora_rank"),
+        quantize=report.workload.get("quantize"),
+        environment=_variables(best.candidate, packages["torch"]),
     )
+
+
+def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
+    if not candidate.arm.expandable_segments:
+        return {}
+    return {allocator_variable(torch_version): "expandable_segments:True"}
 
 
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
+    if export.quantize:
+        options += f", quantization_config={_bits(export)}"
     return [
+        *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         f"load the model with from_pretrained(…, {options})",
+        *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
     ]
 
@@ -87,6 +107,26 @@ def render(export: Export, form: Format) -> str:
             return " ".join(_flag(name, value) for name, value in export.arguments.items()) + "\n"
         case "python":
             return _python(export)
+        case "env":
+            return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.environment.items())
+
+
+def _lora(export: Export) -> str:
+    rank = export.lora_rank or 0
+    task = _PEFT_TASKS.get(export.task)
+    return (
+        f"LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear'"
+        + (f", task_type={task!r}" if task else "")
+        + (", modules_to_save=['classifier']" if export.task == "image-classification" else "")
+        + ")"
+    )
+
+
+def _bits(export: Export) -> str:
+    if export.quantize == "8bit":
+        return "BitsAndBytesConfig(load_in_8bit=True)"
+    dtype = export.model_arguments["dtype"]
+    return f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype})"
 
 
 def _flag(name: str, value: Any) -> str:
@@ -98,10 +138,17 @@ def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
+    variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
+    names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
+    bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
     return (
         f"# measured on {export.measured}\n"
-        f"import torch\nfrom transformers import {auto_class}, TrainingArguments\n\n"
+        + (f"import os\n\n{variables}\n" if variables else "")
+        + "import torch\n"
+        + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
+        + f"from transformers import {names}\n\n"
         f"model = {auto_class}.from_pretrained(\n"
-        f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}\n)\n"
-        f"arguments = TrainingArguments(\n{fields})\n"
+        f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
+        + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
+        + f"arguments = TrainingArguments(\n{fields})\n"
     )

@@ -28,6 +28,11 @@ class Tried:
         return self.outcome.measurement if isinstance(self.outcome, Completed) else None
 
 
+def cap_of(arm: Arm, ceiling: Ceiling) -> int:
+    """What a trial of this arm may reserve: the cap; the line where only running under it proves anything."""
+    return ceiling.line_bytes if arm.expandable_segments else ceiling.cap_bytes
+
+
 def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
     """Whether a completed trial's steps were the candidate's own, micro-step for micro-step."""
     if not isinstance(outcome, Completed):
@@ -72,7 +77,8 @@ class History:
 
     def is_feasible(self, tried: Tried) -> bool:
         """Completed, and its peak reserved memory is at or under the ceiling's line."""
-        return tried.measurement is not None and self.ceiling.fits(tried.measurement.peak_reserved_bytes)
+        measured = tried.measurement
+        return measured is not None and self.ceiling.fits(measured.judged_bytes(tried.candidate.arm))
 
     def is_over(self, tried: Tried) -> bool:
         """Known to need more than the line: out of memory, or completed above it."""
@@ -140,7 +146,8 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The trial to recommend: within the noise of the fastest, the most comfortable one.
 
-        Comfort is bf16 before fp16 before tf32, then no checkpointing, then more headroom.
+        Comfort is bf16 before fp16 before tf32, then nothing compiled, no
+        checkpointing, no other kernels, torch's default allocator, then more headroom.
         """
         believed = self.believed(among)
         fastest = max(believed, key=_speed, default=None)
@@ -159,6 +166,9 @@ class History:
 def _needs_at_least(arm: Arm, other: Arm) -> bool:
     """Whether ``arm`` surely needs as much memory as ``other``: the same bytes, or without its recomputation."""
     arm, other = memory_class(arm), memory_class(other)
+    if other.expandable_segments:
+        # Segments that expand need no more than those that do not, never the other way round.
+        arm = dataclasses.replace(arm, expandable_segments=True)
     return arm == other or (
         other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
     )
@@ -168,7 +178,9 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
-def _comfort(tried: Tried) -> tuple[int, bool, int]:
+def _comfort(tried: Tried) -> tuple[int, int, int]:
     arm = tried.candidate.arm
-    peak = tried.measurement.peak_reserved_bytes if tried.measurement else 0
-    return PRECISION_PREFERENCE.index(arm.precision), arm.gradient_checkpointing, peak
+    peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
+    levers = (arm.torch_compile, arm.gradient_checkpointing, arm.use_liger_kernel, arm.expandable_segments)
+    # As binary digits: one lever that is worse than another outweighs all that are less.
+    return PRECISION_PREFERENCE.index(arm.precision), int("".join(str(int(on)) for on in levers), 2), peak

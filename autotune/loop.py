@@ -10,7 +10,8 @@ from typing import Protocol
 
 from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
-from autotune.history import History, Tried, ran_in_full
+from autotune.history import History, Tried, cap_of, ran_in_full
+from autotune.levers import compiles
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -28,6 +29,8 @@ _MOST_REPEATS = 64
 _MOST_PREDICTION_SECONDS = 20.0
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
 _BASELINE_SPREAD = 0.03
+# Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
+_COMPILE_SECONDS = 300.0
 # A candidate slower than this fraction of the best is measured no further; noise is 2 %, at most 6 %.
 _BEHIND = 0.85
 _INTERRUPTED = "interrupted"
@@ -281,7 +284,8 @@ class Search:
     def _effort(self, candidate: Candidate, stage: Stage) -> Effort:
         """How long to measure: a winner in full, the defaults roughly, one far behind no longer than to see that."""
         effort = self._request.effort
-        if stage == "final":
+        if stage == "final" or candidate.arm.torch_compile:
+            # What compiles is measured in full at once: a second trial would compile again.
             return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
         if self._request.objective == "max-batch":
             return effort
@@ -312,10 +316,10 @@ class Search:
         job = TrialJob(
             trial_id=record.id,
             candidate=candidate,
-            cap_bytes=self._prepared.ceiling.cap_bytes,
+            cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
             effort=effort,
             seed=request.seed,
-            timeout_seconds=request.trial_timeout_seconds,
+            timeout_seconds=request.trial_timeout_seconds + (_COMPILE_SECONDS if compiles(candidate.arm) else 0.0),
             log_path=record.log_path or "",
         )
         outcome: Outcome = Failed("lost", "the search was stopped during this trial")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from autotune.device import Headroom, find_device
+from autotune.device import Device, Headroom, find_device
 from autotune.errors import InvalidRequestError
+from autotune.levers import LeverChoice, segments_expand
 from autotune.model_source import ModelSource, resolve_model
 from autotune.request import SearchRequest
-from autotune.workload import Task, Workload, choose_seq_len, infer_task
+from autotune.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
 
 
 def build_request(options: dict[str, Any]) -> SearchRequest:
     """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
+    workload = build_workload(options)
+    device = find_device(options["device"])
     return SearchRequest(
-        workload=build_workload(options),
-        device=find_device(options["device"]),
+        workload=workload,
+        device=device,
         effective_batch=options["effective_batch"],
         world_size=options["world_size"],
         batch_multiple=options["batch_multiple"],
@@ -24,6 +28,9 @@ def build_request(options: dict[str, Any]) -> SearchRequest:
         gradient_checkpointing=options["gradient_checkpointing"],
         attn_implementations=options["attn"],
         optims=options["optim"],
+        expandable_segments=options["expandable_segments"] or _as_in_environment(device),
+        torch_compile=options["torch_compile"],
+        liger=options["liger"],
         memory_limit_bytes=options["memory_limit"],
         headroom=options["headroom"] or Headroom(),
         trials=options["trials"],
@@ -34,6 +41,11 @@ def build_request(options: dict[str, Any]) -> SearchRequest:
         measure_baseline=not options["no_baseline"],
         study=options["study"],
     )
+
+
+def _as_in_environment(device: Device) -> LeverChoice:
+    """Segments expand in the trials where they would in the training that the environment is set for."""
+    return "on" if device.kind == "cuda" and segments_expand(os.environ) else "off"
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
@@ -48,6 +60,9 @@ def build_workload(options: dict[str, Any]) -> Workload:
         seq_len=choose_seq_len(source.config, task, options["seq_len"]),
         padding=options.get("padding") or 0.0,
         dtype=options["dtype"],
+        peft=options.get("peft"),
+        lora_rank=(options.get("lora_rank") or DEFAULT_LORA_RANK) if options.get("peft") else None,
+        quantize=options.get("quantize"),
         weights=_weights(source) if options.get("pretrained") else None,
     )
 
@@ -63,6 +78,8 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
             f"--padding {options['padding']:g} means nothing to {task}, whose samples are not text",
             "leave --padding out",
         )
+    if options.get("lora_rank") and not options.get("peft"):
+        raise InvalidRequestError(f"--lora-rank {options['lora_rank']} has no adapters to be of", "add --peft lora")
     if options["world_size"] > 1 and options["effective_batch"] is None:
         raise InvalidRequestError(
             f"--world-size {options['world_size']} has no effective batch to share",

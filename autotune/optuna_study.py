@@ -16,7 +16,7 @@ from autotune.device import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import PolicySampler, params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
-from autotune.trial import Candidate, Completed, Outcome, OutOfMemory
+from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
@@ -109,7 +109,7 @@ class OptunaStudy:
         with storage_errors(self._label):
             for name, value in _attributes(candidate, outcome).items():
                 asked.optuna_trial.set_user_attr(name, value)
-            excess = over_line_gib(outcome, self._ceiling)
+            excess = over_line_gib(outcome, self._ceiling, candidate.arm)
             if excess is not None:
                 _constrain(asked.optuna_trial, excess)
 
@@ -143,13 +143,13 @@ def _constrain(trial: optuna.Trial, excess: float) -> None:
         trial.set_constraint(CONSTRAINT, excess)
 
 
-def over_line_gib(outcome: Outcome, ceiling: Ceiling) -> float | None:
+def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
     """How far a trial's peak lies over the line, in GiB; ``None`` for a fault, which says nothing.
 
     A trial that ran out wanted more than the cap, so it was over by the headroom at least.
     """
     if isinstance(outcome, Completed):
-        return (outcome.measurement.peak_reserved_bytes - ceiling.line_bytes) / GIB
+        return (outcome.measurement.judged_bytes(arm or Arm()) - ceiling.line_bytes) / GIB
     if isinstance(outcome, OutOfMemory):
         return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
     return None

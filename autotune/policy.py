@@ -50,13 +50,13 @@ def _something_fits(space: Space, history: History, multiple: int) -> bool:
 
 def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
     """Whether a batch of a higher level than the candidate's may still fit, so that its turn has not come."""
-    batches = space.batches
+    batches, arms = space.batches, [arm for arm in space.arms if not space.is_last_resort(arm)]
     level = batches.level(candidate.per_device_train_batch_size)
     higher = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
     return any(
         not history.is_ruled_out(other)
         and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
-        for other in (space.candidate(arm, batch) for arm in space.arms for batch in higher)
+        for other in (space.candidate(arm, batch) for arm in arms for batch in higher)
     )
 
 
@@ -110,7 +110,10 @@ class ThroughputPolicy:
             ladder = self._space.batches.at_level(multiple)
             for arm in self._space.arms:
                 view = _ArmView(self._space, arm, history)
-                batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
+                if self._space.is_last_resort(arm):
+                    batch = self._compiled_batch(view, ladder)
+                else:
+                    batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
             if _something_fits(self._space, history, multiple):
@@ -129,6 +132,8 @@ class ThroughputPolicy:
             faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
             if faster in self._space.arms and (history.feasible(faster) or self._outclassed(faster, history)):
                 return True
+        if arm.expandable_segments and self._has_room(arm, history):
+            return True
         if not arm.gradient_checkpointing:
             return False
         twin = _ArmView(self._space, dataclasses.replace(arm, gradient_checkpointing=False), history)
@@ -137,6 +142,34 @@ class ThroughputPolicy:
         peak = twin.fastest()
         fills = twin.micro_step_seconds(peak) >= LAUNCH_BOUND_SECONDS
         return fills and _speed(twin.feasible[peak]) < _FAR_BEHIND * self._best_speed(twin)
+
+    def _compiled_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
+        """The winner's batch, once nothing else is left to try; the next smaller one where that ran over.
+
+        A trial that compiles takes a minute, so that only the winner's own arm is worth one.
+        """
+        plain = dataclasses.replace(view.arm, torch_compile=False)
+        uncompiled = [t.candidate for t in view.history.tried if not t.candidate.arm.torch_compile]
+        winner = view.history.winner(c for c in uncompiled if self._space.contains(c))
+        if winner is None or winner.candidate.arm != plain or view.broken or view.feasible:
+            return None
+        rungs = [batch for batch in ladder if batch <= _batch(winner)] or [_batch(winner)]
+        return next((batch for batch in rungs[-2:][::-1] if view.open(batch)), None)
+
+    def _has_room(self, arm: Arm, history: History) -> bool:
+        """Whether the same arm with torch's default allocator shows that expanding segments cannot help.
+
+        They are never faster at the same batch, so only the best arm can win by them, and only where it was
+        memory that kept it from a larger batch.
+        """
+        plain = dataclasses.replace(arm, expandable_segments=False)
+        fastest = history.fastest(t.candidate for t in history.tried if self._space.contains(t.candidate))
+        if plain not in self._space.arms or fastest is None:
+            return False
+        if fastest.candidate.arm not in (plain, arm):
+            return True
+        twin = _ArmView(self._space, plain, history)
+        return bool(twin.feasible) and not self._can_gain(twin, twin.fastest())
 
     def _next_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not self._is_beaten(view, batch)]
@@ -173,11 +206,13 @@ class ThroughputPolicy:
         return min(rungs, key=lambda batch: max(batch / start, start / batch))
 
     def _is_beaten(self, view: _ArmView, batch: int) -> bool:
-        """Whether the same arm without recomputation, never slower, has measured this batch or a larger one."""
-        if not view.arm.gradient_checkpointing:
-            return False
-        twin = dataclasses.replace(view.arm, gradient_checkpointing=False)
-        return any(t.candidate.arm == twin and _batch(t) >= batch for t in view.history.believed())
+        """Whether the same arm without recomputation or expanding, never slower, measured the batch or a larger one."""
+        twins = [
+            dataclasses.replace(view.arm, gradient_checkpointing=False),
+            dataclasses.replace(view.arm, expandable_segments=False),
+        ]
+        faster = [twin for twin in twins if twin != view.arm]
+        return any(t.candidate.arm in faster and _batch(t) >= batch for t in view.history.believed())
 
     def _may_fit(self, view: _ArmView, batch: int) -> bool:
         """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
@@ -277,7 +312,9 @@ class MaxBatchPolicy:
 
     def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""
-        known: dict[int, int] = {b: t.measurement.peak_reserved_bytes for b, t in view.tried.items() if t.measurement}
+        known: dict[int, int] = {
+            b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
+        }
         far = [b for b in known if b <= _FAR_ENOUGH * fits]
         above = [b for b in known if b > fits]
         other = min(above) if above else max(far, default=None)

@@ -7,18 +7,26 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.device import Ceiling, Device, Headroom
+from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.forecast import Forecast, Submitter
+from autotune.levers import (
+    FLASH_ATTENTION,
+    goes_together,
+    is_predictable,
+    packages_of,
+    packages_of_workload,
+    version_of,
+)
 from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.space import Space, choose_arms
-from autotune.trial import Candidate, Document
+from autotune.trial import Arm, Candidate, Document
 from autotune.units import GIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
@@ -81,7 +89,16 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         attentions,
         request.optims,
         model_checkpoints=bool(model["gradient_checkpointing"]),
+        expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
+        # The largest batch that fits is what it is without a compiler.
+        torch_compile="off" if request.objective == "max-batch" else request.torch_compile,
+        liger=request.liger,
     )
+    arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
+    if not arms:
+        raise InvalidRequestError(
+            f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
+        )
     space = Space(arms, request.batches)
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     return Prepared(
@@ -89,7 +106,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         space,
         space.baseline(default_attention),
         ceiling,
-        _environment(request.device, facts),
+        _environment(request, facts, arms),
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
@@ -123,7 +140,8 @@ def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
     pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
-    arms = sorted(prepared.space.arms, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
+    known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
+    arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
     parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 2))
@@ -155,8 +173,11 @@ def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:
 def training_state_bytes(request: SearchRequest, model: Document) -> int:
     """Bytes that any step of this workload needs at least: weights, gradients, optimizer state."""
     moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
-    elements = int(model["parameters"]) + int(model["trainable_parameters"]) * (1 + moments)
-    return elements * BYTES_PER_ELEMENT[request.workload.dtype]
+    trained, frozen = int(model["trainable_parameters"]), int(model["parameters"]) - int(model["trainable_parameters"])
+    element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
+    # Layers that stay as they are weigh more than this; at least so much is certain.
+    bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
+    return trained * (2 + moments) * element_bytes + frozen * bits // 8
 
 
 def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
@@ -190,8 +211,13 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
     )
 
 
-def _environment(device: Device, facts: Document) -> Document:
+def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -> Document:
+    device = request.device
     reported: dict[str, Any] = facts["environment"]
+    # Of optional packages only those that something is measured with: others may come and go.
+    needed = {*packages_of_workload(request.workload), *(package for arm in arms for package in packages_of(arm))}
+    optional = {package: version_of(package) for package in sorted(needed)}
+    reported = {**reported, "packages": {**reported["packages"], **optional}}
     return {
         "device_label": device.label,
         "device_kind": device.kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class Report:
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
         measured = measurement(trial)
-        return measured is not None and self.ceiling.fits(measured.peak_reserved_bytes)
+        return measured is not None and self.ceiling.fits(measured.judged_bytes(trial.candidate.arm))
 
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""
@@ -123,8 +124,9 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "micro_steps_run": measured.micro_steps_run if measured else None,
         "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
         "peak_reserved_bytes": reserved,
-        "headroom_bytes": report.ceiling.cap_bytes - reserved if measured and reserved is not None else None,
+        "headroom_bytes": _headroom_bytes(report, trial),
         "device_used_bytes": measured.device_used_bytes if measured else None,
+        "compile_seconds": measured.compile_seconds if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
         "skipped_steps": measured.skipped_steps if measured else None,
         "joules_per_sample": measured.joules_per_sample if measured else None,
@@ -135,6 +137,16 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
         "log_path": trial.log_path,
     }
+
+
+def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
+    """What a completed trial left free of the cap; at least so much where it could reserve no more than the line."""
+    measured = measurement(trial)
+    if measured is None:
+        return None
+    if trial.candidate.arm.expandable_segments:
+        return report.ceiling.headroom_bytes
+    return report.ceiling.cap_bytes - measured.peak_reserved_bytes
 
 
 def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
@@ -192,11 +204,30 @@ def notes(report: Report) -> list[str]:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
+    found += compiled_notes(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
     return found
+
+
+def compiled_notes(report: Report) -> list[str]:
+    """When the fastest compiled trial pays for its start-up, against the best that starts at once."""
+    found = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
+    compiled = [(m, t) for m, t in found if t.candidate.arm.torch_compile]
+    plain = [(m, t) for m, t in found if not t.candidate.arm.torch_compile]
+    if not compiled or not plain:
+        return []
+    (fast, trial), (usual, other) = (max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (compiled, plain))
+    start = fast.compile_seconds or 0.0
+    name = f"{trial.candidate.describe()} takes {format_seconds(start)} to compile"
+    # Both in seconds a sample, since their steps need not be of the same size.
+    gain = 1 / usual.samples_per_second - 1 / fast.samples_per_second
+    if gain <= 0:
+        return [f"{name} and is then no faster than {other.candidate.describe()}"]
+    steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
+    return [f"{name}, which pays after {steps:,} optimizer steps against {other.candidate.describe()}"]
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
@@ -256,18 +287,26 @@ def summary_lines(report: Report) -> list[str]:
         )
     elif request["measure_baseline"] and request["objective"] == "throughput":
         lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
-    cap = report.ceiling.cap_bytes
-    spare = cap - measured.peak_reserved_bytes
-    lines.append(
-        f"  {format_bytes(measured.peak_reserved_bytes)} of {format_bytes(cap)} reserved at the peak, measured; "
-        f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
-    )
+    lines.append(_memory_line(report, best, measured))
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+
+
+def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
+    """The winner's peak and headroom; where segments expand, what proves that it fits."""
+    cap, spare = report.ceiling.cap_bytes, _headroom_bytes(report, best) or 0
+    headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
+    if best.candidate.arm.expandable_segments:
+        return (
+            f"  {format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
+            f"{format_bytes(report.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
+        )
+    reserved = format_bytes(measured.peak_reserved_bytes)
+    return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
 
 
 def _counts(report: Report) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
+from autotune.levers import FLASH_ATTENTION, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
@@ -44,6 +45,11 @@ class SearchRequest:
     attn_implementations: tuple[str, ...] | None = None
     """``None``: sdpa where the model has it, else eager, as transformers chooses."""
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
+    expandable_segments: LeverChoice = "off"
+    """``auto``: where memory keeps the best from a larger batch."""
+    torch_compile: LeverChoice = "off"
+    """``auto``: the best candidate alone, once all else is known."""
+    liger: LeverChoice = "off"
     memory_limit_bytes: int | None = None
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
@@ -86,6 +92,7 @@ class SearchRequest:
     def check(self) -> None:
         """Raise for everything that can be known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
+        self._check_levers()
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -111,7 +118,38 @@ class SearchRequest:
             "seed": self.seed,
             "trial_timeout_seconds": self.trial_timeout_seconds,
             "measure_baseline": self.measure_baseline,
+            **self._levers_asked(),
         }
+
+    def _check_levers(self) -> None:
+        """Raise for a lever whose package is not installed or that the device does not have."""
+        for optim in self.optims:
+            package = optim_package(optim)
+            if package is not None:
+                require(package, f"--optim {optim}")
+        if self.workload.quantize is not None and self.workload.peft is None:
+            raise InvalidRequestError(
+                f"weights in {self.workload.quantize[0]} bits cannot be trained themselves", "add --peft lora"
+            )
+        for package in packages_of_workload(self.workload):
+            require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
+        is_cpu = self.device.kind == "cpu"
+        if self.expandable_segments == "on" and is_cpu:
+            raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
+        if self.liger != "off":
+            if is_cpu:
+                raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
+            require("liger-kernel", "--liger")
+        if FLASH_ATTENTION in (self.attn_implementations or ()):
+            if is_cpu:
+                raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
+            require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+    def _levers_asked(self) -> dict[str, Any]:
+        """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
+        names = ("expandable_segments", "torch_compile", "liger")
+        asked = {name: getattr(self, name) for name in names}
+        return {name: choice for name, choice in asked.items() if choice != "off"}
 
     def named(self, study: str) -> SearchRequest:
         """The same request under a study name."""

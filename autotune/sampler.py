@@ -24,6 +24,8 @@ _FOREIGN_LARGEST_FREE_BATCH = 1024
 # With a large strict multiple that would leave them little to choose from.
 _FOREIGN_FEWEST_FREE_BATCHES = 16
 
+_LEVERS = ("expandable_segments", "torch_compile", "use_liger_kernel")
+
 
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
     """The Optuna search space: the same for every trial of a study, the baseline included.
@@ -49,6 +51,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         "gradient_checkpointing": CategoricalDistribution(sorted({arm.gradient_checkpointing for arm in arms})),
         "attn_implementation": CategoricalDistribution(sorted({arm.attn_implementation for arm in arms})),
         "optim": CategoricalDistribution(sorted({arm.optim for arm in arms})),
+        **{name: CategoricalDistribution(sorted({getattr(arm, name) for arm in arms})) for name in _LEVERS},
     }
 
 

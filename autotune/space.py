@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune.errors import DeviceError, InvalidRequestError
+from autotune.levers import LeverChoice
 from autotune.trial import PRECISIONS, Arm, Candidate, Precision
 from autotune.workload import Workload
 
@@ -140,6 +141,10 @@ class Space:
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
 
+    def is_last_resort(self, arm: Arm) -> bool:
+        """Whether the arm is a compiled one that is also there uncompiled: then it is the winner's to try."""
+        return arm.torch_compile and replace(arm, torch_compile=False) in self.arms
+
     def baseline(self, attn_implementation: str) -> Candidate:
         """What ``TrainingArguments`` defaults would run: the trial that speed-ups are relative to."""
         batch, accumulation = self.batches.baseline()
@@ -180,6 +185,11 @@ def choose_precisions(
     return tuple(p for p in PRECISION_PREFERENCE if p in wanted)
 
 
+def choice_of(choice: LeverChoice) -> tuple[bool, ...]:
+    """What ``auto``, ``on`` and ``off`` try of a lever, what is cheaper first."""
+    return {"on": (True,), "off": (False,), "auto": (False, True)}[choice]
+
+
 def choose_arms(
     precisions: Sequence[Precision],
     checkpointing: CheckpointingChoice,
@@ -187,17 +197,28 @@ def choose_arms(
     optims: Sequence[str],
     *,
     model_checkpoints: bool,
+    expandable_segments: LeverChoice = "off",
+    torch_compile: LeverChoice = "off",
+    liger: LeverChoice = "off",
 ) -> tuple[Arm, ...]:
-    """Every combination, those without checkpointing first, then by preference of precision."""
+    """Every combination, those without checkpointing first, then by preference of precision.
+
+    Arms whose segments expand come last where that is searched: they are never faster at the same batch, so
+    they are worth asking only where memory was what kept the best from a larger one. Compiled arms come after
+    all others, since each of their trials costs a minute.
+    """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
             "this model does not support gradient checkpointing", "leave --gradient-checkpointing at auto or off"
         )
-    choices = {"on": (True,), "off": (False,), "auto": (False, True) if model_checkpoints else (False,)}[checkpointing]
+    choices = choice_of(checkpointing if model_checkpoints else "off")
     return tuple(
-        Arm(precision, checkpointed, attention, optim)
+        Arm(precision, checkpointed, attention, optim, expands, compiled, fused)
+        for compiled in choice_of(torch_compile)
+        for expands in choice_of(expandable_segments)
         for checkpointed in choices
         for attention in attn_implementations
         for optim in optims
+        for fused in choice_of(liger)
         for precision in precisions
     )

@@ -25,6 +25,10 @@ class Arm:
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     optim: str = "adamw_torch_fused"
+    expandable_segments: bool = False
+    """A setting of CUDA's caching allocator, not of the Trainer: what is freed can be put together again."""
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
 
     def describe(self) -> str:
         """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
@@ -35,6 +39,12 @@ class Arm:
             words.append(self.attn_implementation)
         if self.optim != "adamw_torch_fused":
             words.append(self.optim)
+        if self.expandable_segments:
+            words.append("expandable segments")
+        if self.use_liger_kernel:
+            words.append("liger")
+        if self.torch_compile:
+            words.append("compiled")
         return ", ".join(words)
 
 
@@ -126,6 +136,16 @@ class Measurement:
     """Of warm-up and measured steps, those whose update fp16's gradient scaler left out; 0 without a scaler."""
     joules_per_sample: float | None = None
     """Mean power of the whole device while steps were measured, as NVML counts it, times seconds a sample."""
+    compile_seconds: float | None = None
+    """What the dropped steps took beyond as many others, where something is compiled in them; from an empty cache."""
+
+    def judged_bytes(self, arm: Arm) -> int:
+        """What is compared with the line: peak reserved bytes, or where segments expand peak allocated ones.
+
+        Reserved bytes may read 17 % too high there, so such a trial has the line itself for a cap: that it
+        ran is what proves that it fits.
+        """
+        return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
 
 
 PhaseSeconds = dict[str, float]

@@ -32,8 +32,12 @@ TASKS: tuple[Task, ...] = (
 )
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+PeftName = Literal["lora"]
+QuantizeName = Literal["4bit", "8bit"]
 DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_LORA_RANK = 16
+_ADAPTING = frozenset({"peft", "lora_rank", "quantize"})
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class Workload:
     weights: str | None = None
     """Folder or hub repository to load weights from; ``None`` for random ones, of the same speed and memory."""
 
+    peft: PeftName | None = None
+    """Train adapters over frozen weights instead of the weights."""
+    lora_rank: int | None = None
+    quantize: QuantizeName | None = None
+    """What frozen weights are stored in, in place of ``dtype``, which they are then computed in."""
+
     @property
     def model_type(self) -> str:
         """The architecture's family, ``bert`` say."""
@@ -63,6 +73,12 @@ class Workload:
     def is_text(self) -> bool:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
         return self.task not in ("image-classification", "speech-seq2seq")
+
+    def describe_weights(self) -> str:
+        """``float32 weights``, ``bfloat16 weights in 4 bits, LoRA of rank 16``."""
+        words = f"{self.dtype} weights"
+        words += f" in {self.quantize[0]} bits" if self.quantize else ""
+        return words + (f", LoRA of rank {self.lora_rank}" if self.peft else "")
 
     def document(self) -> dict[str, Any]:
         """As JSON-ready data, for the trial process and the record."""
@@ -81,6 +97,8 @@ class Workload:
         facts = self.document()
         facts.pop("model")
         facts.pop("weights")
+        # Absent where nothing is adapted, as in workloads from before there was any of it.
+        facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

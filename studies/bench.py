@@ -55,9 +55,9 @@ from rich.table import Table
 
 from autotune.device import Ceiling
 from autotune.history import History
+from autotune.loop import Search
 from autotune.optuna_study import over_line_gib
 from autotune.preparation import Prepared, forecast_of
-from autotune.loop import Search
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
 from autotune.trial import Candidate, Completed, Document, OutOfMemory
 

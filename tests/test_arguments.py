@@ -36,6 +36,14 @@ def test_batches_and_optimizer_are_taken_over() -> None:
     assert arguments["optim"] == "adafactor"
 
 
+def test_levers_are_said_where_transformers_has_them() -> None:
+    fields = NEW | {"torch_compile", "use_liger_kernel"}
+    arguments = training_arguments(Candidate(Arm(torch_compile=True), 8), fields, "cuda")
+    assert arguments["torch_compile"] is True
+    assert arguments["use_liger_kernel"] is False
+    assert "torch_compile" not in training_arguments(Candidate(Arm(), 8), OLD, "cuda")
+
+
 def test_only_a_cpu_is_asked_for() -> None:
     assert training_arguments(Candidate(Arm(), 8), NEW, "cpu")["use_cpu"] is True
     assert "use_cpu" not in training_arguments(Candidate(Arm(), 8), NEW, "cuda")

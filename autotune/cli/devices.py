@@ -10,14 +10,16 @@ from autotune.cli.options import json_option, print_json
 @click.command()
 @json_option
 def devices(as_json: bool) -> None:
-    """List the devices: memory, driver, capability, precisions, other processes."""
+    """List the devices (memory, driver, capability, precisions, other processes) and the levers' packages."""
     from autotune.device import list_devices, nvml_problem
+    from autotune.levers import OPTIONAL, how_to_install, version_of
     from autotune.units import format_bytes
 
     found = list_devices()
     problem = nvml_problem()
+    packages = {package: version_of(package) for package in OPTIONAL}
     if as_json:
-        print_json({"devices": [device.document() for device in found], "nvml_problem": problem})
+        print_json({"devices": [device.document() for device in found], "nvml_problem": problem, "packages": packages})
         return
 
     def size(size_bytes: int | None) -> str:
@@ -38,6 +40,9 @@ def devices(as_json: bool) -> None:
         click.echo(f"  precisions  {', '.join(device.precisions)}")
         for neighbour in device.neighbours:
             click.echo(f"  process     {neighbour.pid} {neighbour.name or '?'} holds {size(neighbour.used_bytes)}")
+    click.echo("levers")
+    for package, version in packages.items():
+        click.echo(f"  {package:<12}  {version or f'not installed: {how_to_install(package)}'}")
     if problem:
         click.echo(f"NVML: {problem}", err=True)
     elif len(found) == 1:

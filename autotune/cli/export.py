@@ -11,7 +11,7 @@ from autotune.cli.options import storage_option
 
 @click.command()
 @click.argument("study")
-@click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python")), default="json",
+@click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python", "env")), default="json",
               show_default=True)  # fmt: skip
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @storage_option
@@ -21,6 +21,7 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     \b
       autotune export STUDY > training_arguments.json
       autotune export STUDY --format cli
+      env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
     """
     from autotune.errors import StorageError
     from autotune.export import FORMATS, beside_lines, make_export, render

@@ -32,9 +32,29 @@ _TASKS = (
 
 class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
-        "What is trained": ("model", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
+        "What is trained": (
+            "model",
+            "effective_batch",
+            "task",
+            "seq_len",
+            "padding",
+            "dtype",
+            "pretrained",
+            "peft",
+            "lora_rank",
+            "quantize",
+        ),
         "On what": ("device", "memory_limit", "headroom", "world_size"),
-        "What is tried": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
+        "What is tried": (
+            "precision",
+            "gradient_checkpointing",
+            "attn",
+            "optim",
+            "expandable_segments",
+            "torch_compile",
+            "liger",
+            "batch_multiple",
+        ),
         "How it is searched": (
             "objective",
             "trials",
@@ -94,11 +114,36 @@ class _SearchCommand(SectionedCommand):
     "--optim", type=words(), default="adamw_torch_fused", show_default=True, help="Values of TrainingArguments.optim."
 )
 @click.option(
+    "--expandable-segments",
+    type=click.Choice(("auto", "on", "off")),
+    help="CUDA's allocator: where memory limits the best, always, never "
+    "[default: off, or on where PYTORCH_ALLOC_CONF says so].",
+)
+@click.option(
+    "--torch-compile",
+    type=click.Choice(("auto", "on", "off")),
+    default="off",
+    show_default=True,
+    help="The best candidate at the end, everything, nothing.",
+)
+@click.option(
+    "--liger",
+    type=click.Choice(("auto", "on", "off")),
+    default="off",
+    show_default=True,
+    help="Liger's kernels: both ways, always, never.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(("float32", "bfloat16", "float16")),
     default="float32",
     show_default=True,
     help="What the weights are stored in; precision is the autocast over it.",
+)
+@click.option("--peft", type=click.Choice(("lora",)), help="Train LoRA adapters on all linear layers, not the weights.")
+@click.option("--lora-rank", type=COUNT, help="Rank of the adapters [default: 16].")
+@click.option(
+    "--quantize", type=click.Choice(("4bit", "8bit")), help="Store the frozen weights so, through bitsandbytes."
 )
 @click.option("--batch-multiple", type=COUNT, help="Per-device batches are multiples of it [default: 8, then 4, 2, 1].")
 @click.option("--world-size", type=COUNT, default="1", show_default=True, help="Do the arithmetic of so many devices.")

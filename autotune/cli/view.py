@@ -102,7 +102,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
         batch += f" on {request.world_size} devices, one of them measured"
     lines = [
         f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
-        f"data    {describe_data(workload.document())}; {batch}; {workload.dtype} weights",
+        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}",
         f"device  {request.device.label}, {request.device.name}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
@@ -127,7 +127,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
         return " ".join(outcome.message.split())[:80]
     if not isinstance(outcome, Completed):
         return ""
-    if not history.ceiling.fits(outcome.measurement.peak_reserved_bytes):
+    if not history.ceiling.fits(outcome.measurement.judged_bytes(trial.candidate.arm)):
         return "low headroom"
     if trial.stage == "baseline":
         return "baseline"

@@ -8,11 +8,12 @@ Importing this loads nothing but the standard library; NVML is opened by the fir
 from __future__ import annotations
 
 from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
-from autotune.device.facts import CPU_UUID, Device, DeviceKind, Neighbour, Precision
+from autotune.device.facts import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.device.listing import find_device, list_devices
 from autotune.device.nvml import device_energy_joules, device_used_bytes, nvml_problem
 
 __all__ = [
+    "CAPABILITY_VARIABLE",
     "CPU_UUID",
     "Ceiling",
     "Device",

@@ -11,6 +11,9 @@ DeviceKind = Literal["cuda", "cpu"]
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 """The autocasts that are told apart. fp32 is without tf32: the two are different things."""
 
+CAPABILITY_VARIABLE = "AUTOTUNE_DEVICE_CAPABILITY"
+"""In the trial server's environment: the GPU's compute capability, ``9.0``, which CUDA need not be started to know."""
+
 CPU_UUID = "cpu"
 """The CPU has no UUID of its own and there is only one of it."""
 

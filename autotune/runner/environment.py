@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from autotune.device import Device
+from autotune.device import CAPABILITY_VARIABLE, Device
 
 # Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
 # Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).
@@ -43,6 +43,9 @@ def server_environment(device: Device, current: Mapping[str, str], *, offline: b
     # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment.pop(CAPABILITY_VARIABLE, None)
+    if device.capability is not None:
+        environment[CAPABILITY_VARIABLE] = ".".join(map(str, device.capability))
     # What this process can import; an empty entry means its working directory.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if offline:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from autotune.worker.adapters import adapt, quantization_config
 from autotune.workload import Workload
 
 _AUTO_CLASS_OF_TASK = {
@@ -56,16 +57,29 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def check_liger_knows(model_type: str) -> None:
+    """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log it and go on without."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {known}")
+
+
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
     """The model in training mode on ``device``, its weights stored in the workload's dtype."""
     dtype = getattr(torch, workload.dtype)
     if workload.weights:
         model = auto_class(workload).from_pretrained(
-            workload.weights, dtype=dtype, attn_implementation=attn_implementation
+            workload.weights,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            **({} if workload.quantize is None else {"quantization_config": quantization_config(workload)}),
         )
-        return model.to(device).train()
+        return adapt(model if workload.quantize else model.to(device), workload).to(device).train()
     with _quiet(), torch.device(device):
         model = auto_class(workload).from_config(
             build_config(workload), dtype=dtype, attn_implementation=attn_implementation
         )
+        model = adapt(model, workload)
     return model.train()

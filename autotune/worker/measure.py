@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from autotune.levers import compiles
 from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.losses import skipped_steps
 from autotune.worker.meter import Meter
@@ -174,6 +175,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             allocation_retries=self._meter.allocation_retries(),
             skipped_steps=skipped_steps(self._scaler),
             joules_per_sample=joules_per_sample,
+            compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
         )
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
@@ -182,3 +184,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if after is None or self._joules_before is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None
         return (after - self._joules_before) / run_seconds * step_seconds / self._candidate.samples_per_step
+
+    def _compile_seconds(self) -> float:
+        """What the dropped steps took beyond as many measured ones."""
+        usual = statistics.median(step.seconds for step in self._measured)
+        return max(0.0, sum(step.seconds - usual for step in self._warmup))

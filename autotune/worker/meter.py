@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune import device as device_facts
+from autotune.levers import with_expandable_segments
 
 
 class Meter(Protocol):
@@ -85,6 +87,24 @@ class CudaMeter:
 
     def energy_joules(self) -> float | None:
         return device_facts.device_energy_joules(self._uuid)
+
+
+def expand_segments(expand: bool) -> None:
+    """Have CUDA's caching allocator expand its segments or not, whatever the environment says.
+
+    torch reads the variable of the environment only once, perhaps on import; settings given here count from
+    then on, and must come before anything is allocated.
+    """
+    settings = with_expandable_segments(os.environ, expand=expand)
+    if settings is None:
+        return
+    # Newer versions of torch have one function for all accelerators, older ones that of CUDA.
+    native: Any = torch._C
+    give = (
+        getattr(native, "_accelerator_setAllocatorSettings", None)
+        or native._cuda_cudaCachingAllocator_set_allocator_settings
+    )
+    give(settings)
 
 
 def _status_bytes(field: str) -> int:

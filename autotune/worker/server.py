@@ -23,8 +23,10 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from autotune.device import CAPABILITY_VARIABLE
 from autotune.worker import process
 
 _LINE_LIMIT_BYTES = 16 * 1024**2
@@ -219,6 +221,28 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         send("result", run_trial(job, lambda record: send("progress", record)))
 
 
+@contextlib.contextmanager
+def _cuda_not_started() -> Iterator[None]:
+    """Import packages that ask what the GPU can do while they are imported, and keep CUDA from being started by that.
+
+    transformers imports peft where that is installed, which imports bitsandbytes, which asks torch for the
+    compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
+    """
+    import torch
+
+    told = os.environ.get(CAPABILITY_VARIABLE)
+    asked = torch.cuda.get_device_capability
+    if told:
+        major, minor = map(int, told.split("."))
+        torch.cuda.get_device_capability = lambda *_, **__: (major, minor)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = asked
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError("an installed package starts CUDA when it is imported, so that no trial could be forked")
+
+
 def _import_everything(preload: dict[str, Any] | None) -> int:
     """Import what trials need; returns the number of threads that torch would use."""
     import torch
@@ -226,16 +250,17 @@ def _import_everything(preload: dict[str, Any] | None) -> int:
     threads = torch.get_num_threads()
     # After a parallel operation here, children would wait for threads that fork did not copy.
     torch.set_num_threads(1)
-    import autotune.worker.facts
-    import autotune.worker.trial  # noqa: F401
+    with _cuda_not_started():
+        import autotune.worker.facts
+        import autotune.worker.trial  # noqa: F401
 
-    if preload:
-        from autotune.worker.build import model_class
-        from autotune.workload import Workload
+        if preload:
+            from autotune.worker.build import model_class
+            from autotune.workload import Workload
 
-        # Only a head start: what is wrong with the workload is told by the inspect job.
-        with contextlib.suppress(Exception):
-            model_class(Workload.from_document(preload))
+            # Only a head start: what is wrong with the workload is told by the inspect job.
+            with contextlib.suppress(Exception):
+                model_class(Workload.from_document(preload))
     return threads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import sys
 import tempfile
@@ -15,12 +16,12 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
-from autotune.worker.build import build_model
+from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
-from autotune.worker.meter import Meter, open_meter
+from autotune.worker.meter import Meter, expand_segments, open_meter
 from autotune.workload import Workload
 
 Send = Callable[[Document], None]
@@ -83,6 +84,8 @@ class _Trial:
     def run(self) -> Document:
         """Train and measure; never raises for what training does."""
         output_dir = tempfile.mkdtemp(prefix="autotune-trial-")
+        # What another trial compiled would make this one's start-up look cheap.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(output_dir, "compiled")
         try:
             outcome = self._train(output_dir)
         except Exception as error:
@@ -94,6 +97,8 @@ class _Trial:
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         self._phases.enter("device")
+        if self._device_kind == "cuda":
+            expand_segments(self._candidate.arm.expandable_segments)
         meter = self._meter = open_meter(self._device_kind, self._uuid)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
@@ -101,6 +106,8 @@ class _Trial:
         model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
         meter.reset_peaks()
         self._phases.enter("trainer")
+        if self._candidate.arm.use_liger_kernel:
+            check_liger_knows(self._workload.model_type)
         arguments = trainer_arguments(self._candidate, self._device_kind, self._effort, output_dir, self._seed)
         micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
         samples = self._candidate.per_device_train_batch_size * micro_steps

@@ -70,6 +70,18 @@ def measured(outcome: Outcome) -> Measurement:
     return outcome.measurement
 
 
+def test_segments_expand_under_the_same_cap(runner: LocalRunner, facts: Document) -> None:
+    """A setting given after torch was imported and forked counts, and so does the cap."""
+    expanding = Arm(expandable_segments=True)
+    plain = measured(run_trial(runner))
+    found = measured(run_trial(runner, Candidate(expanding, FITS.per_device_train_batch_size)))
+    assert found.peak_allocated_bytes == pytest.approx(plain.peak_allocated_bytes, rel=0.02)
+    # Segments of the default allocator are at least 2 MiB, one for small and one for large blocks each.
+    assert found.peak_reserved_bytes != plain.peak_reserved_bytes
+    outcome = run_trial(runner, Candidate(expanding, 512), SMALL_CAP_BYTES)
+    assert isinstance(outcome, OutOfMemory), outcome
+
+
 def in_trial_environment(gpu: Device, *command: str) -> str:
     """What a script prints that is started as a trial server is."""
     environment = server_environment(gpu, os.environ, offline=True)

@@ -55,3 +55,17 @@ def test_a_model_that_cannot_be_built_is_told(
     assert words in facts["model_error"]
     assert "model" not in facts
     assert facts["environment"]["packages"]["torch"]
+
+
+def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bitsandbytes does, which transformers imports by way of peft."""
+    import torch
+
+    from autotune.device import CAPABILITY_VARIABLE
+    from autotune.worker import server
+
+    monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
+    before = torch.cuda.get_device_capability
+    with server._cuda_not_started():
+        assert torch.cuda.get_device_capability(torch.cuda.device(0)) == (8, 6)
+    assert torch.cuda.get_device_capability is before

@@ -1,0 +1,342 @@
+"""Levers beside the fields of ``TrainingArguments``: the allocator's segments, from the command line to the export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import ComputedRunner, measurement, out_of_memory, run_policy
+from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request, search
+from test_export import OLD_FIELDS, report_of
+from test_history import history_of, ran_out
+from tiny import tiny_workload
+
+from autotune.device import find_device
+from autotune.errors import DeviceError, InvalidRequestError
+from autotune.export import beside_lines, make_export, render
+from autotune.history import History
+from autotune.levers import (
+    EXTRAS,
+    allocator_settings,
+    allocator_variable,
+    goes_together,
+    is_predictable,
+    optim_package,
+    packages_of,
+    segments_expand,
+    version_of,
+    with_expandable_segments,
+)
+from autotune.memory import prediction_class
+from autotune.policy import ThroughputPolicy
+from autotune.preparation import training_state_bytes
+from autotune.report import compiled_notes
+from autotune.space import Batches, Space, choose_arms
+from autotune.trial import Arm, Candidate, Completed
+from autotune.units import GIB
+from autotune.workload import Workload
+
+PLAIN = Arm("bf16")
+EXPANDING = Arm("bf16", expandable_segments=True)
+# What a batch needs beyond what it allocates: a tenth with the default allocator.
+FRAGMENTED = 1.1
+
+
+def expanding_arms() -> tuple[Arm, ...]:
+    return choose_arms(
+        ("bf16", "tf32"), "auto", ("sdpa",), ("sgd",), model_checkpoints=True, expandable_segments="auto"
+    )
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("environment", "expected"),
+        [
+            ({}, {}),
+            ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"expandable_segments": "True"}),
+            ({"PYTORCH_CUDA_ALLOC_CONF": "a:1, b:2", "PYTORCH_ALLOC_CONF": "a:3"}, {"a": "1", "b": "2"}),
+            (
+                {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],a:1"},
+                {"roundup_power2_divisions": "[256:1,512:2]", "a": "1"},
+            ),
+        ],
+    )
+    def test_are_read_as_torch_reads_them(self, environment: dict[str, str], expected: dict[str, str]) -> None:
+        assert allocator_settings(environment) == expected
+
+    @pytest.mark.parametrize("expand", [True, False])
+    @given(
+        others=st.dictionaries(st.sampled_from(["max_split_size_mb", "garbage_collection_threshold"]), st.just("8")),
+        before=st.sampled_from([None, "True", "False"]),
+    )
+    def test_ours_is_put_over_the_environments_and_the_others_stay(
+        self, expand: bool, others: dict[str, str], before: str | None
+    ) -> None:
+        settings = {**others, **({"expandable_segments": before} if before else {})}
+        environment = {"PYTORCH_ALLOC_CONF": ",".join(f"{name}:{value}" for name, value in settings.items())}
+        text = with_expandable_segments(environment, expand=expand)
+        if text is None:
+            assert not expand
+            assert before is None
+        else:
+            assert allocator_settings({"PYTORCH_ALLOC_CONF": text}) == {**others, "expandable_segments": str(expand)}
+            assert segments_expand({"PYTORCH_ALLOC_CONF": text}) is expand
+
+    @pytest.mark.parametrize(
+        ("version", "name"),
+        [
+            ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"),
+            ("2.9.0", "PYTORCH_ALLOC_CONF"),
+            ("2.13.0+cu130", "PYTORCH_ALLOC_CONF"),
+        ],
+    )
+    def test_the_variable_bears_the_name_of_its_time(self, version: str, name: str) -> None:
+        assert allocator_variable(version) == name
+
+
+class TestWhatIsTried:
+    def test_arms_whose_segments_expand_come_last(self) -> None:
+        assert [arm.expandable_segments for arm in expanding_arms()] == [False] * 4 + [True] * 4
+
+    def test_a_cpu_has_no_such_lever(self) -> None:
+        with pytest.raises(DeviceError, match="no segments"):
+            replace(request(expandable_segments="on"), device=find_device("cpu")).check()
+
+    def test_only_an_answer_that_was_asked_for_is_recorded(self) -> None:
+        assert "expandable_segments" not in request().document()
+        assert request(expandable_segments="auto").document()["expandable_segments"] == "auto"
+
+    def searched(self, line_bytes: int, step_seconds: Any = None) -> History:
+        """A search at effective batch 64 where a sample takes 1 GiB and fragmentation a tenth of that."""
+        space = Space(expanding_arms(), Batches(64))
+        runner = ComputedRunner(
+            lambda c: (
+                c.per_device_train_batch_size
+                * GIB
+                * (0.5 if c.arm.gradient_checkpointing else 1)
+                * (1 if c.arm.expandable_segments else FRAGMENTED)
+            ),
+            step_seconds or (lambda c: c.gradient_accumulation_steps * (0.1 + 0.01 * c.per_device_train_batch_size)),
+        )
+        return run_policy(ThroughputPolicy(space), runner, History(ceiling_of(line_bytes, headroom=0)))
+
+    def test_they_win_where_memory_kept_the_best_from_a_larger_batch(self) -> None:
+        history = self.searched(33 * GIB, lambda c: c.gradient_accumulation_steps * (
+            0.1 + (0.05 if c.arm.gradient_checkpointing else 0.01) * c.per_device_train_batch_size
+        ))  # fmt: skip
+        winner = history.winner()
+        assert winner is not None
+        assert winner.candidate.arm.expandable_segments
+        assert winner.candidate.per_device_train_batch_size == 32
+        assert sum(tried.candidate.arm.expandable_segments for tried in history.tried) <= 2
+
+    def test_they_are_not_asked_for_where_there_is_room(self) -> None:
+        history = self.searched(100 * GIB)
+        assert not any(tried.candidate.arm.expandable_segments for tried in history.tried)
+
+
+class TestMemory:
+    def test_running_out_rules_out_the_default_allocator_and_not_the_other_way_round(self) -> None:
+        assert history_of(ran_out(EXPANDING, 32)).ruled_out_by(Candidate(PLAIN, 32)) is not None
+        assert history_of(ran_out(PLAIN, 32)).ruled_out_by(Candidate(EXPANDING, 32)) is None
+
+    def test_both_allocate_the_same(self) -> None:
+        assert prediction_class(PLAIN) == prediction_class(EXPANDING)
+
+    def test_a_trial_may_reserve_the_line_and_is_judged_by_having_run(self, tmp_path: Path) -> None:
+        """What it reserved may read too high, even above the line."""
+        given_ = prepared(
+            expandable_segments="on", precisions=("bf16",), gradient_checkpointing="off", measure_baseline=False
+        )
+        line = given_.ceiling.line_bytes
+        fits = given_.space.candidate(EXPANDING, 32)
+        runner = ComputedRunner(lambda c: 2 * line)
+        runner.faults = {
+            given_.space.candidate(EXPANDING, batch): [out_of_memory(line)] for batch in (8, 16, 64)
+        } | {fits: [Completed(measurement(fits, 0.1, line - 1, int(line * 1.17)))]}  # fmt: skip
+        with new_store(tmp_path) as store:
+            run = search(store, runner, given=given_)
+        assert {job.cap_bytes for job in runner.jobs} == {line}
+        assert run.best.candidate == fits
+
+
+class TestPackages:
+    @pytest.mark.parametrize(
+        ("optim", "package"),
+        [
+            ("adamw_torch", None),
+            ("adamw_torch_fused", None),
+            ("adafactor", None),
+            ("rmsprop", None),
+            ("sgd", None),
+            ("adamw_torch_8bit", "torchao"),
+            ("adamw_torch_4bit", "torchao"),
+            ("adamw_bnb_8bit", "bitsandbytes"),
+            ("paged_adamw_8bit", "bitsandbytes"),
+            ("rmsprop_bnb", "bitsandbytes"),
+            ("galore_adamw_8bit", "galore-torch"),
+        ],
+    )
+    def test_every_optimizer_names_what_it_needs(self, optim: str, package: str | None) -> None:
+        assert optim_package(optim) == package
+
+    def test_every_optimizer_that_transformers_gets_elsewhere_is_known(self) -> None:
+        from transformers import trainer_optimizer as theirs
+
+        for names, package in (
+            (theirs._BITSANDBYTES_OPTIMIZERS, "bitsandbytes"),
+            (theirs._TORCHAO_OPTIMIZERS, "torchao"),
+        ):
+            assert {optim_package(name.value) for name in names} == {package}
+        own = ("ADAMW_TORCH", "ADAMW_TORCH_FUSED", "ADAFACTOR", "SGD", "ADAGRAD", "RMSPROP")
+        assert {optim_package(theirs.OptimizerNames[name].value) for name in own} == {None}
+
+    def test_what_is_not_installed_is_refused_with_its_extra(self) -> None:
+        if version_of("bitsandbytes") is not None:
+            pytest.skip("bitsandbytes is installed here")
+        with pytest.raises(InvalidRequestError) as caught:
+            request(optims=("adamw_bnb_8bit",)).check()
+        assert "bitsandbytes, which is not installed" in caught.value.message
+        assert caught.value.hint == "pip install 'autotune[bitsandbytes]'"
+
+    def test_every_extra_that_is_named_is_there(self) -> None:
+        extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        for package, extra in EXTRAS.items():
+            assert extras["optional-dependencies"][extra][0].startswith(package)
+
+    def test_ligers_kernels_need_a_gpu(self) -> None:
+        with pytest.raises(DeviceError, match="Liger"):
+            replace(request(liger="on"), device=find_device("cpu")).check()
+
+    def test_flash_attention_goes_with_16_bits_alone(self) -> None:
+        flash = Arm("tf32", attn_implementation="flash_attention_2")
+        assert not goes_together(flash, "float32")
+        assert goes_together(flash, "bfloat16")
+        assert goes_together(replace(flash, precision="bf16"), "float32")
+        assert goes_together(Arm("tf32"), "float32")
+
+    def test_only_what_is_measured_with_a_package_depends_on_its_version(self) -> None:
+        assert packages_of(PLAIN) == ()
+        assert prepared().environment["packages"] == {"torch": "2.13.0", "transformers": "5.23.0"}
+
+
+class TestCompiling:
+    def searched(self, compiled_factor: float, tmp_path: Path) -> tuple[Run, ComputedRunner]:
+        """A search where compiling changes a step's time by this factor, and takes a tenth more memory."""
+        runner = ComputedRunner(
+            lambda c: c.per_device_train_batch_size * GIB * (1.1 if c.arm.torch_compile else 1.0) / 2,
+            lambda c: (
+                c.gradient_accumulation_steps
+                * (0.2 + 0.01 * c.per_device_train_batch_size)
+                * (compiled_factor if c.arm.torch_compile else 1)
+                * (2 if c.arm.precision == "tf32" else 1)
+            ),
+        )
+        with new_store(tmp_path) as store:
+            return search(store, runner, torch_compile="auto", precisions=("bf16", "tf32")), runner
+
+    def test_the_winner_alone_is_compiled_and_at_the_end(self, tmp_path: Path) -> None:
+        run, runner = self.searched(0.8, tmp_path)
+        compiled = [c.arm.torch_compile for c in runner.candidates]
+        assert compiled.count(True) == 1
+        assert compiled[-1]
+        assert run.best.candidate.arm == Arm("bf16", torch_compile=True)
+        assert run.best.candidate.per_device_train_batch_size == 32
+        assert runner.jobs[-1].timeout_seconds > runner.jobs[0].timeout_seconds
+        assert runner.jobs[-1].effort.max_micro_steps == run.best.candidate.gradient_accumulation_steps
+
+    def test_within_the_noise_nothing_is_compiled(self, tmp_path: Path) -> None:
+        run, _ = self.searched(0.99, tmp_path)
+        assert not run.best.candidate.arm.torch_compile
+
+    def test_the_next_smaller_batch_is_tried_where_the_winners_no_longer_fits(self, tmp_path: Path) -> None:
+        runner = ComputedRunner(
+            lambda c: c.per_device_train_batch_size * GIB * (1.5 if c.arm.torch_compile else 1.0) / 2,
+            lambda c: c.gradient_accumulation_steps * (0.2 + 0.01 * c.per_device_train_batch_size),
+        )
+        with new_store(tmp_path) as store:
+            search(store, runner, torch_compile="auto", precisions=("bf16",), gradient_checkpointing="off")
+        compiled = [c.per_device_train_batch_size for c in runner.candidates if c.arm.torch_compile]
+        assert compiled == [32, 16]
+
+    def test_the_report_says_when_it_pays(self) -> None:
+        plain, compiled = Candidate(PLAIN, 32, 2), Candidate(Arm("bf16", torch_compile=True), 32, 2)
+        # 0.1 s a step, 40 s to compile.
+        outcomes = [
+            (plain, Completed(measurement(plain, 1.0, GIB, GIB))),
+            (compiled, Completed(replace(measurement(compiled, 0.9, GIB, GIB), compile_seconds=40.0))),
+        ]
+        report = report_of(plain, "cuda", OLD_FIELDS)
+        trials = tuple(replace(report.trials[0], candidate=c, outcome=o) for c, o in outcomes)
+        (note,) = compiled_notes(replace(report, trials=trials))
+        assert "takes 40.0 s to compile" in note
+        assert "pays after 401 optimizer steps" in note or "pays after 400 optimizer steps" in note
+
+    def test_predictions_are_not_asked_of_what_compiles(self) -> None:
+        assert is_predictable(PLAIN, BERT_LARGE)
+        assert not is_predictable(replace(PLAIN, torch_compile=True), BERT_LARGE)
+        assert not is_predictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
+        assert is_predictable(Arm(optim="adafactor"), BERT_LARGE)
+        quantized = replace(BERT_LARGE, dtype="bfloat16", peft="lora", lora_rank=8, quantize="4bit")
+        assert not is_predictable(PLAIN, quantized)
+
+
+class TestAdapters:
+    LORA = replace(BERT_LARGE, peft="lora", lora_rank=16)
+
+    def test_they_make_another_workload_and_their_absence_the_same_as_ever(self) -> None:
+        assert len({w.fingerprint() for w in (BERT_LARGE, self.LORA, replace(self.LORA, lora_rank=8))}) == 3
+        before = {k: v for k, v in BERT_LARGE.document().items() if k not in ("peft", "lora_rank", "quantize")}
+        assert Workload.from_document(before) == BERT_LARGE
+        facts = {k: v for k, v in before.items() if k not in ("model", "weights")}
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        assert BERT_LARGE.fingerprint() == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def test_few_bits_need_adapters(self) -> None:
+        with pytest.raises(InvalidRequestError, match="4 bits cannot be trained") as caught:
+            replace(request(), workload=replace(BERT_LARGE, quantize="4bit")).check()
+        assert caught.value.hint == "add --peft lora"
+
+    def test_adapters_need_less_than_training_everything(self) -> None:
+        model = {"parameters": 10**9, "trainable_parameters": 10**6}
+        least = training_state_bytes(replace(request(), workload=self.LORA), model)
+        assert least == 4 * 10**6 * 4 + (10**9 - 10**6) * 4
+        quantized = replace(self.LORA, dtype="bfloat16", quantize="4bit")
+        assert training_state_bytes(replace(request(), workload=quantized), model) < least / 7
+
+    def test_the_export_says_how_to_put_them_on(self) -> None:
+        workload = replace(tiny_workload("bert-tiny"), peft="lora", lora_rank=8, quantize="4bit")
+        export = make_export(report_of(Candidate(PLAIN, 8), "cuda", OLD_FIELDS, workload))
+        beside = " ".join(beside_lines(export))
+        assert "load_in_4bit=True" in beside
+        assert "LoraConfig(r=8, lora_alpha=16, target_modules='all-linear', task_type='SEQ_CLS')" in beside
+        compile(render(export, "python"), "export.py", "exec")
+        assert "get_peft_model(model" in render(export, "python")
+        assert not [name for name in export.arguments if "lora" in name or "bit" in name]
+
+
+class TestExport:
+    EXPORT = make_export(report_of(Candidate(EXPANDING, 32, 2), "cuda", OLD_FIELDS))
+
+    def test_the_arguments_hold_fields_of_the_trainer_alone(self) -> None:
+        assert not [name for name in self.EXPORT.arguments if "segments" in name]
+
+    def test_the_variable_is_said_beside_them_and_in_every_form_that_can(self) -> None:
+        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        assert any(setting in line for line in beside_lines(self.EXPORT))
+        assert render(self.EXPORT, "env") == setting + "\n"
+        assert setting in render(self.EXPORT, "yaml")
+        python = render(self.EXPORT, "python")
+        assert python.index("os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'") < python.index(
+            "import torch"
+        )
+
+    def test_nothing_is_said_where_nothing_need_be_set(self) -> None:
+        assert render(make_export(report_of(Candidate(PLAIN, 32, 2), "cuda", OLD_FIELDS)), "env") == ""

@@ -1,0 +1,51 @@
+"""LoRA and few bits: what is trained and what is frozen, in real trials where peft and bitsandbytes are installed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
+
+from autotune.device import find_device
+from autotune.runner import LocalRunner
+from autotune.runner.local import TrialJob
+from autotune.trial import Arm, Candidate, Completed
+from autotune.workload import Task, Workload
+
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
+
+CHECKPOINTED = Candidate(Arm(gradient_checkpointing=True), 2)
+
+
+def lora(workload: Workload, **changes: object) -> Workload:
+    return dataclasses.replace(workload, **{"peft": "lora", "lora_rank": 4, **changes})
+
+
+@pytest.fixture(params=sorted(ONE_OF_EACH_TASK))
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRunner]:
+    task: Task = request.param
+    with LocalRunner(find_device("cpu"), lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task)), tmp_path) as started:
+        yield started
+
+
+def trained(runner: LocalRunner, candidate: Candidate = CHECKPOINTED) -> None:
+    log = runner.server_log.with_name("trial.log")
+    outcome = runner.run(TrialJob("trial", candidate, AMPLE_BYTES, QUICK, 42, 240.0, str(log)), lambda record: None)
+    assert isinstance(outcome, Completed), outcome
+
+
+def test_every_task_trains_adapters_over_frozen_weights(runner: LocalRunner) -> None:
+    model = runner.inspect()["model"]
+    assert 0 < model["trainable_parameters"] < model["parameters"] / 2
+    trained(runner)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_few_bits_train_too(bits: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    workload = lora(tiny_workload("bert-tiny"), dtype="bfloat16", quantize=bits)
+    with LocalRunner(find_device("cpu"), workload, tmp_path) as started:
+        trained(started)
