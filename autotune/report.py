@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.store import Store, StudyRecord, TrialRecord
@@ -126,6 +127,10 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "headroom_bytes": report.ceiling.cap_bytes - reserved if measured and reserved is not None else None,
         "device_used_bytes": measured.device_used_bytes if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
+        "data_seconds": measured.data_seconds if measured else None,
+        "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
+        "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
+        "worst_batch_peak_reserved_bytes": measured.worst_batch_peak_reserved_bytes if measured else None,
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
         "seconds": trial.seconds,
@@ -138,7 +143,19 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
 def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
     if measured is None or not report.is_text:
         return None
-    return measured.samples_per_second * int(report.workload["seq_len"])
+    lengths = _lengths(report.workload)
+    return measured.samples_per_second * (lengths.mean if lengths else int(report.workload["seq_len"]))
+
+
+def _facts(workload: Document) -> DataFacts | None:
+    """What is known of the user's own data, where there is some."""
+    data = workload.get("data") or {}
+    return facts_from_document(data["facts"]) if data.get("facts") else None
+
+
+def _lengths(workload: Document) -> Lengths | None:
+    facts = _facts(workload)
+    return facts.lengths if facts else None
 
 
 def report_document(report: Report) -> Document:
@@ -220,12 +237,27 @@ def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
 
 def describe_data(workload: Document) -> str:
     """The measured samples in words: ``512 tokens, full length``."""
+    data = DataSpec.from_document(workload["data"]) if workload.get("data") else None
+    if data is not None and data.facts is not None:
+        return _describe_own(data, data.facts, int(workload["seq_len"]))
     if workload["task"] == "image-classification":
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
         return f"synthetic speech, {workload['seq_len']} target tokens"
     padding = workload["padding"]
     return f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
+
+
+def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
+    """``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
+    words = f"{data.label}, {facts.samples:,} samples"
+    if facts.lengths is None:
+        return words
+    words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median}), padded to "
+    words += f"{seq_len}" if data.padding == "max_length" else "the longest of a batch"
+    if data.pad_to_multiple_of:
+        words += f" and a multiple of {data.pad_to_multiple_of}"
+    return words + (", grouped by length" if data.group_by_length else "")
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -260,9 +292,37 @@ def summary_lines(report: Report) -> list[str]:
         f"  {format_bytes(measured.peak_reserved_bytes)} of {format_bytes(cap)} reserved at the peak, measured; "
         f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
     )
+    lines += _data_lines(measured)
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+
+
+# Waiting longer than this for data, as a share of a step, is worth a remedy.
+LOADER_BOUND = 0.1
+
+
+def waits_for_data(measured: Measurement) -> float:
+    """The share of a step that passes before its batches are there."""
+    return (measured.data_seconds or 0.0) / measured.step_seconds
+
+
+def _data_lines(measured: Measurement) -> list[str]:
+    """What the user's own data adds: the worst batches, and whether the loader keeps up."""
+    if measured.worst_batch_peak_reserved_bytes is None:
+        return []
+    lines = []
+    if measured.worst_batch_tokens is not None:
+        seconds = measured.worst_batch_step_seconds
+        lines.append(
+            f"  after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "
+            f"{format_bytes(measured.worst_batch_peak_reserved_bytes)}"
+            + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
+            + "the speed is that of an epoch's mean batch"
+        )
+    share = waits_for_data(measured)
+    which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
+    return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
 
 
 def _counts(report: Report) -> str:

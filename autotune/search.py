@@ -286,7 +286,7 @@ class Search:
         if self._request.objective == "max-batch":
             return effort
         if stage == "baseline":
-            return replace(effort, min_steps=2, target_spread=_BASELINE_SPREAD)
+            return replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
         best = self.best()
         if best is None or best.measurement is None:
             return effort

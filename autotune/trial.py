@@ -102,11 +102,13 @@ class Measurement:
     """What one trial process saw. Times are of one whole optimizer step of the candidate."""
 
     step_seconds: float
-    """Median over the measured steps; where micro-steps were left out, they are added up."""
+    """Median over the measured steps; where micro-steps were left out, they are added up.
+
+    With the user's own data, whose batches differ: the mean step of an epoch."""
     step_seconds_each: tuple[float, ...]
     """Every measured step, warm-up dropped, in order; scaled as ``step_seconds`` is."""
     relative_spread: float
-    """Half the 95 % interval of the median's estimate over the median; 0 says one step only."""
+    """Half the 95 % interval of ``step_seconds`` over it; 0 says one step only."""
     samples_per_second: float
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -122,6 +124,13 @@ class Measurement:
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
+    worst_batch_tokens: int | None = None
+    """Padded length of the largest batches that the user's data can make, which the warm-up steps were fed."""
+    worst_batch_step_seconds: float | None = None
+    """Of a step of them, as it was run."""
+    worst_batch_peak_allocated_bytes: int | None = None
+    worst_batch_peak_reserved_bytes: int | None = None
+    """Peaks after those steps; the other peaks are of the whole trial."""
 
 
 PhaseSeconds = dict[str, float]

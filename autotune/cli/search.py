@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from autotune.cli.data import DATA_OPTIONS, data_options
 from autotune.cli.options import (
     BYTES,
     COUNT,
@@ -36,6 +37,7 @@ _TASKS = (
 class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
         "What is trained": ("model", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
+        "Your data": DATA_OPTIONS,
         "On what": ("device", "memory_limit", "headroom", "world_size"),
         "What is tried": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
         "How it is searched": (
@@ -75,6 +77,7 @@ class _SearchCommand(SectionedCommand):
     type=SHARE,
     help="Mean share of each text sample that is padding, with a real attention_mask [default: 0].",
 )
+@data_options
 @click.option("--memory-limit", type=BYTES, help="Search as if the device had no more, e.g. 24GiB [default: all free].")
 @click.option("--headroom", type=HEADROOM, help="Kept free below the limit, e.g. 5% or 1GiB [default: 3%].")
 @click.option(

@@ -14,6 +14,7 @@ from typing import Self
 
 import click
 
+from autotune.cli.data import read_data
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
@@ -47,6 +48,7 @@ def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Repor
         stack.enter_context(_LogFolder(folder))
         runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
         view.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
+        request = read_data(request, runner, folder.parent, view.note)
         prepared = prepare(request, runner.inspect())
         store = store or stack.enter_context(open_store(storage))
         record = _search(prepared, runner, store, view, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.cli.data import build_data
 from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -12,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """From ``model``, ``task``, ``seq_len``, ``padding``, ``dtype`` and ``pretrained``, as far as they are there."""
+    """From ``model``, ``task``, ``seq_len``, ``padding``, ``dtype``, ``pretrained`` and those of the data."""
     from autotune.model_source import resolve_model
     from autotune.workload import Workload, choose_seq_len, infer_task
 
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
+    data = build_data(options, source, task)
     return Workload(
         model=source.name,
         config=source.config,
@@ -27,6 +29,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
         padding=options.get("padding") or 0.0,
         dtype=options["dtype"],
         weights=_weights(source) if options.get("pretrained") else None,
+        data=data,
     )
 
 
