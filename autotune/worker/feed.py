@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,18 +83,18 @@ def grouped_order(lengths: Any, step_samples: int, seed: int) -> list[int]:
 
 
 def _spread_positions(count: int) -> Iterator[int]:
-    """Positions among ``count`` of which every first few are spread evenly: halves, quarters, eighths …
+    """Positions among ``count`` of which every first few are spread evenly: the middle, then one below and one above.
 
-    (The sequence of van der Corput.)
+    (The sequence of van der Corput, mirrored.)
     """
-    number = 0
-    while True:
-        number += 1
-        position, fraction, rest = 0.0, 0.5, number
+    yield count // 2
+    for number in itertools.count(1):
+        place, fraction, rest = 0.0, 0.25, number
         while rest:
-            position += fraction * (rest & 1)
+            place += fraction * (rest & 1)
             rest, fraction = rest >> 1, fraction / 2
-        yield int(position * count)
+        yield int(place * count)
+        yield count - 1 - int(place * count)
 
 
 @dataclass(frozen=True)

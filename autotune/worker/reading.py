@@ -46,6 +46,8 @@ _LABEL_NAMES = ("label", "labels", "target")
 _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
+# How datasets says of files without rows that there are none.
+_NO_DATA = "corresponds to no data"
 _FACTS_FILE = "facts.json"
 _BINS = 16
 # The batch for which the share of padding is told.
@@ -90,12 +92,14 @@ class _Reading:
         """Everything, in order."""
         dataset = self._load()
         if len(dataset) == 0:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label} holds no samples (split {self._spec.split})", "give one that does"
-            )
+            raise self._is_empty()
         if self._workload.task == "image-classification":
             return self._read_images(dataset)
         return self._read_text(dataset)
+
+    def _is_empty(self) -> InvalidRequestError:
+        label, split = self._spec.label, self._spec.split
+        return InvalidRequestError(f"--dataset {label} holds no samples (split {split})", "give one that does")
 
     # Loading
 
@@ -106,6 +110,8 @@ class _Reading:
         except InvalidRequestError:
             raise
         except Exception as error:
+            if _NO_DATA in str(error):
+                raise self._is_empty() from error
             where = "on the hub" if spec.kind == "hub" else "there"
             hint = f"check what is {where}, and --split {spec.split}"
             if spec.kind == "hub":
@@ -334,7 +340,9 @@ class _Reading:
                 f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
             )
         labels, num_labels = self._labels(dataset)
-        plain = dataset.select_columns([name]).cast_column(name, Image(decode=False)).rename_column(name, IMAGE)
+        plain = dataset.select_columns([name]).cast_column(name, Image(decode=False))
+        if name != IMAGE:
+            plain = plain.rename_column(name, IMAGE)
         # As plain bytes or paths, so that saving does not copy the images themselves.
         struct = {"bytes": Value("binary"), "path": Value("string")}
         plain = Dataset(plain.data.table, info=DatasetInfo(features=Features({IMAGE: struct})))
