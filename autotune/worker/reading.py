@@ -17,13 +17,11 @@ from datasets import (
     ClassLabel,
     Dataset,
     DatasetDict,
-    DatasetInfo,
-    Features,
     Image,
-    Value,
     load_dataset,
     load_from_disk,
 )
+from datasets.table import InMemoryTable
 from datasets.utils.logging import disable_progress_bar
 from transformers import AutoTokenizer
 
@@ -344,8 +342,7 @@ class _Reading:
         if name != IMAGE:
             plain = plain.rename_column(name, IMAGE)
         # As plain bytes or paths, so that saving does not copy the images themselves.
-        struct = {"bytes": Value("binary"), "path": Value("string")}
-        plain = Dataset(plain.data.table, info=DatasetInfo(features=Features({IMAGE: struct})))
+        plain = Dataset(InMemoryTable(plain.data.table.replace_schema_metadata(None)))
         plain = plain.add_column("labels", labels)
         plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         return DataFacts(len(labels), num_labels)
