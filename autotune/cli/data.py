@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,12 +147,17 @@ def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Cal
     vocabulary = workload.config.get("vocab_size")
     asked = [data.identity(), workload.seq_len, workload.task, vocabulary]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    workload = runner.read_data(logs / ".data" / key)
+    # Beside the studies' logs, where other searches on the same data find it; no study has a name with a dot first.
+    folder = logs / ".data" / key
+    workload = runner.read_data(folder)
     request = dataclasses.replace(request, workload=workload)
     facts = workload.data.facts if workload.data else None
     assert facts is not None
     needed = request.effective_batch or request.batches.levels()[-1]
     if facts.samples < needed:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
         option = "--effective-batch" if request.effective_batch else "--batch-multiple"
         raise InvalidRequestError(
             f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",

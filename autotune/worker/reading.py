@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -75,6 +76,9 @@ def read_data(job: Document) -> Document:
         return {"error": [error.message, error.hint]}
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        # After an error nothing is there that was not before.
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
 
 
 class _Reading:
