@@ -140,7 +140,7 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The trial to recommend: within the noise of the fastest, the most comfortable one.
 
-        Comfort is bf16 before fp16 before tf32, then no checkpointing, then more headroom.
+        Comfort is bf16 before fp16 before tf32, then no checkpointing, fewer loaders, then more headroom.
         """
         believed = self.believed(among)
         fastest = max(believed, key=_speed, default=None)
@@ -168,7 +168,8 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
-def _comfort(tried: Tried) -> tuple[int, bool, int]:
+def _comfort(tried: Tried) -> tuple[int, bool, int, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.peak_reserved_bytes if tried.measurement else 0
-    return PRECISION_PREFERENCE.index(arm.precision), arm.gradient_checkpointing, peak
+    precision = PRECISION_PREFERENCE.index(arm.precision)
+    return precision, arm.gradient_checkpointing, arm.dataloader_num_workers, peak

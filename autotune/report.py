@@ -8,6 +8,7 @@ from typing import Any
 from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
+from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.store import Store, StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
 from autotune.units import format_bytes, format_rate, format_seconds
@@ -296,15 +297,6 @@ def summary_lines(report: Report) -> list[str]:
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]
-
-
-# Waiting longer than this for data, as a share of a step, is worth a remedy.
-LOADER_BOUND = 0.1
-
-
-def waits_for_data(measured: Measurement) -> float:
-    """The share of a step that passes before its batches are there."""
-    return (measured.data_seconds or 0.0) / measured.step_seconds
 
 
 def _data_lines(measured: Measurement) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Protocol
 from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, ran_in_full
+from autotune.loader import next_loader, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -243,11 +244,20 @@ class Search:
         if wants_baseline and not self._history.outcomes_of(baseline):
             return "baseline", baseline
         best = self.best()
+        loading = self._next_loader(best) if best and self._request.workload.data else None
+        if loading is not None:
+            return "search", loading
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
         is_last = most is not None and len(self._records) == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
+
+    def _next_loader(self, best: Tried) -> Candidate | None:
+        """The winner with more loading processes, once all else is done, where it waits for data."""
+        tried = {t.candidate for t in self._history.tried}
+        more = next_loader(best.candidate, best.measurement, tried, usable_cores())
+        return more if more is not None and self._done() else None
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
         """Why a proposal need not be run, and what is known of it instead.

@@ -25,6 +25,8 @@ class Arm:
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     optim: str = "adamw_torch_fused"
+    dataloader_num_workers: int = 0
+    dataloader_prefetch_factor: int | None = None
 
     def describe(self) -> str:
         """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
@@ -35,6 +37,10 @@ class Arm:
             words.append(self.attn_implementation)
         if self.optim != "adamw_torch_fused":
             words.append(self.optim)
+        if self.dataloader_num_workers:
+            words.append(f"{self.dataloader_num_workers} loaders")
+        if self.dataloader_prefetch_factor:
+            words.append(f"prefetch {self.dataloader_prefetch_factor}")
         return ", ".join(words)
 
 

@@ -47,8 +47,8 @@ class Schedule:
 
     order: tuple[int, ...]
     """Indices of samples, batch after batch."""
-    warmup_steps: int
-    """Steps of worst batches."""
+    worst_steps: int
+    """Steps of worst batches; they come first."""
     costs: tuple[float, ...]
     """Padded tokens of each measured step, in the order of the steps; equal where lengths do not vary."""
     epoch_cost: float
@@ -107,7 +107,9 @@ class BatchShape:
     """Micro-steps of the candidate's optimizer step."""
     micro_steps_run: int
     """Of which so many are run."""
-    warmup_steps: int
+    worst_steps: int
+    ordinary_steps: int
+    """Between the worst and the measured ones."""
     measured_steps: int
 
 
@@ -134,13 +136,15 @@ def make_schedule(
     by_cost = np.argsort(costs, kind="stable")
     order, measured_costs = list(worst), []
     positions = _spread_positions(len(by_cost))
+    for step in random.choice(len(steps), shape.ordinary_steps):
+        order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
     for _ in range(shape.measured_steps):
         step = by_cost[next(positions)]
         run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
         order += steps[step, run].reshape(-1).tolist()
         measured_costs.append(float(micro_costs[step, run].mean()) * shape.micro_steps)
     worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
-    return Schedule(tuple(order), shape.warmup_steps, tuple(measured_costs), float(costs.mean()), worst_tokens)
+    return Schedule(tuple(order), shape.worst_steps, tuple(measured_costs), float(costs.mean()), worst_tokens)
 
 
 def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any:
@@ -167,9 +171,9 @@ def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) ->
     heads = longest[: 1 if targets is None else 2]
     mixed = np.concatenate((heads, descending[::-1]))
     mixed = np.resize(mixed, shape.batch)
-    micro_steps = [full] * shape.micro_steps_run * (shape.warmup_steps - 1) + [mixed] * shape.micro_steps_run
-    if shape.warmup_steps < 3:
-        micro_steps = [full] * shape.micro_steps_run * shape.warmup_steps
+    micro_steps = [full] * shape.micro_steps_run * (shape.worst_steps - 1) + [mixed] * shape.micro_steps_run
+    if shape.worst_steps < 3:
+        micro_steps = [full] * shape.micro_steps_run * shape.worst_steps
     return [int(index) for micro_step in micro_steps for index in micro_step]
 
 

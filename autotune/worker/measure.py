@@ -102,7 +102,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = end
         warm = len(self._warmup) >= self._effort.warmup_steps
         (self._measured if warm else self._warmup).append(step)
-        if self._schedule is not None and len(self._warmup) == self._schedule.warmup_steps and not warm:
+        if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps and not warm:
             self._worst_peaks = self._meter.peaks()
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks()[1]
@@ -190,4 +190,4 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """The quickest of the warm-up steps of worst batches that had the optimizer's state."""
         if self._schedule is None or self._schedule.worst_tokens is None:
             return None
-        return min((step.seconds for step in self._warmup[1:]), default=None)
+        return min((step.seconds for step in self._warmup[1 : self._schedule.worst_steps]), default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
+from autotune.loader import batches_ahead
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
@@ -88,6 +90,7 @@ class _Trial:
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
+        self._worst_steps = self._effort.warmup_steps
 
     def run(self) -> Document:
         """Train and measure; never raises for what training does."""
@@ -145,8 +148,11 @@ class _Trial:
             return None
         self._phases.enter("data")
         feed = Feed(self._workload, self._data_folder)
-        if feed.varies:
-            self._effort = dataclasses.replace(self._effort, warmup_steps=max(3, self._effort.warmup_steps + 1))
+        effort = self._effort
+        self._worst_steps = max(3, effort.warmup_steps + 1) if feed.varies else effort.warmup_steps
+        # What lies ready when the slow first steps are over says nothing of how fast more is loaded.
+        ready = math.ceil(batches_ahead(self._candidate.arm) / micro_steps_to_run(self._candidate, effort))
+        self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
         return feed
 
     def _schedule(self, feed: Feed, arguments: Any) -> Schedule:
@@ -155,7 +161,8 @@ class _Trial:
             candidate.per_device_train_batch_size,
             candidate.gradient_accumulation_steps,
             arguments.gradient_accumulation_steps,
-            self._effort.warmup_steps,
+            self._worst_steps,
+            self._effort.warmup_steps - self._worst_steps,
             self._effort.max_steps,
         )
         return feed.schedule(shape, self._seed)

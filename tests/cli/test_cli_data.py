@@ -35,8 +35,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def searched(place: Path) -> Ran:
     """A search that has to leave room for the one long sample."""
     ran = run_process(
-        *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own",
-        "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B", folder=place,
+        *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
+        "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
+        "--memory-limit", f"{LIMIT_BYTES}B", folder=place,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     return ran
@@ -91,8 +92,8 @@ def test_the_winner_survives_an_epoch_in_shuffled_order(searched: Ran, place: Pa
 
 
 def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:
-    again = (*SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own", "--precision", "fp32",
-             "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
+    again = (*SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own",
+             "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
     same = run_process(*again, "--dataset", "train.jsonl", folder=place)
     assert same.code == 0, same.stderr
     assert "continuing the study own" in same.stderr

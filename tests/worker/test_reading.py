@@ -150,6 +150,17 @@ def test_images_are_decoded_while_training(read: Callable[..., Read], tmp_path: 
 
 
 @needs_pillow
+def test_loading_processes_load_ahead_and_the_settings_reach_the_trainer(
+    read: Callable[..., Read], tmp_path: Path
+) -> None:
+    found = read("vit-tiny", spec(write_images(tmp_path / "images", 24, 40), None))
+    answer = found.trial(Candidate(Arm(dataloader_num_workers=2, dataloader_prefetch_factor=3), 4, 2))
+    check_fed(answer.completed, None)
+    # Six batches may lie ready after the first step: three more steps are not believed.
+    assert len(answer.completed.measurement.warmup_step_seconds) == QUICK.warmup_steps + 3
+
+
+@needs_pillow
 def test_images_inside_a_saved_dataset_are_read_too(read: Callable[..., Read], tmp_path: Path) -> None:
     from datasets import load_dataset
 
