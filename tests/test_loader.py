@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from autotune.loader import batches_ahead, next_loader, plain_loader, waits_for_data
+from recorded import ComputedRunner
+from searching import BERT_LARGE, FACTS, Run, new_store, request, search
+
+from autotune.data import DataSpec
+from autotune.loader import batches_ahead, next_loader, plain_loader, usable_cores, waits_for_data
 from autotune.memory import memory_class
-from autotune.trial import Arm, Candidate, Measurement
+from autotune.preparation import prepare
+from autotune.runner.local import TrialJob
+from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome
+from autotune.units import GIB
 
 BEST = Candidate(Arm("bf16"), 8, 2)
 
@@ -46,6 +54,35 @@ def test_no_more_processes_than_cores() -> None:
 
 def test_after_one_that_did_not_win_nothing_is_left() -> None:
     assert next_loader(BEST, measured(0.5), {BEST, loaders(2)}, 8) is None
+
+
+def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
+    """Where the winner waits: half as long with each doubling, until what is left is less than a tenth of a step."""
+
+    def loading_seconds(candidate: Candidate) -> float:
+        return 4.0 / max(1, candidate.arm.dataloader_num_workers)
+
+    class Waiting(ComputedRunner):
+        def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+            outcome, seconds = super().answer(job)
+            assert isinstance(outcome, Completed)
+            waited = dataclasses.replace(outcome.measurement, data_seconds=loading_seconds(job.candidate))
+            return dataclasses.replace(outcome, measurement=waited), seconds
+
+    def run(name: str, data: DataSpec | None) -> Run:
+        options = request(effective_batch=8, precisions=("bf16",), gradient_checkpointing="off", study=name)
+        given = prepare(dataclasses.replace(options, workload=dataclasses.replace(BERT_LARGE, data=data)), FACTS)
+        runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
+        with new_store(tmp_path, f"{name}.db") as store:
+            return search(store, runner, given=given)
+
+    found = run("own", DataSpec("/x.jsonl", "json", ""))
+    counts = [trial.candidate.arm.dataloader_num_workers for trial in found.trials]
+    most = 1 << (usable_cores().bit_length() - 1)
+    climbed = [2**power for power in range(1, 5) if 2**power <= most]
+    assert list(dict.fromkeys(counts)) == [0, *climbed]
+    assert found.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert {t.candidate.arm.dataloader_num_workers for t in run("made-up", None).trials} == {0}, "nothing is loaded"
 
 
 def test_memory_is_that_of_the_plain_loader() -> None:
