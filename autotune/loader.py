@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Collection
 
-from autotune.trial import Arm, Candidate, Measurement
+from autotune.trial import Arm, Candidate, Effort, Measurement
 
 LOADER_BOUND = 0.1
 """Waiting longer than this for data, as a share of a step, is worth a remedy."""
@@ -51,6 +51,18 @@ def next_loader(
         if variant.dataloader_num_workers <= cores and candidate not in tried:
             return candidate
     return None
+
+
+def patience(effort: Effort, arm: Arm) -> Effort:
+    """The effort for an arm whose loading processes hand over batches in bursts, as many at once as there are."""
+    if not arm.dataloader_num_workers:
+        return effort
+    return dataclasses.replace(
+        effort,
+        min_steps=max(effort.min_steps, 2 * arm.dataloader_num_workers),
+        max_steps=max(effort.max_steps, 4 * arm.dataloader_num_workers),
+        max_seconds=2 * effort.max_seconds,
+    )
 
 
 def batches_ahead(arm: Arm) -> int:

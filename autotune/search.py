@@ -11,7 +11,7 @@ from typing import Protocol
 from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, ran_in_full
-from autotune.loader import next_loader, usable_cores
+from autotune.loader import next_loader, patience, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -290,7 +290,7 @@ class Search:
 
     def _effort(self, candidate: Candidate, stage: Stage) -> Effort:
         """How long to measure: a winner in full, the defaults roughly, one far behind no longer than to see that."""
-        effort = self._request.effort
+        effort = patience(self._request.effort, candidate.arm)
         if stage == "final":
             return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
         if self._request.objective == "max-batch":

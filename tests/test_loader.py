@@ -9,11 +9,11 @@ from recorded import ComputedRunner
 from searching import BERT_LARGE, FACTS, Run, new_store, request, search
 
 from autotune.data import DataSpec
-from autotune.loader import batches_ahead, next_loader, plain_loader, usable_cores, waits_for_data
+from autotune.loader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 from autotune.memory import memory_class
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome
+from autotune.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
 from autotune.units import GIB
 
 BEST = Candidate(Arm("bf16"), 8, 2)
@@ -88,6 +88,13 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_plain_loader() -> None:
     assert plain_loader(loaders(4, 4).arm) == BEST.arm
     assert memory_class(loaders(4).arm) == memory_class(BEST.arm)
+
+
+def test_bursts_are_waited_for() -> None:
+    effort = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
+    assert patience(effort, BEST.arm) == effort
+    patient = patience(effort, loaders(8).arm)
+    assert (patient.min_steps, patient.max_steps, patient.max_seconds) == (16, 32, 8.0)
 
 
 def test_loaders_are_said_and_recorded() -> None:

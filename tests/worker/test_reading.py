@@ -25,6 +25,7 @@ from server_client import ServerClient
 from tiny import QUICK, tiny_workload
 
 from autotune.data import DataSpec, facts_from_document, locate
+from autotune.device.chips import CHIPS
 from autotune.trial import Arm, Candidate, Completed, Effort, OutOfMemory
 from autotune.units import MIB
 from autotune.workload import Task, Workload
@@ -280,3 +281,21 @@ def test_a_tokenizer_without_padding_pads_with_its_end(read: Callable[..., Read]
     (tmp_path / "read").rename(tmp_path / "first")
     endless = write_tokenizer(tmp_path / "endless", special=("<x>", "<unk>"))
     assert "neither a padding token" in read("gpt2-tiny", spec(path, str(endless))).refusal
+
+
+def test_what_is_predicted_is_the_worst_batch(
+    trial_server: ServerClient, read: Callable[..., Read], tokenizer: str, tmp_path: Path
+) -> None:
+    """As much as samples that are made up at the longest length with a mask, whatever the sequence length."""
+    path = write_jsonl(tmp_path / "data.jsonl", samples([6] * 40 + [94]))
+    own = read("bert-tiny", spec(path, tokenizer), seq_len=512).workload
+
+    def peak_bytes(workload: Workload) -> int:
+        details = {"arm": dataclasses.asdict(Arm()), "batches": [[16, False]], "multiple": None}
+        limits = {"cap_bytes": 8 * 1024 * MIB, "line_bytes": 8 * 1024 * MIB}
+        job = {"kind": "predict", "workload": workload.document(), "chip": CHIPS["h200"].document()}
+        return int(trial_server.run({**job, **details, **limits}).result["batches"][0]["peak_allocated_bytes"])
+
+    found = peak_bytes(own)
+    assert found == peak_bytes(tiny_workload("bert-tiny", seq_len=96, padding=0.3))
+    assert found < 0.5 * peak_bytes(tiny_workload("bert-tiny", seq_len=512, padding=0.3))
