@@ -180,6 +180,15 @@ def search(
     padding: float = 0.0,
     dtype: DTypeName = "float32",
     pretrained: bool = False,
+    dataset: str | None = None,
+    split: str | None = None,
+    text_column: str | Sequence[str] | None = None,
+    label_column: str | None = None,
+    image_column: str | None = None,
+    tokenizer: str | None = None,
+    pad_to_max_length: bool = False,
+    pad_to_multiple_of: int | None = None,
+    group_by_length: bool = False,
     device: str | None = None,
     memory_limit: int | str | None = None,
     headroom: Headroom | str | None = None,
@@ -221,6 +230,15 @@ def search(
         "padding": padding,
         "dtype": dtype,
         "pretrained": pretrained,
+        "dataset": dataset,
+        "split": split,
+        "text_column": _words(text_column),
+        "label_column": label_column,
+        "image_column": image_column,
+        "tokenizer": tokenizer,
+        "pad_to_max_length": pad_to_max_length,
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "group_by_length": group_by_length,
         "device": device,
         "memory_limit": _parsed(memory_limit, parse_bytes, "memory_limit"),
         "headroom": _parsed(headroom, parse_headroom, "headroom"),
@@ -273,7 +291,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "quantize": (None, *get_args(QuantizeName)),
     "sampler": get_args(SamplerName),
 }
-_COUNTS = ("effective_batch", "seq_len", "world_size", "batch_multiple", "trials", "lora_rank")
+_COUNTS = ("effective_batch", "seq_len", "world_size", "batch_multiple", "trials", "lora_rank", "pad_to_multiple_of")
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from autotune.data import DataSpec
 from autotune.trial import Candidate
 
 # transformers 5.18 and later spell gradient checkpointing anew and deprecate the old name.
@@ -38,6 +39,23 @@ def training_arguments(candidate: Candidate, fields: Collection[str], device_kin
     arguments |= {name: getattr(arm, name) for name in ("torch_compile", "use_liger_kernel") if name in fields}
     if arm.gradient_checkpointing:
         arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if arm.dataloader_num_workers:
+        arguments["dataloader_num_workers"] = arm.dataloader_num_workers
+    if arm.dataloader_prefetch_factor is not None:
+        arguments["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
     if device_kind == "cpu":
         arguments["use_cpu"] = True
+    return arguments
+
+
+def data_arguments(data: DataSpec, fields: Collection[str]) -> dict[str, Any]:
+    """The fields by which a training gets the batches that were measured; the tuned ones come over them.
+
+    ``group_by_length`` was a field of its own before transformers 5.
+    """
+    arguments: dict[str, Any] = {"dataloader_num_workers": 0}
+    if "train_sampling_strategy" in fields:
+        arguments["train_sampling_strategy"] = "group_by_length" if data.group_by_length else "random"
+    elif data.group_by_length:
+        arguments["group_by_length"] = True
     return arguments

@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autotune.arguments import training_arguments
+from autotune.arguments import data_arguments, training_arguments
+from autotune.data import DataSpec
 from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
 from autotune.report import Report, describe_data
@@ -56,10 +57,11 @@ def make_export(report: Report) -> Export:
         )
     environment = report.environment
     packages = environment["packages"]
+    fields = environment["training_arguments_fields"]
+    data = report.workload.get("data")
+    beside = data_arguments(DataSpec.from_document(data), fields) if data else {}
     return Export(
-        arguments=training_arguments(
-            best.candidate, environment["training_arguments_fields"], environment["device_kind"]
-        ),
+        arguments=beside | training_arguments(best.candidate, fields, environment["device_kind"]),
         candidate=best.candidate,
         model_arguments={
             "attn_implementation": best.candidate.arm.attn_implementation,

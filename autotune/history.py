@@ -147,7 +147,7 @@ class History:
         """The trial to recommend: within the noise of the fastest, the most comfortable one.
 
         Comfort is bf16 before fp16 before tf32, then nothing compiled, no
-        checkpointing, no other kernels, torch's default allocator, then more headroom.
+        checkpointing, no other kernels, torch's default allocator, fewer loaders, then more headroom.
         """
         believed = self.believed(among)
         fastest = max(believed, key=_speed, default=None)
@@ -178,9 +178,10 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
-def _comfort(tried: Tried) -> tuple[int, int, int]:
+def _comfort(tried: Tried) -> tuple[int, int, int, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
     levers = (arm.torch_compile, arm.gradient_checkpointing, arm.use_liger_kernel, arm.expandable_segments)
     # As binary digits: one lever that is worse than another outweighs all that are less.
-    return PRECISION_PREFERENCE.index(arm.precision), int("".join(str(int(on)) for on in levers), 2), peak
+    digits = int("".join(str(int(on)) for on in levers), 2)
+    return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, peak

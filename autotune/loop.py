@@ -12,6 +12,7 @@ from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.levers import compiles
+from autotune.loader import next_loader, patience, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -246,11 +247,20 @@ class Search:
         if wants_baseline and not self._history.outcomes_of(baseline):
             return "baseline", baseline
         best = self.best()
+        loading = self._next_loader(best) if best and self._request.workload.data else None
+        if loading is not None:
+            return "search", loading
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
         is_last = most is not None and len(self._records) == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
+
+    def _next_loader(self, best: Tried) -> Candidate | None:
+        """The winner with more loading processes, once all else is done, where it waits for data."""
+        tried = {t.candidate for t in self._history.tried}
+        more = next_loader(best.candidate, best.measurement, tried, usable_cores())
+        return more if more is not None and self._done() else None
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
         """Why a proposal need not be run, and what is known of it instead.
@@ -283,14 +293,14 @@ class Search:
 
     def _effort(self, candidate: Candidate, stage: Stage) -> Effort:
         """How long to measure: a winner in full, the defaults roughly, one far behind no longer than to see that."""
-        effort = self._request.effort
+        effort = patience(self._request.effort, candidate.arm)
         if stage == "final" or candidate.arm.torch_compile:
             # What compiles is measured in full at once: a second trial would compile again.
             return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
         if self._request.objective == "max-batch":
             return effort
         if stage == "baseline":
-            return replace(effort, min_steps=2, target_spread=_BASELINE_SPREAD)
+            return replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
         best = self.best()
         if best is None or best.measurement is None:
             return effort

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autotune.device import Ceiling
 from autotune.device.chips import Chip
+from autotune.loader import plain_loader
 from autotune.trial import Arm, Candidate, Completed, Document, Outcome
 
 
@@ -37,7 +38,10 @@ def memory_class(arm: Arm) -> Arm:
     Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
     """
     twins = {"bf16": "fp16", "tf32": "fp32"}
-    return dataclasses.replace(arm, precision=twins.get(arm.precision, arm.precision))  # type: ignore[arg-type]
+    return dataclasses.replace(
+        plain_loader(arm),
+        precision=twins.get(arm.precision, arm.precision),  # type: ignore[arg-type]
+    )
 
 
 def prediction_class(arm: Arm) -> Arm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from autotune.data import DATA_OPTIONS, DataSpec, locate, tokenizer_content
 from autotune.device import Device, Headroom, find_device
 from autotune.errors import InvalidRequestError
 from autotune.levers import LeverChoice, segments_expand
@@ -49,10 +50,11 @@ def _as_in_environment(device: Device) -> LeverChoice:
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """From ``model``, ``task``, ``seq_len``, ``padding``, ``dtype`` and ``pretrained``, as far as they are there."""
+    """From ``model``, ``task``, ``seq_len``, ``dtype`` and the other options of what is trained, those that are there."""
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
+    data = _data(options, source, task)
     return Workload(
         model=source.name,
         config=source.config,
@@ -64,6 +66,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
         lora_rank=(options.get("lora_rank") or DEFAULT_LORA_RANK) if options.get("peft") else None,
         quantize=options.get("quantize"),
         weights=_weights(source) if options.get("pretrained") else None,
+        data=data,
     )
 
 
@@ -93,3 +96,56 @@ def _weights(source: ModelSource) -> str:
     if found is None:
         raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
     return found
+
+
+def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:
+    """The data that the options name; ``None`` where samples are made up. Nothing is read yet."""
+    name = options.get("dataset")
+    if name is None:
+        for option in DATA_OPTIONS:
+            if options.get(option):
+                raise InvalidRequestError(
+                    f"--{option.replace('_', '-')} is about data, and none is given", "give --dataset"
+                )
+        return None
+    _check_data_meaning(options, task)
+    split = options["split"] or "train"
+    path, kind, content = locate(name, split)
+    tokenizer = None
+    if task != "image-classification":
+        tokenizer = options["tokenizer"] or source.path or source.repository or source.name
+    return DataSpec(
+        source=path,
+        kind=kind,
+        content=content,
+        tokenizer_content=tokenizer_content(tokenizer) if tokenizer else None,
+        split=split,
+        text_columns=options["text_column"],
+        label_column=options["label_column"],
+        image_column=options["image_column"],
+        tokenizer=tokenizer,
+        padding="max_length" if options["pad_to_max_length"] else "longest",
+        pad_to_multiple_of=options["pad_to_multiple_of"],
+        group_by_length=options["group_by_length"],
+    )
+
+
+def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
+    """Raise for what does not go with data, or not with this task."""
+    name = options["dataset"]
+    if task == "speech-seq2seq":
+        raise InvalidRequestError(f"--dataset {name}: speech is measured with samples that are made up", "leave it out")
+    if options.get("padding"):
+        raise InvalidRequestError(
+            f"--padding {options['padding']:g} is for samples that are made up; --dataset has lengths of its own",
+            "leave --padding out",
+        )
+    image_only, text_only = ("image_column",), ("text_column", "tokenizer", "pad_to_max_length", "pad_to_multiple_of",
+                                                "group_by_length")  # fmt: skip
+    foreign = text_only if task == "image-classification" else image_only
+    for option in foreign:
+        if options.get(option):
+            raise InvalidRequestError(f"--{option.replace('_', '-')} means nothing to {task}", "leave it out")
+    columns = options["text_column"] or ()
+    if len(columns) > (2 if task == "sequence-classification" else 1):
+        raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")

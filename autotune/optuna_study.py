@@ -157,7 +157,10 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
 
 def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float]:
     """Flat numbers, which dashboards can plot."""
-    attributes: dict[str, float] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
+    attributes: dict[str, float] = {
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+        "dataloader_num_workers": candidate.arm.dataloader_num_workers,
+    }
     if isinstance(outcome, Completed):
         measured = outcome.measurement
         attributes["samples_per_second"] = measured.samples_per_second

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import difflib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
+import shutil
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from autotune.data import describe_lengths
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
@@ -25,6 +30,7 @@ from autotune.levers import (
 )
 from autotune.memory import questions
 from autotune.request import SearchRequest, differences
+from autotune.runner import LocalRunner
 from autotune.space import Space, choose_arms
 from autotune.trial import Arm, Candidate, Document
 from autotune.units import GIB, format_bytes, format_count
@@ -228,3 +234,37 @@ def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -
         "driver": device.driver,
         **{key: value for key, value in reported.items() if key != "device_capability"},
     }
+
+
+def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:
+    """The request with what its data has shown, read in a process for trials; the same where it has no data.
+
+    Raises ``InvalidRequestError`` where the data is no good or too little.
+    """
+    data = request.workload.data
+    if data is None:
+        return request
+    note(f"reading {data.label} …")
+    workload = request.workload
+    vocabulary = workload.config.get("vocab_size")
+    asked = [data.identity(), workload.seq_len, workload.task, vocabulary]
+    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    # Beside the studies' logs, where other searches on the same data find it; no study has a name with a dot first.
+    folder = logs / ".data" / key
+    workload = runner.read_data(folder)
+    request = dataclasses.replace(request, workload=workload)
+    facts = workload.data.facts if workload.data else None
+    assert facts is not None
+    needed = request.effective_batch or request.batches.levels()[-1]
+    if facts.samples < needed:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+        option = "--effective-batch" if request.effective_batch else "--batch-multiple"
+        raise InvalidRequestError(
+            f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",
+            f"use {option} {facts.samples} or less, or more data",
+        )
+    if facts.lengths is not None:
+        note(describe_lengths(facts.lengths))
+    return request

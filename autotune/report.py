@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
+from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.store import Store, StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
 from autotune.units import format_bytes, format_rate, format_seconds
@@ -130,6 +132,10 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "allocation_retries": measured.allocation_retries if measured else None,
         "skipped_steps": measured.skipped_steps if measured else None,
         "joules_per_sample": measured.joules_per_sample if measured else None,
+        "data_seconds": measured.data_seconds if measured else None,
+        "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
+        "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
+        "worst_batch_peak_reserved_bytes": measured.worst_batch_peak_reserved_bytes if measured else None,
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
         "seconds": trial.seconds,
@@ -152,7 +158,19 @@ def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
 def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
     if measured is None or not report.is_text:
         return None
-    return measured.samples_per_second * int(report.workload["seq_len"])
+    lengths = _lengths(report.workload)
+    return measured.samples_per_second * (lengths.mean if lengths else int(report.workload["seq_len"]))
+
+
+def _facts(workload: Document) -> DataFacts | None:
+    """What is known of the user's own data, where there is some."""
+    data = workload.get("data") or {}
+    return facts_from_document(data["facts"]) if data.get("facts") else None
+
+
+def _lengths(workload: Document) -> Lengths | None:
+    facts = _facts(workload)
+    return facts.lengths if facts else None
 
 
 def report_document(report: Report) -> Document:
@@ -253,12 +271,27 @@ def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
 
 def describe_data(workload: Document) -> str:
     """The measured samples in words: ``512 tokens, full length``."""
+    data = DataSpec.from_document(workload["data"]) if workload.get("data") else None
+    if data is not None and data.facts is not None:
+        return _describe_own(data, data.facts, int(workload["seq_len"]))
     if workload["task"] == "image-classification":
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
         return f"synthetic speech, {workload['seq_len']} target tokens"
     padding = workload["padding"]
     return f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
+
+
+def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
+    """``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
+    words = f"{data.label}, {facts.samples:,} samples"
+    if facts.lengths is None:
+        return words
+    words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median}), padded to "
+    words += f"{seq_len}" if data.padding == "max_length" else "the longest of a batch"
+    if data.pad_to_multiple_of:
+        words += f" and a multiple of {data.pad_to_multiple_of}"
+    return words + (", grouped by length" if data.group_by_length else "")
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -291,6 +324,7 @@ def summary_lines(report: Report) -> list[str]:
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
+    lines += _data_lines(measured)
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return [*lines, f"  {_counts(report)}", *_note_lines(report)]
@@ -307,6 +341,24 @@ def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> st
         )
     reserved = format_bytes(measured.peak_reserved_bytes)
     return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
+
+
+def _data_lines(measured: Measurement) -> list[str]:
+    """What the user's own data adds: the worst batches, and whether the loader keeps up."""
+    if measured.worst_batch_peak_reserved_bytes is None:
+        return []
+    lines = []
+    if measured.worst_batch_tokens is not None:
+        seconds = measured.worst_batch_step_seconds
+        lines.append(
+            f"  after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "
+            f"{format_bytes(measured.worst_batch_peak_reserved_bytes)}"
+            + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
+            + "the speed is that of an epoch's mean batch"
+        )
+    share = waits_for_data(measured)
+    which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
+    return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
 
 
 def _counts(report: Report) -> str:

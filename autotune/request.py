@@ -24,6 +24,9 @@ DEFAULT_SEED = 42
 # The boundary of memory is what counts, so one measured step after the two that memory needs.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
+# Batches of real data differ, so more of them stand for an epoch.
+DATA_EFFORT = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
+
 _FOREIGN_TRIALS = 32
 
 _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
@@ -87,7 +90,9 @@ class SearchRequest:
     @property
     def effort(self) -> Effort:
         """How long each trial measures."""
-        return MAX_BATCH_EFFORT if self.objective == "max-batch" else Effort()
+        if self.objective == "max-batch":
+            return MAX_BATCH_EFFORT
+        return Effort() if self.workload.data is None else DATA_EFFORT
 
     def check(self) -> None:
         """Raise for everything that can be known to be wrong before a process is started."""

@@ -14,7 +14,7 @@ from typing import Self
 
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
 from autotune.loop import Interruption, Observer, Search
-from autotune.preparation import Prepared, forecast_of, prepare
+from autotune.preparation import Prepared, forecast_of, prepare, read_data
 from autotune.report import Report, load_report
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
@@ -42,6 +42,7 @@ def run_search(request: SearchRequest, storage: str, observer: Observer) -> tupl
         stack.enter_context(_LogFolder(folder))
         runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
         observer.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
+        request = read_data(request, runner, folder.parent, observer.note)
         prepared = prepare(request, runner.inspect())
         store = store or stack.enter_context(open_store(storage))
         record = _search(prepared, runner, store, observer, folder)

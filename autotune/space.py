@@ -9,6 +9,7 @@ from typing import Literal
 
 from autotune.errors import DeviceError, InvalidRequestError
 from autotune.levers import LeverChoice
+from autotune.loader import plain_loader
 from autotune.trial import PRECISIONS, Arm, Candidate, Precision
 from autotune.workload import Workload
 
@@ -136,7 +137,7 @@ class Space:
         """Whether the candidate is one of this space's."""
         batch = candidate.per_device_train_batch_size
         return (
-            candidate.arm in self.arms
+            plain_loader(candidate.arm) in self.arms
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )

@@ -29,6 +29,8 @@ class Arm:
     """A setting of CUDA's caching allocator, not of the Trainer: what is freed can be put together again."""
     torch_compile: bool = False
     use_liger_kernel: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_prefetch_factor: int | None = None
 
     def describe(self) -> str:
         """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
@@ -45,6 +47,10 @@ class Arm:
             words.append("liger")
         if self.torch_compile:
             words.append("compiled")
+        if self.dataloader_num_workers:
+            words.append(f"{self.dataloader_num_workers} loaders")
+        if self.dataloader_prefetch_factor:
+            words.append(f"prefetch {self.dataloader_prefetch_factor}")
         return ", ".join(words)
 
 
@@ -112,11 +118,13 @@ class Measurement:
     """What one trial process saw. Times are of one whole optimizer step of the candidate."""
 
     step_seconds: float
-    """Median over the measured steps; where micro-steps were left out, they are added up."""
+    """Median over the measured steps; where micro-steps were left out, they are added up.
+
+    With the user's own data, whose batches differ: the mean step of an epoch."""
     step_seconds_each: tuple[float, ...]
     """Every measured step, warm-up dropped, in order; scaled as ``step_seconds`` is."""
     relative_spread: float
-    """Half the 95 % interval of the median's estimate over the median; 0 says one step only."""
+    """Half the 95 % interval of ``step_seconds`` over it; 0 says one step only."""
     samples_per_second: float
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -138,6 +146,14 @@ class Measurement:
     """Mean power of the whole device while steps were measured, as NVML counts it, times seconds a sample."""
     compile_seconds: float | None = None
     """What the dropped steps took beyond as many others, where something is compiled in them; from an empty cache."""
+
+    worst_batch_tokens: int | None = None
+    """Padded length of the largest batches that the user's data can make, which the warm-up steps were fed."""
+    worst_batch_step_seconds: float | None = None
+    """Of a step of them, as it was run."""
+    worst_batch_peak_allocated_bytes: int | None = None
+    worst_batch_peak_reserved_bytes: int | None = None
+    """Peaks after those steps; the other peaks are of the whole trial."""
 
     def judged_bytes(self, arm: Arm) -> int:
         """What is compared with the line: peak reserved bytes, or where segments expand peak allocated ones.

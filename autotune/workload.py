@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autotune.data import DataFacts, DataSpec
 from autotune.errors import InvalidRequestError
 
 Task = Literal[
@@ -40,6 +41,9 @@ DEFAULT_LORA_RANK = 16
 _ADAPTING = frozenset({"peft", "lora_rank", "quantize"})
 
 
+_SOME_PADDING = 0.1
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training job, independent of batch size and of the machine."""
@@ -57,6 +61,8 @@ class Workload:
     """What the weights are stored in."""
     weights: str | None = None
     """Folder or hub repository to load weights from; ``None`` for random ones, of the same speed and memory."""
+    data: DataSpec | None = None
+    """The user's own; ``None`` for samples that are made up."""
 
     peft: PeftName | None = None
     """Train adapters over frozen weights instead of the weights."""
@@ -87,7 +93,28 @@ class Workload:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
         """The inverse of ``document``."""
-        return cls(**document)
+        data = document.get("data")
+        return cls(**{**document, "data": DataSpec.from_document(data) if data else None})
+
+    def at_its_worst(self) -> Workload:
+        """The workload of which every batch is as large as the largest that the data can make."""
+        lengths = self.data.facts.lengths if self.data and self.data.facts else None
+        if self.data is None or lengths is None:
+            return self
+        seq_len = self.data.padded(lengths.longest, self.seq_len)
+        # Any padding at all brings a mask; how much of it makes no difference to memory.
+        is_padded = lengths.shortest < seq_len
+        return dataclasses.replace(self, seq_len=seq_len, padding=_SOME_PADDING if is_padded else 0.0)
+
+    def with_facts(self, facts: DataFacts) -> Workload:
+        """What reading its data has shown; the model gets as many labels as the data has."""
+        assert self.data is not None
+        config = self.config
+        if facts.num_labels is not None:
+            names = {"id2label", "label2id", "num_labels"}
+            config = {key: value for key, value in config.items() if key not in names}
+            config["num_labels"] = facts.num_labels
+        return dataclasses.replace(self, config=config, data=dataclasses.replace(self.data, facts=facts))
 
     def fingerprint(self) -> str:
         """The same for two workloads exactly when a measurement of one holds for the other.
@@ -99,6 +126,9 @@ class Workload:
         facts.pop("weights")
         # Absent where nothing is adapted, as in workloads from before there was any of it.
         facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}
+        facts.pop("data")
+        if self.data is not None:
+            facts["data"] = self.data.identity()
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from autotune.cli.data import data_options
 from autotune.cli.options import (
     BYTES,
     COUNT,
@@ -19,6 +20,7 @@ from autotune.cli.options import (
     storage_option,
     words,
 )
+from autotune.data import DATA_OPTIONS
 
 _TASKS = (
     "sequence-classification",
@@ -44,6 +46,7 @@ class _SearchCommand(SectionedCommand):
             "lora_rank",
             "quantize",
         ),
+        "Your data": DATA_OPTIONS,
         "On what": ("device", "memory_limit", "headroom", "world_size"),
         "What is tried": (
             "precision",
@@ -93,6 +96,7 @@ class _SearchCommand(SectionedCommand):
     type=SHARE,
     help="Mean share of each text sample that is padding, with a real attention_mask [default: 0].",
 )
+@data_options
 @click.option("--memory-limit", type=BYTES, help="Search as if the device had no more, e.g. 24GiB [default: all free].")
 @click.option("--headroom", type=HEADROOM, help="Kept free below the limit, e.g. 5% or 1GiB [default: 3%].")
 @click.option(

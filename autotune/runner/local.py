@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from autotune.data import facts_from_document
 from autotune.device import Device
-from autotune.errors import TrialServerError
+from autotune.errors import InvalidRequestError, TrialServerError
 from autotune.runner.environment import server_environment
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome, outcome_from_document
 from autotune.workload import Workload
@@ -30,6 +31,8 @@ _START_SECONDS = 300.0
 # The server ends a trial at its time limit; the controller stops waiting for the server a little later.
 _GRACE_SECONDS = 20.0
 _INSPECT_SECONDS = 180.0
+# A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
+_READ_DATA_SECONDS = 3600.0
 # How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.
 _LEAVE_SECONDS = 10.0
 
@@ -75,6 +78,7 @@ class LocalRunner:
         self._rest = b""
         self._ready = False
         self._trial_pid: int | None = None
+        self._data_folder: Path | None = None
         self._submitted: dict[str, Document] = {}
         self._ended: dict[str, Document] = {}
 
@@ -103,13 +107,16 @@ class LocalRunner:
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                env=server_environment(self._device, os.environ, offline=self._workload.weights is None),
+                env=server_environment(self._device, os.environ, offline=not self._needs_hub()),
                 # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
                 start_new_session=True,
             )
         os.close(write_fd)
         os.set_blocking(read_fd, False)
         self._reports, self._rest, self._ready, self._trial_pid = read_fd, b"", False, None
+
+    def _needs_hub(self) -> bool:
+        return self._workload.weights is not None or self._workload.data is not None
 
     def close(self) -> None:
         """End the server and whatever it runs; leaves no process behind."""
@@ -256,6 +263,32 @@ class LocalRunner:
     def _device_facts(self) -> Document:
         return {"device_kind": self._device.kind, "device_uuid": self._device.uuid}
 
+    def read_data(self, folder: Path) -> Workload:
+        """Read the workload's data into ``folder``, from which trials then map it; the workload with its facts.
+
+        Raises ``InvalidRequestError`` where the data is no good, ``TrialServerError`` when no answer comes.
+        """
+        log_path = self._log_folder / "read_data.log"
+        job = {
+            "id": "read_data",
+            "kind": "read_data",
+            "workload": self._workload.document(),
+            "folder": str(folder),
+            "timeout_seconds": _READ_DATA_SECONDS,
+            "log_path": str(log_path),
+        }
+        answer = self._run_job(job, lambda _: None)
+        if "result" not in answer:
+            raise TrialServerError(
+                f"the data could not be read: {_how_it_ended(answer, str(log_path))}",
+                f"see {log_path} and {self.server_log}",
+            )
+        if "error" in answer["result"]:
+            raise InvalidRequestError(*answer["result"]["error"])
+        self._data_folder = folder
+        self._workload = self._workload.with_facts(facts_from_document(answer["result"]["facts"]))
+        return self._workload
+
     def inspect(self) -> Document:
         """What ``autotune.worker.facts.inspect`` says of this environment and workload.
 
@@ -291,6 +324,7 @@ class LocalRunner:
             "seed": job.seed,
             "timeout_seconds": job.timeout_seconds,
             "log_path": job.log_path,
+            "data_folder": str(self._data_folder) if self._data_folder else None,
             **self._device_facts(),
         }
         return _outcome(self._run_job(document, progress), job)

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from autotune.levers import compiles
 from autotune.trial import Candidate, Effort, Measurement
+from autotune.worker.feed import Schedule
 from autotune.worker.losses import skipped_steps
 from autotune.worker.meter import Meter
 
@@ -59,12 +60,15 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         effort: Effort,
         on_enough: Callable[[Measurement], None],
         on_step: Callable[[int], None],
+        schedule: Schedule | None = None,
     ) -> None:
         self._meter = meter
         self._candidate = candidate
         self._effort = effort
         self._on_enough = on_enough
         self._on_step = on_step
+        self._schedule = schedule
+        self._worst_peaks: tuple[int, int] | None = None
         self._warmup: list[_Step] = []
         self._measured: list[_Step] = []
         self._marks: list[Any] = []
@@ -106,6 +110,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = end
         warm = len(self._warmup) >= self._effort.warmup_steps
         (self._measured if warm else self._warmup).append(step)
+        if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps and not warm:
+            self._worst_peaks = self._meter.peaks()
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks()[1]
         self._on_step(len(self._warmup) + len(self._measured))
@@ -123,25 +129,41 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def _taken_down(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
+        # The second micro-step is the first that adds to gradients, as all later ones do; where batches
+        # differ, more of them count for more than that.
+        first = 1 if self._schedule is None else 0
         return _Step(
             seconds=end - self._previous_end,
             data_seconds=self._begin - self._previous_end,
             optimizer_seconds=between(marks[-2], marks[-1]),
-            # The second micro-step is the first that adds to gradients, as all later ones do.
-            micro_seconds=between(marks[1], marks[2]) if len(marks) > 4 else 0.0,
+            micro_seconds=between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0,
         )
 
     def _enough(self) -> bool:
         measured = [step.seconds for step in self._measured]
-        behind = self._effort.behind_step_seconds
-        # Two steps, since one can be slow for reasons of its own.
-        if behind and len(measured) > 1 and min(map(self._whole_step_seconds, self._measured)) > behind:
+        if self._is_behind():
             return True
         if len(measured) < min(2, self._effort.max_steps):
             return False
         if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:
             return True
-        return len(measured) >= self._effort.min_steps and relative_spread(measured) <= self._effort.target_spread
+        return len(measured) >= self._effort.min_steps and self._estimate()[1] <= self._effort.target_spread
+
+    def _is_behind(self) -> bool:
+        """Whether the first steps say enough: two, since one can be slow for reasons of its own."""
+        behind = self._effort.behind_step_seconds
+        whole = [self._whole_step_seconds(step) for step in self._measured]
+        if behind is None or len(whole) < 2:
+            return False
+        # The first three steps of a schedule are a quick, a slow and a middling one.
+        return min(whole) > behind if self._schedule is None else len(whole) == 3 and statistics.fmean(whole) > behind
+
+    def _estimate(self) -> tuple[float, float]:
+        """Seconds of a step, and half the 95 % interval over them; infinite below two steps."""
+        whole = [self._whole_step_seconds(step) for step in self._measured]
+        if self._schedule is not None:
+            return self._schedule.estimate(whole)
+        return statistics.median(whole), relative_spread(whole)
 
     def _whole_step_seconds(self, step: _Step) -> float:
         """The step as the candidate will run it: micro-steps that were left out are added."""
@@ -154,16 +176,18 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     def measurement(self) -> Measurement:
         """What was seen so far; needs at least one measured step."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
-        median = statistics.median(whole)
+        seconds, spread = self._estimate()
         allocated, reserved = self._meter.peaks()
-        joules_per_sample = self._joules_per_sample(median)
+        joules_per_sample = self._joules_per_sample(seconds)
         run = micro_steps_to_run(self._candidate, self._effort)
-        data = statistics.median(step.data_seconds for step in self._measured)
+        average = statistics.median if self._schedule is None else statistics.fmean
+        data = average([step.data_seconds for step in self._measured])
+        worst = self._worst_peaks or (None, None)
         return Measurement(
-            step_seconds=median,
+            step_seconds=seconds,
             step_seconds_each=tuple(whole),
-            relative_spread=relative_spread(whole) if len(whole) > 1 else 0.0,
-            samples_per_second=self._candidate.samples_per_step / median,
+            relative_spread=spread if len(whole) > 1 else 0.0,
+            samples_per_second=self._candidate.samples_per_step / seconds,
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
@@ -176,6 +200,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             skipped_steps=skipped_steps(self._scaler),
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
+            worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
+            worst_batch_step_seconds=self._worst_step_seconds(),
+            worst_batch_peak_allocated_bytes=worst[0],
+            worst_batch_peak_reserved_bytes=worst[1],
         )
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
@@ -189,3 +217,9 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """What the dropped steps took beyond as many measured ones."""
         usual = statistics.median(step.seconds for step in self._measured)
         return max(0.0, sum(step.seconds - usual for step in self._warmup))
+
+    def _worst_step_seconds(self) -> float | None:
+        """The quickest of the warm-up steps of worst batches that had the optimizer's state."""
+        if self._schedule is None or self._schedule.worst_tokens is None:
+            return None
+        return min((step.seconds for step in self._warmup[1 : self._schedule.worst_steps]), default=None)

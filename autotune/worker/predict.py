@@ -29,7 +29,7 @@ def predict(job: Document) -> Document:
     """
     yield_to_trials()
     chip = Chip.from_document(job["chip"])
-    training = FakeTraining(Workload.from_document(job["workload"]), Arm(**job["arm"]), chip)
+    training = FakeTraining(Workload.from_document(job["workload"]).at_its_worst(), Arm(**job["arm"]), chip)
     limits = Limits(training.step(), chip, job["cap_bytes"], job["line_bytes"])
     multiple = job["multiple"]
     largest = limits.largest_batch(multiple) if multiple else None

@@ -215,6 +215,10 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         from autotune.worker.predict import predict
 
         send("result", predict(job))
+    elif job["kind"] == "read_data":
+        from autotune.worker.reading import read_data
+
+        send("result", read_data(job))
     elif job["kind"] == "inspect":
         send("result", inspect(job))
     else:

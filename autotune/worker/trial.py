@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
+from autotune.loader import batches_ahead
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
+from autotune.worker.feed import BatchShape, Feed, Schedule
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.meter import Meter, expand_segments, open_meter
@@ -50,7 +53,9 @@ class Phases:
         self._started = now
 
 
-def trainer_arguments(candidate: Candidate, device_kind: str, effort: Effort, output_dir: str, seed: int) -> Any:
+def trainer_arguments(
+    candidate: Candidate, device_kind: str, effort: Effort, output_dir: str, seed: int, **others: Any
+) -> Any:
     """The candidate's arguments, with reporting and saving off and enough steps to measure."""
     fields = {f.name for f in dataclasses.fields(TrainingArguments)}
     arguments = training_arguments(candidate, fields, device_kind)
@@ -63,7 +68,13 @@ def trainer_arguments(candidate: Candidate, device_kind: str, effort: Effort, ou
         report_to="none",
         disable_tqdm=True,
         seed=seed,
+        **others,
     )
+
+
+def _micro_steps(arguments: Any) -> int:
+    """All that are run in a trial."""
+    return int(arguments.gradient_accumulation_steps * arguments.max_steps)
 
 
 class _Trial:
@@ -77,9 +88,11 @@ class _Trial:
         self._uuid: str = job["device_uuid"]
         self._cap_bytes: int = job["cap_bytes"]
         self._seed: int = job["seed"]
+        self._data_folder: str | None = job.get("data_folder")
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
+        self._worst_steps = self._effort.warmup_steps
 
     def run(self) -> Document:
         """Train and measure; never raises for what training does."""
@@ -102,16 +115,18 @@ class _Trial:
         meter = self._meter = open_meter(self._device_kind, self._uuid)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
+        feed = self._open_feed()
         self._phases.enter("model")
         model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
         meter.reset_peaks()
         self._phases.enter("trainer")
         if self._candidate.arm.use_liger_kernel:
             check_liger_knows(self._workload.model_type)
-        arguments = trainer_arguments(self._candidate, self._device_kind, self._effort, output_dir, self._seed)
-        micro_steps = arguments.gradient_accumulation_steps * arguments.max_steps
-        samples = self._candidate.per_device_train_batch_size * micro_steps
-        dataset = synthetic_dataset(self._workload, model, samples, self._seed)
+        others = feed.arguments if feed else {}
+        arguments = trainer_arguments(
+            self._candidate, self._device_kind, self._effort, output_dir, self._seed, **others
+        )
+        schedule = self._schedule(feed, arguments) if feed else None
         results: list[Measurement] = []
         callback = MeasureCallback(
             meter,
@@ -119,8 +134,14 @@ class _Trial:
             self._effort,
             on_enough=results.append,
             on_step=lambda step: self._send({"step": step}),
+            schedule=schedule,
         )
-        trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
+        if feed is not None and schedule is not None:
+            trainer = feed.trainer(model, arguments, callback, schedule)
+        else:
+            samples = self._candidate.per_device_train_batch_size * _micro_steps(arguments)
+            dataset = synthetic_dataset(self._workload, model, samples, self._seed)
+            trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         watch = LossWatch(trainer)
@@ -131,6 +152,31 @@ class _Trial:
         if not results:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return Completed(dataclasses.replace(results[0], train_loss=loss))
+
+    def _open_feed(self) -> Feed | None:
+        """The user's data, where there is some; one more warm-up step where its batches differ."""
+        if self._data_folder is None:
+            return None
+        self._phases.enter("data")
+        feed = Feed(self._workload, self._data_folder)
+        effort = self._effort
+        self._worst_steps = max(3, effort.warmup_steps + 1) if feed.varies else effort.warmup_steps
+        # What lies ready when the slow first steps are over says nothing of how fast more is loaded.
+        ready = math.ceil(batches_ahead(self._candidate.arm) / micro_steps_to_run(self._candidate, effort))
+        self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
+        return feed
+
+    def _schedule(self, feed: Feed, arguments: Any) -> Schedule:
+        candidate = self._candidate
+        shape = BatchShape(
+            candidate.per_device_train_batch_size,
+            candidate.gradient_accumulation_steps,
+            arguments.gradient_accumulation_steps,
+            self._worst_steps,
+            self._effort.warmup_steps - self._worst_steps,
+            self._effort.max_steps,
+        )
+        return feed.schedule(shape, self._seed)
 
     def _failure(self, error: Exception) -> OutOfMemory | Failed:
         peaks = self._meter.peaks() if self._meter else (None, None)

@@ -64,6 +64,9 @@ def _enable_checkpointing(model: Any) -> None:
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
     """One batch on the device, of the shapes and dtypes of real ones."""
     sample = synthetic_dataset(workload, model, 1, 0)[0]
+    lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
+    if lengths is not None and lengths.longest_target is not None:
+        sample["labels"] = sample["labels"][: lengths.longest_target]
     return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
 
 

@@ -1,0 +1,371 @@
+"""Reading the user's data once: loaded, its columns checked, tokenized, measured, saved for the trials to map."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as arrow
+import transformers
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Image,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.table import InMemoryTable
+from datasets.utils.logging import disable_progress_bar
+from transformers import AutoTokenizer
+
+from autotune.data import DataFacts, DataSpec, Lengths, data_files
+from autotune.errors import AutotuneError, InvalidRequestError
+from autotune.trial import Document
+from autotune.worker.failures import first_line
+from autotune.worker.feed import (
+    IMAGE,
+    LENGTHS_FILE,
+    SAMPLES_FOLDER,
+    TARGET_LENGTHS_FILE,
+    TOKENIZER_FOLDER,
+    grouped_order,
+)
+from autotune.workload import Workload
+
+_TEXT_NAMES = ("text", "sentence", "content", "document")
+_LABEL_NAMES = ("label", "labels", "target")
+_TARGET_NAMES = ("target", "summary", "labels", "label")
+_IMAGE_NAMES = ("image", "img", "pixel_values")
+_TOKENS = "input_ids"
+# How datasets says of files without rows that there are none.
+_NO_DATA = "corresponds to no data"
+_FACTS_FILE = "facts.json"
+_BINS = 16
+# The batch for which the share of padding is told.
+_SHOWN_BATCH = 8
+# Batches of so many samples say what share of an epoch is padding.
+_SHOWN_SAMPLES = 20_000
+
+
+def read_data(job: Document) -> Document:
+    """The facts of the job's data, which then lies in ``folder``; ``error`` with its hint where it is no good."""
+    workload = Workload.from_document(job["workload"])
+    folder = Path(job["folder"])
+    if (folder / _FACTS_FILE).exists():
+        return {"facts": json.loads((folder / _FACTS_FILE).read_text())}
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        partial.mkdir(parents=True)
+        facts = dataclasses.asdict(_Reading(workload, partial).run())
+        (partial / _FACTS_FILE).write_text(json.dumps(facts))
+        shutil.rmtree(partial / "cache", ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return {"facts": facts}
+    except AutotuneError as error:
+        return {"error": [error.message, error.hint]}
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        # After an error nothing is there that was not before.
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+
+
+class _Reading:
+    """One reading of one workload's data into a folder."""
+
+    def __init__(self, workload: Workload, folder: Path) -> None:
+        assert workload.data is not None
+        self._workload = workload
+        self._spec: DataSpec = workload.data
+        self._folder = folder
+
+    def run(self) -> DataFacts:
+        """Everything, in order."""
+        dataset = self._load()
+        if len(dataset) == 0:
+            raise self._is_empty()
+        if self._workload.task == "image-classification":
+            return self._read_images(dataset)
+        return self._read_text(dataset)
+
+    def _is_empty(self) -> InvalidRequestError:
+        label, split = self._spec.label, self._spec.split
+        return InvalidRequestError(f"--dataset {label} holds no samples (split {split})", "give one that does")
+
+    # Loading
+
+    def _load(self) -> Any:
+        spec = self._spec
+        try:
+            loaded = load_from_disk(spec.source) if spec.kind == "saved" else self._load_by_kind()
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            if _NO_DATA in str(error):
+                raise self._is_empty() from error
+            where = "on the hub" if spec.kind == "hub" else "there"
+            hint = f"check what is {where}, and --split {spec.split}"
+            if spec.kind == "hub":
+                hint += "; there is no file or folder of this name here"
+            raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {first_line(error)}", hint) from error
+        if isinstance(loaded, DatasetDict):
+            if spec.split not in loaded:
+                raise InvalidRequestError(
+                    f"--dataset {spec.label} has no split {spec.split!r}", f"it has {', '.join(sorted(loaded))}"
+                )
+            loaded = loaded[spec.split]
+        return loaded.flatten_indices() if loaded._indices is not None else loaded
+
+    def _load_by_kind(self) -> Any:
+        spec, cache = self._spec, str(self._folder / "cache")
+        if spec.kind == "hub":
+            name, _, config = spec.source.partition(":")
+            return load_dataset(name, config or None, split=spec.split)
+        if spec.kind == "imagefolder":
+            return load_dataset("imagefolder", data_dir=spec.source, cache_dir=cache)
+        files = data_files(spec.source, spec.kind, spec.split)
+        options = {"sep": "\t"} if spec.kind == "csv" and ".tsv" in files[0] else {}
+        return load_dataset(spec.kind, data_files=files, split="train", cache_dir=cache, **options)
+
+    # Columns
+
+    def _column(self, dataset: Any, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
+        """The column that was asked for, or the first of the usual names that is there."""
+        names = dataset.column_names
+        if asked is not None:
+            if asked not in names:
+                raise InvalidRequestError(
+                    f"--dataset {self._spec.label} has no column {asked!r}",
+                    f"it has {', '.join(names)}; name one with {option}",
+                )
+            return asked
+        found: str | None = next((name for name in usual if name in names), None)
+        if found is None:
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
+                f"it has {', '.join(names)}; name one with {option}",
+            )
+        return found
+
+    def _text_columns(self, dataset: Any, not_text: str | None) -> tuple[str, ...]:
+        asked = self._spec.text_columns
+        if asked is not None:
+            return tuple(self._column(dataset, name, "--text-column", (), "text") for name in asked)
+        strings = [name for name in dataset.column_names if _is_string(dataset.features[name]) and name != not_text]
+        usual = (*_TEXT_NAMES, *strings) if len(strings) == 1 else _TEXT_NAMES
+        return (self._column(dataset, None, "--text-column", usual, "text"),)
+
+    def _labels(self, dataset: Any) -> tuple[list[Any], int]:
+        """The labels as classes from 0 (or as numbers to regress on), and how many classes there are."""
+        name = self._column(dataset, self._spec.label_column, "--label-column", _LABEL_NAMES, "label")
+        feature = dataset.features[name]
+        values = dataset[name][:]
+        if any(value is None for value in values):
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: samples without a value in {name!r}", "leave them out of the data"
+            )
+        if isinstance(feature, ClassLabel):
+            if min(values) < 0:
+                raise InvalidRequestError(
+                    f"--dataset {self._spec.label}: samples of --split {self._spec.split} have no label",
+                    "name a split that has",
+                )
+            return values, max(feature.num_classes, 2)
+        if all(isinstance(value, float) for value in values):
+            return values, 1
+        if not all(isinstance(value, int | str) for value in values):
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: the column {name!r} holds neither classes nor numbers",
+                "name another with --label-column",
+            )
+        number = {value: index for index, value in enumerate(sorted(set(values)))}
+        return [number[value] for value in values], max(len(number), 2)
+
+    # Text
+
+    def _read_text(self, dataset: Any) -> DataFacts:
+        tokenizer = self._tokenizer()
+        is_seq2seq = self._workload.task == "seq2seq-lm"
+        columns: dict[str, list[Any]] = {}
+        num_labels: int | None = None
+        target: str | None = None
+        if is_seq2seq:
+            target = self._column(dataset, self._spec.label_column, "--label-column", _TARGET_NAMES, "target text")
+        if _TOKENS in dataset.column_names and self._spec.text_columns is None:
+            tokenized, raw = self._tokenized_before(dataset, target)
+        else:
+            tokenized, raw = self._tokenize(dataset, tokenizer, self._text_columns(dataset, target), target)
+        if self._workload.task == "sequence-classification":
+            columns["labels"], num_labels = self._labels(dataset)
+        for name, values in columns.items():
+            tokenized = tokenized.add_column(name, values)
+        self._check_vocabulary(tokenized)
+        lengths = _token_counts(tokenized, _TOKENS)
+        targets = _token_counts(tokenized, "labels") if is_seq2seq else None
+        tokenized.save_to_disk(str(self._folder / SAMPLES_FOLDER))
+        tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
+        np.save(self._folder / LENGTHS_FILE, lengths)
+        if targets is not None:
+            np.save(self._folder / TARGET_LENGTHS_FILE, targets)
+        return DataFacts(len(lengths), num_labels, self._describe(lengths, raw, targets))
+
+    def _tokenizer(self) -> Any:
+        name = self._spec.tokenizer
+        option = "give --tokenizer FOLDER, one that holds a tokenizer.json, or a name on the hub"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:
+            raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", option) from error
+        if len(tokenizer) == 0:
+            raise InvalidRequestError(f"the tokenizer in {name} has no tokens", option)
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise InvalidRequestError(
+                    f"the tokenizer in {name} has neither a padding token nor one that ends a text",
+                    "set its pad_token and save it again",
+                )
+            # As the examples of transformers do for GPT-2 and its kin.
+            tokenizer.pad_token = tokenizer.eos_token
+        if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
+            raise InvalidRequestError(f"the tokenizer in {name} has no mask token", "use --task causal-lm, or another")
+        return tokenizer
+
+    def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
+        """The dataset as tokens, and how long each sample was before it was cut."""
+        for name in (*texts, *((target,) if target else ())):
+            if not _is_string(dataset.features[name]):
+                raise InvalidRequestError(
+                    f"--dataset {self._spec.label}: the column {name!r} holds no text",
+                    "name another with --text-column" if name != target else "name another with --label-column",
+                )
+        raw: list[int] = []
+        limit = self._workload.seq_len
+
+        def tokens(batch: dict[str, list[str | None]]) -> dict[str, Any]:
+            given = [[text or "" for text in batch[name]] for name in texts]
+            encoded = dict(tokenizer(*given))
+            found = [len(ids) for ids in encoded[_TOKENS]]
+            raw.extend(found)
+            long = [index for index, length in enumerate(found) if length > limit]
+            if long:
+                some = [[column[index] for index in long] for column in given]
+                cut = tokenizer(*some, truncation=True, max_length=limit)
+                for name, values in cut.items():
+                    for index, value in zip(long, values, strict=True):
+                        encoded[name][index] = value
+            encoded.pop("attention_mask", None)
+            if target is not None:
+                outputs = [text or "" for text in batch[target]]
+                encoded["labels"] = tokenizer(text_target=outputs, truncation=True, max_length=limit)[_TOKENS]
+            return encoded
+
+        try:
+            found = dataset.map(tokens, batched=True, remove_columns=dataset.column_names, load_from_cache_file=False,
+                                cache_file_name=str(self._cache("tokens.arrow")))  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label} cannot be tokenized: {first_line(error)}",
+                "check --text-column and --tokenizer",
+            ) from error
+        return found, np.array(raw, dtype=np.int64)
+
+    def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
+        """A dataset that holds tokens already, cut to the sequence length."""
+        limit = self._workload.seq_len
+        kept = [_TOKENS, *(name for name in ("token_type_ids",) if name in dataset.column_names)]
+        if target is not None:
+            kept.append(target)
+        raw = _token_counts(dataset, _TOKENS)
+        if (raw == 0).any():
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label} holds samples without tokens", "leave them out of the data"
+            )
+        found = dataset.select_columns(kept).map(
+            lambda batch: {name: [tokens[:limit] for tokens in values] for name, values in batch.items()},
+            batched=True, load_from_cache_file=False, cache_file_name=str(self._cache("cut.arrow")),
+        )  # fmt: skip
+        if target is not None and target != "labels":
+            found = found.rename_column(target, "labels")
+        return found, raw
+
+    def _cache(self, name: str) -> Path:
+        (self._folder / "cache").mkdir(exist_ok=True)
+        return self._folder / "cache" / name
+
+    def _check_vocabulary(self, tokenized: Any) -> None:
+        """A token that the model has no embedding for would end every trial."""
+        vocabulary = self._workload.config.get("vocab_size")
+        if not isinstance(vocabulary, int):
+            return
+        largest = arrow.max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py() or 0
+        if largest >= vocabulary:
+            raise InvalidRequestError(
+                f"the tokenizer in {self._spec.tokenizer} gives token {largest}, but {self._workload.model} has "
+                f"{vocabulary} of them",
+                "give the tokenizer that belongs to the model with --tokenizer",
+            )
+
+    def _describe(self, lengths: Any, raw: Any, targets: Any) -> Lengths:
+        limit, spec = self._workload.seq_len, self._spec
+        counts, _ = np.histogram(lengths, bins=_BINS, range=(0, int(lengths.max())))
+        return Lengths(
+            shortest=int(lengths.min()),
+            median=int(np.median(lengths)),
+            percentile_95=int(np.percentile(lengths, 95)),
+            longest=int(lengths.max()),
+            mean=float(lengths.mean()),
+            truncated=float((raw > limit).mean()),
+            padding=_padding_share(lengths, spec, limit),
+            histogram=tuple(int(count) for count in counts),
+            longest_target=int(targets.max()) if targets is not None else None,
+        )
+
+    # Images
+
+    def _read_images(self, dataset: Any) -> DataFacts:
+        if find_spec("PIL") is None:
+            raise InvalidRequestError("reading images needs Pillow, which is not installed", "pip install pillow")
+        name = self._column(dataset, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
+        if not isinstance(dataset.features[name], Image):
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
+            )
+        labels, num_labels = self._labels(dataset)
+        plain = dataset.select_columns([name]).cast_column(name, Image(decode=False))
+        if name != IMAGE:
+            plain = plain.rename_column(name, IMAGE)
+        # As plain bytes or paths, so that saving does not copy the images themselves.
+        plain = Dataset(InMemoryTable(plain.data.table.replace_schema_metadata(None)))
+        plain = plain.add_column("labels", labels)
+        plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
+        return DataFacts(len(labels), num_labels)
+
+
+def _token_counts(dataset: Any, column: str) -> Any:
+    """An array (samples,) of the lengths of a column of lists."""
+    return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
+
+
+def _is_string(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def _padding_share(lengths: Any, spec: DataSpec, seq_len: int) -> float:
+    """The share of the tokens of batches of 8 that is padding."""
+    some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
+    if spec.group_by_length:
+        some = some[grouped_order(some, _SHOWN_BATCH, 0)]
+    batches = [some[start : start + _SHOWN_BATCH] for start in range(0, len(some), _SHOWN_BATCH)]
+    padded = sum(len(batch) * spec.padded(int(batch.max()), seq_len) for batch in batches)
+    return float(1 - some.sum() / padded)

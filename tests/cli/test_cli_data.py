@@ -1,0 +1,148 @@
+"""Searches on the user's own data: what they say, what they refuse, and that the winner survives an epoch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Ran, Run, environment, run_process
+from own_data import samples, texts, write_jsonl, write_tokenizer
+
+from autotune.units import MIB
+
+SEQ_LEN = 256
+LONG_WORDS = 240
+BATCH = 32
+SHORT = [4, 6, 9, 12, 7, 5]
+SEARCH = ("search", "--model", "bert-tiny", "--seq-len", str(SEQ_LEN), "--device", "cpu", "--json", "--storage", "s.db")
+# A batch of 32 short samples takes a third of it; with the long one among them, a quarter more than there is.
+LIMIT_BYTES = 400 * MIB
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data of many short samples and one long, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("data")
+    write_jsonl(folder / "train.jsonl", samples([*SHORT * 50, LONG_WORDS, *SHORT * 50], (0, 1)))
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def searched(place: Path) -> Ran:
+    """A search that has to leave room for the one long sample."""
+    ran = run_process(
+        *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
+        "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
+        "--memory-limit", f"{LIMIT_BYTES}B", folder=place,
+    )  # fmt: skip
+    assert ran.code == 0, ran.stderr
+    return ran
+
+
+def test_the_lengths_are_shown_and_recorded(searched: Ran) -> None:
+    shown = next(line for line in searched.stderr.splitlines() if "of a batch of 8 is padding" in line)
+    assert "min 6, median 9" in shown
+    assert f"max {LONG_WORDS + 2}" in shown
+    assert "data    train.jsonl, 601 samples, 6 to 242 tokens (median 9), padded to the longest of a batch" in (
+        searched.stderr
+    )
+    facts = json.loads(searched.stdout)["workload"]["data"]["facts"]
+    assert facts["samples"] == 601
+    assert facts["lengths"]["longest"] == LONG_WORDS + 2
+
+
+def test_the_worst_batch_decides_what_fits(searched: Ran) -> None:
+    document = json.loads(searched.stdout)
+    best, trials = document["best"], document["trials"]
+    assert best["worst_batch_tokens"] == LONG_WORDS + 2
+    assert best["worst_batch_peak_reserved_bytes"] <= best["peak_reserved_bytes"] <= document["ceiling_bytes"]
+    assert best["worst_batch_step_seconds"] > best["step_seconds"]
+    assert best["per_device_train_batch_size"] < BATCH
+    assert {trial["state"] for trial in trials} == {"completed", "out_of_memory"}
+    # Samples a second of the epoch's mean batch, not of its median or worst.
+    assert best["samples_per_second"] == pytest.approx(BATCH / best["step_seconds"])
+    assert best["tokens_per_second"] == pytest.approx(best["samples_per_second"] * 9.55, rel=0.05)
+
+
+def test_the_winner_survives_an_epoch_in_shuffled_order(searched: Ran, place: Path) -> None:
+    """A stock ``Trainer`` with the exported arguments, under the same limit of memory."""
+    document = json.loads(searched.stdout)
+    exported = run_process("export", "own", "--storage", "s.db", folder=place)
+    assert exported.code == 0, exported.stderr
+    (place / "arguments.json").write_text(exported.stdout)
+
+    def train(cap_bytes: int) -> subprocess.CompletedProcess[str]:
+        words = ["train.jsonl", "tokenizer", "arguments.json", str(cap_bytes), str(SEQ_LEN)]
+        return subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "train_epoch.py"), *words],
+            cwd=place, env=environment(), capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+
+    ended = train(document["ceiling_bytes"])
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    seen = json.loads(ended.stdout.splitlines()[-1])
+    assert seen["steps"] == -(-601 // BATCH)
+    assert seen["peak_bytes"] < document["ceiling_bytes"]
+    # The limit is one: less than the long sample's batch needs ends the same epoch.
+    assert "allocate memory" in train(document["best"]["worst_batch_peak_reserved_bytes"] // 2).stderr
+
+
+def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:
+    again = (*SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own",
+             "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
+    same = run_process(*again, "--dataset", "train.jsonl", folder=place)
+    assert same.code == 0, same.stderr
+    assert "continuing the study own" in same.stderr
+    write_jsonl(place / "other.jsonl", samples([*SHORT * 40, 100]))
+    other = run_process(*again, "--dataset", "other.jsonl", folder=place)
+    assert other.code == 2
+    assert "data.content" in other.stderr
+    assert "--study" in other.stderr
+
+
+REFUSED_AT_ONCE = [
+    ("--dataset missing.jsonl", "missing.jsonl: there is no such file or folder"),
+    ("--dataset empty.csv", "empty.csv: the file is empty"),
+    ("--dataset a.jsonl --padding 0.2", "--padding 0.2"),
+    ("--dataset a.jsonl --image-column x", "--image-column means nothing to sequence-classification"),
+    ("--dataset a.jsonl --text-column a,b,c", "--text-column a,b,c"),
+    ("--text-column a", "--text-column is about data"),
+    ("--group-by-length", "--group-by-length is about data"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED_AT_ONCE)
+def test_bad_options_are_refused_before_anything_starts(run: Run, folder: Path, options: str, words: str) -> None:
+    write_jsonl(folder / "a.jsonl", samples([3]))
+    (folder / "empty.csv").touch()
+    ran = run("search", "--model", "bert-tiny", "--device", "cpu", *options.split())
+    assert ran.code == 2
+    assert words in ran.stderr
+    assert len(ran.stderr.splitlines()) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "empty.csv"]
+
+
+def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    write_jsonl(tmp_path / "few.jsonl", samples([3] * 6))
+    write_jsonl(tmp_path / "pairs.jsonl", [{"a": text, "b": text, "stars": 1} for text in texts([3] * 20)])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for options, words in (
+        ("--dataset few.jsonl --tokenizer tokenizer", ("6 samples", "--effective-batch 16", "--effective-batch 6")),
+        ("--dataset pairs.jsonl --tokenizer tokenizer", ("a, b, stars", "--text-column")),
+        ("--dataset pairs.jsonl --tokenizer tokenizer --text-column a", ("a, b, stars", "--label-column")),
+        ("--dataset few.jsonl --tokenizer nowhere", ("no tokenizer in nowhere", "--tokenizer")),
+    ):
+        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path)
+        assert ran.code == 2, ran.stderr
+        assert not ran.stdout
+        error = [line for line in ran.stderr.splitlines() if not line.startswith(("starting", "reading"))]
+        assert len(error) == 2
+        assert error[0].startswith("autotune: error: ")
+        for word in words:
+            assert word in ran.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, "nothing is left behind"

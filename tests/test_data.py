@@ -1,0 +1,126 @@
+"""Where data is, what it is, and what a workload says of it; nothing of it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from own_data import samples, write_jsonl, write_saved
+from tiny import tiny_workload
+
+from autotune.data import DataFacts, DataSpec, Lengths, describe_lengths, locate, tokenizer_content
+from autotune.errors import InvalidRequestError
+from autotune.workload import Workload
+
+LENGTHS = Lengths(5, 40, 90, 101, 43.5, 0.02, 0.4, (10, 40, 20, 5))
+SPEC = DataSpec("/data/train.jsonl", "json", "abc", text_columns=("a", "b"), tokenizer="/tok", pad_to_multiple_of=8)
+
+
+def workload(spec: DataSpec, lengths: Lengths | None = LENGTHS) -> Workload:
+    facts = DataFacts(75, 3, lengths)
+    return dataclasses.replace(tiny_workload("bert-tiny", seq_len=128), data=spec).with_facts(facts)
+
+
+def test_a_workload_with_data_survives_json() -> None:
+    made = workload(SPEC)
+    assert Workload.from_document(json.loads(json.dumps(made.document()))) == made
+    assert made.config["num_labels"] == 3
+
+
+def test_workloads_without_data_are_what_they_were() -> None:
+    """Those that were recorded before there was data are found again."""
+    plain = tiny_workload("bert-tiny")
+    document = plain.document()
+    del document["data"]
+    assert Workload.from_document(document) == plain
+    assert plain.fingerprint() == "95816cbdbbbb72bc"
+
+
+def test_the_content_counts_and_the_place_does_not() -> None:
+    made = workload(SPEC)
+    assert workload(dataclasses.replace(SPEC, source="/elsewhere", tokenizer="/other")).fingerprint() == (
+        made.fingerprint()
+    )
+    for change in ({"content": "abd"}, {"padding": "max_length"}, {"pad_to_multiple_of": None}, {"split": "test"},
+                   {"group_by_length": True}, {"tokenizer_content": "x"}):  # fmt: skip
+        assert workload(dataclasses.replace(SPEC, **change)).fingerprint() != made.fingerprint(), change
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "has_mask"),
+    [
+        ({}, 104, True),
+        ({"pad_to_multiple_of": None}, 101, True),
+        ({"padding": "max_length"}, 128, True),
+        ({"padding": "max_length", "pad_to_multiple_of": 96}, 192, True),
+    ],
+)
+def test_the_worst_batch_is_predicted(changes: dict[str, object], length: int, has_mask: bool) -> None:
+    worst = workload(dataclasses.replace(SPEC, **changes)).at_its_worst()  # type: ignore[arg-type]
+    assert (worst.seq_len, worst.padding > 0) == (length, has_mask)
+
+
+def test_samples_of_one_length_have_no_mask() -> None:
+    even = dataclasses.replace(LENGTHS, shortest=101)
+    worst = workload(dataclasses.replace(SPEC, pad_to_multiple_of=None), even).at_its_worst()
+    assert (worst.seq_len, worst.padding) == (101, 0.0)
+
+
+def test_the_line_says_all_of_the_lengths() -> None:
+    line = describe_lengths(LENGTHS)
+    for part in ("min 5", "median 40", "95 % below 90", "max 101", "2.0% truncated", "40% of a batch of 8"):
+        assert part in line
+    assert "▂█▄▁" in line
+
+
+def test_kinds_are_told_by_name_and_by_what_a_folder_holds(tmp_path: Path) -> None:
+    rows = samples([3] * 8)
+    for name, kind in (("a.jsonl", "json"), ("a.json", "json"), ("b.csv", "csv"), ("c.parquet", "parquet")):
+        write_jsonl(tmp_path / name, rows)
+        assert locate(str(tmp_path / name), "train")[:2] == (str(tmp_path / name), kind)
+    assert locate(str(write_saved(tmp_path / "saved", rows)), "train")[1] == "saved"
+    folder = tmp_path / "images" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "1.png").write_bytes(b"not looked at")
+    assert locate(str(tmp_path / "images"), "train")[1] == "imagefolder"
+    assert locate("imdb", "train") == ("imdb", "hub", "imdb")
+    assert locate("nyu-mll/glue:mrpc", "train")[1] == "hub"
+
+
+def test_content_is_what_is_inside(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", samples([3, 4]))
+    same = write_jsonl(tmp_path / "b.jsonl", samples([3, 4]))
+    other = write_jsonl(tmp_path / "c.jsonl", samples([3, 5]))
+    contents = [locate(str(path), "train")[2] for path in (first, same, other)]
+    assert contents[0] == contents[1] != contents[2]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = tokenizer_content(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert tokenizer_content(str(tmp_path)) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing.jsonl", "no such file"),
+        ("./missing", "no such file"),
+        ("empty.jsonl", "empty"),
+        ("what.bin", ".bin"),
+        ("nothing", "no data"),
+        ("mixed", "csv, json"),
+    ],
+)
+def test_what_is_no_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "what.bin").write_bytes(b"1")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "mixed").mkdir()
+    for file in ("a.csv", "b.jsonl"):
+        (tmp_path / "mixed" / file).write_text("x")
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        locate(name, "train")
+    assert name in refused.value.message
+    assert refused.value.hint

@@ -1,0 +1,105 @@
+"""Which settings of the data loader are tried where a candidate waits for its data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from recorded import ComputedRunner
+from searching import BERT_LARGE, FACTS, Run, new_store, request, search
+
+from autotune.data import DataSpec
+from autotune.loader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
+from autotune.memory import memory_class
+from autotune.preparation import prepare
+from autotune.runner.local import TrialJob
+from autotune.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
+from autotune.units import GIB
+
+BEST = Candidate(Arm("bf16"), 8, 2)
+
+
+def measured(data_seconds: float) -> Measurement:
+    return Measurement(1.0, (1.0,), 0.0, 16.0, 1, 1, data_seconds=data_seconds)
+
+
+def loaders(count: int, prefetch: int | None = None) -> Candidate:
+    arm = dataclasses.replace(BEST.arm, dataloader_num_workers=count, dataloader_prefetch_factor=prefetch)
+    return dataclasses.replace(BEST, arm=arm)
+
+
+def test_one_that_hardly_waits_is_left_alone() -> None:
+    assert waits_for_data(measured(0.25)) == 0.25
+    assert next_loader(BEST, measured(0.1), {BEST}, 16) is None
+    assert next_loader(BEST, None, {BEST}, 16) is None
+
+
+def test_loading_processes_are_doubled_for_as_long_as_that_wins() -> None:
+    waiting = measured(0.5)
+    tried = {BEST}
+    for best, expected in ((BEST, loaders(2)), (loaders(2), loaders(4)), (loaders(4), loaders(8))):
+        assert next_loader(best, waiting, tried, 8) == expected
+        tried.add(expected)
+    # No more cores: then more is prefetched, once.
+    assert next_loader(loaders(8), waiting, tried, 8) == loaders(8, 4)
+    tried.add(loaders(8, 4))
+    assert next_loader(loaders(8), waiting, tried, 8) is None
+    assert next_loader(loaders(8, 4), waiting, tried, 8) is None
+
+
+def test_no_more_processes_than_cores() -> None:
+    assert next_loader(BEST, measured(0.9), {BEST}, 1) is None
+    assert next_loader(loaders(2), measured(0.9), {BEST, loaders(2)}, 3) == loaders(2, 4)
+
+
+def test_after_one_that_did_not_win_nothing_is_left() -> None:
+    assert next_loader(BEST, measured(0.5), {BEST, loaders(2)}, 8) is None
+
+
+def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
+    """Where the winner waits: half as long with each doubling, until what is left is less than a tenth of a step."""
+
+    def loading_seconds(candidate: Candidate) -> float:
+        return 4.0 / max(1, candidate.arm.dataloader_num_workers)
+
+    class Waiting(ComputedRunner):
+        def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+            outcome, seconds = super().answer(job)
+            assert isinstance(outcome, Completed)
+            waited = dataclasses.replace(outcome.measurement, data_seconds=loading_seconds(job.candidate))
+            return dataclasses.replace(outcome, measurement=waited), seconds
+
+    def run(name: str, data: DataSpec | None) -> Run:
+        options = request(effective_batch=8, precisions=("bf16",), gradient_checkpointing="off", study=name)
+        given = prepare(dataclasses.replace(options, workload=dataclasses.replace(BERT_LARGE, data=data)), FACTS)
+        runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
+        with new_store(tmp_path, f"{name}.db") as store:
+            return search(store, runner, given=given)
+
+    found = run("own", DataSpec("/x.jsonl", "json", ""))
+    counts = [trial.candidate.arm.dataloader_num_workers for trial in found.trials]
+    most = 1 << (usable_cores().bit_length() - 1)
+    climbed = [2**power for power in range(1, 5) if 2**power <= most]
+    assert list(dict.fromkeys(counts)) == [0, *climbed]
+    assert found.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    assert {t.candidate.arm.dataloader_num_workers for t in run("made-up", None).trials} == {0}, "nothing is loaded"
+
+
+def test_memory_is_that_of_the_plain_loader() -> None:
+    assert plain_loader(loaders(4, 4).arm) == BEST.arm
+    assert memory_class(loaders(4).arm) == memory_class(BEST.arm)
+
+
+def test_bursts_are_waited_for() -> None:
+    effort = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
+    assert patience(effort, BEST.arm) == effort
+    patient = patience(effort, loaders(8).arm)
+    assert (patient.min_steps, patient.max_steps, patient.max_seconds) == (16, 32, 8.0)
+
+
+def test_loaders_are_said_and_recorded() -> None:
+    assert loaders(4, 4).arm.describe() == "bf16, 4 loaders, prefetch 4"
+    assert Candidate.from_parameters(loaders(4, 4).parameters()) == loaders(4, 4)
+    before = {key: value for key, value in BEST.parameters().items() if not key.startswith("dataloader")}
+    assert Candidate.from_parameters(before) == BEST, "as trials were recorded before there were loaders"
+    assert (batches_ahead(loaders(4).arm), batches_ahead(loaders(4, 4).arm), batches_ahead(BEST.arm)) == (8, 16, 0)

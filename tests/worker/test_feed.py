@@ -1,0 +1,106 @@
+"""Schedules: the worst batches first, then steps that stand for an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autotune.data import DataSpec
+from autotune.worker.feed import BatchShape, Schedule, make_schedule
+
+SPEC = DataSpec("/x.jsonl", "json", "")
+GROUPED = DataSpec("/x.jsonl", "json", "", group_by_length=True)
+LENGTHS = np.random.default_rng(1).integers(20, 400, 5000)
+
+
+def micro_batches(schedule: Schedule, shape: BatchShape) -> list[list[list[int]]]:
+    """Samples by step and micro-step."""
+    starts = range(0, len(schedule.order), shape.batch)
+    batches = [list(schedule.order[start : start + shape.batch]) for start in starts]
+    run = shape.micro_steps_run
+    return [batches[start : start + run] for start in range(0, len(batches), run)]
+
+
+@pytest.mark.parametrize("spec", [SPEC, GROUPED])
+@pytest.mark.parametrize(
+    "shape", [BatchShape(8, 1, 1, 3, 0, 5), BatchShape(4, 8, 3, 3, 2, 6), BatchShape(64, 2, 2, 2, 0, 4)]
+)
+def test_the_worst_batches_come_first(spec: DataSpec, shape: BatchShape) -> None:
+    lengths = LENGTHS.copy()
+    lengths[4321] = 512
+    schedule = make_schedule(5000, lengths, None, spec, 512, shape, 0)
+    steps = micro_batches(schedule, shape)
+    assert len(steps) == shape.worst_steps + shape.ordinary_steps + shape.measured_steps
+    assert schedule.worst_tokens == 512
+    for step in steps[: shape.worst_steps]:
+        assert len(step) == shape.micro_steps_run
+        for batch in step:
+            assert max(lengths[batch]) == 512, "every micro-step has the longest of all"
+    longest = sorted(lengths[steps[0][0]])
+    assert longest == sorted(np.sort(lengths)[-shape.batch :])
+    if shape.worst_steps > 2:
+        assert sorted(lengths[steps[2][0]])[:-1] == sorted(np.sort(lengths)[: shape.batch - 1])
+
+
+@pytest.mark.parametrize("spec", [SPEC, GROUPED])
+@pytest.mark.parametrize("shape", [BatchShape(8, 1, 1, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24)])
+def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: BatchShape) -> None:
+    schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
+    for count in (3, 5, 7, 15, 24):
+        assert np.mean(schedule.costs[:count]) == pytest.approx(schedule.epoch_cost, rel=0.08)
+    # Shuffled batches of 8 are padded by about two fifths, those of like lengths hardly.
+    padded = schedule.epoch_cost / (shape.batch * shape.micro_steps) / LENGTHS.mean()
+    assert padded < 1.1 if spec.group_by_length else padded > 1.5
+
+
+def test_costs_are_those_of_the_batches_in_the_order() -> None:
+    shape = BatchShape(4, 6, 3, 2, 0, 5)
+    schedule = make_schedule(5000, LENGTHS, None, DataSpec("/x", "json", "", pad_to_multiple_of=32), 512, shape, 0)
+    for step, cost in zip(micro_batches(schedule, shape)[2:], schedule.costs, strict=True):
+        run = sum(4 * -(-max(LENGTHS[batch]) // 32) * 32 for batch in step)
+        assert cost == pytest.approx(run * 6 / 3)
+
+
+def test_few_samples_are_repeated() -> None:
+    shape = BatchShape(16, 2, 2, 3, 0, 4)
+    schedule = make_schedule(5, np.array([3, 4, 5, 6, 7]), None, SPEC, 512, shape, 0)
+    assert len(schedule.order) == 16 * 2 * 7
+    assert set(schedule.order) == set(range(5))
+
+
+def test_both_the_longest_input_and_the_longest_target_are_in_the_worst_batch() -> None:
+    lengths, targets = np.array([9, 1, 1, 1, 2, 3]), np.array([1, 1, 1, 8, 1, 1])
+    schedule = make_schedule(6, lengths, targets, SPEC, 512, BatchShape(2, 1, 1, 3, 0, 2), 0)
+    for step in micro_batches(schedule, BatchShape(2, 1, 1, 3, 0, 2))[:3]:
+        assert set(step[0]) == {0, 3}
+
+
+def test_padding_to_the_full_length_makes_all_steps_alike() -> None:
+    spec = DataSpec("/x", "json", "", padding="max_length")
+    schedule = make_schedule(5000, LENGTHS, None, spec, 512, BatchShape(8, 2, 2, 3, 0, 9), 0)
+    assert set(schedule.costs) == {schedule.epoch_cost} == {8 * 2 * 512.0}
+    assert schedule.worst_tokens == 512
+
+
+def test_images_have_no_length() -> None:
+    schedule = make_schedule(30, None, None, SPEC, 1, BatchShape(8, 2, 2, 2, 0, 3), 0)
+    assert schedule.worst_tokens is None
+    assert len(set(schedule.costs)) == 1
+
+
+def test_what_the_lengths_explain_is_no_uncertainty() -> None:
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 12), 0)
+    exact = [0.1 + cost * 1e-4 for cost in schedule.costs]
+    mean, spread = schedule.estimate(exact)
+    assert mean == pytest.approx(0.1 + schedule.epoch_cost * 1e-4, rel=1e-6)
+    assert spread < 1e-6
+    noisy = [seconds * (1.1 if index % 2 else 0.9) for index, seconds in enumerate(exact)]
+    assert 0.02 < schedule.estimate(noisy)[1] < 0.15
+    assert schedule.estimate(exact[:1]) == (exact[0], float("inf"))
+    assert schedule.estimate(exact[:2])[1] > 0
+
+
+def test_noise_is_not_taken_for_a_slope_that_cannot_be() -> None:
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 6), 0)
+    falling = [1.0 / cost for cost in schedule.costs]
+    assert schedule.estimate(falling)[0] == pytest.approx(np.mean(falling))

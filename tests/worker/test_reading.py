@@ -1,0 +1,301 @@
+"""Reading real files, and trials that are fed with what was read, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_data import (
+    BESIDE_WORDS,
+    samples,
+    texts,
+    write_csv,
+    write_images,
+    write_jsonl,
+    write_parquet,
+    write_saved,
+    write_tokenizer,
+)
+from server_client import ServerClient
+from tiny import QUICK, tiny_workload
+
+from autotune.data import DataSpec, facts_from_document, locate
+from autotune.device.chips import CHIPS
+from autotune.trial import Arm, Candidate, Completed, Effort, OutOfMemory
+from autotune.units import MIB
+from autotune.workload import Task, Workload
+
+needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
+
+WORDS = [5, 30, 8, 12, 3, 20, 9, 7] * 8
+LONGEST = 30 + BESIDE_WORDS
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One of whole words."""
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def spec(path: Path, tokenizer: str | None, **changes: Any) -> DataSpec:
+    source, kind, content = locate(str(path), changes.get("split", "train"))
+    return DataSpec(source, kind, content, tokenizer=tokenizer, **changes)
+
+
+class Read:
+    """Reads a workload's data once and runs trials with it."""
+
+    def __init__(self, server: ServerClient, workload: Workload, folder: Path) -> None:
+        self._server = server
+        self._folder = folder / "read"
+        self.answer = server.run(
+            {"kind": "read_data", "workload": workload.document(), "folder": str(self._folder)}
+        ).result
+        if "facts" in self.answer:
+            self.facts = facts_from_document(self.answer["facts"])
+            self.workload = workload.with_facts(self.facts)
+        else:
+            assert list(folder.glob("read*")) == [], "nothing is left after an error"
+
+    def trial(self, candidate: Candidate, effort: Effort = QUICK, **job: Any) -> Any:
+        return self._server.trial(self.workload, candidate, effort, data_folder=str(self._folder), **job)
+
+    @property
+    def refusal(self) -> str:
+        message, hint = self.answer["error"]
+        assert hint
+        return f"{message} | {hint}"
+
+
+Reader = Callable[[str, DataSpec], Read]
+
+
+@pytest.fixture
+def read(trial_server: ServerClient, tmp_path: Path) -> Callable[..., Read]:
+    """``read("bert-tiny", spec)``."""
+
+    def read(model: str, data: DataSpec, seq_len: int = 64, **changes: Any) -> Read:
+        workload = dataclasses.replace(tiny_workload(model, seq_len=seq_len, **changes), data=data)
+        return Read(trial_server, workload, tmp_path)
+
+    return read
+
+
+def check_fed(outcome: Completed, longest: int | None) -> None:
+    """What holds for every trial that was fed with real data."""
+    measured = outcome.measurement
+    assert measured.worst_batch_tokens == longest
+    assert measured.worst_batch_peak_reserved_bytes is not None
+    assert MIB < measured.worst_batch_peak_reserved_bytes <= measured.peak_reserved_bytes
+    assert measured.data_seconds is not None
+    assert 0 < measured.data_seconds < measured.step_seconds
+    assert measured.train_loss is not None
+    assert math.isfinite(measured.train_loss)
+    assert list(outcome.phase_seconds) == ["device", "data", "model", "trainer", "train"]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_csv, write_parquet, write_saved])
+def test_every_kind_of_text_file_is_read_and_trained_on(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    suffix = {write_jsonl: ".jsonl", write_csv: ".csv", write_parquet: ".parquet"}.get(write, "")
+    path = write(tmp_path / f"data{suffix}", samples(WORDS, ("x", "y", "z")))
+    found = read("bert-tiny", spec(path, tokenizer))
+    assert (found.facts.samples, found.facts.num_labels) == (64, 3)
+    lengths = found.facts.lengths
+    assert lengths is not None
+    assert (lengths.shortest, lengths.longest, lengths.median) == (3 + BESIDE_WORDS, LONGEST, 10)
+    assert lengths.mean == pytest.approx(sum(WORDS) / len(WORDS) + BESIDE_WORDS)
+    assert lengths.truncated == 0.0
+    assert sum(lengths.histogram) == 64
+    check_fed(found.trial(Candidate(Arm(), 4, 2)).completed, LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "changes", "longest"),
+    [
+        ("bert-tiny", "sequence-classification", {"padding": "max_length"}, 64),
+        ("bert-tiny", "masked-lm", {"pad_to_multiple_of": 8}, 32),
+        ("gpt2-tiny", "causal-lm", {"group_by_length": True}, LONGEST),
+        ("gpt2-tiny", "causal-lm", {"padding": "max_length"}, 64),
+        ("t5-tiny", "seq2seq-lm", {"label_column": "text"}, LONGEST),
+        ("t5-tiny", "seq2seq-lm", {"label_column": "text", "padding": "max_length"}, 64),
+    ],
+)
+def test_every_task_of_text_trains(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path, model: str, task: Task,
+    changes: dict[str, Any], longest: int,
+) -> None:  # fmt: skip
+    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
+    found = read(model, spec(path, tokenizer, text_columns=("text",), **changes), task=task)
+    effort = dataclasses.replace(QUICK, max_steps=4, min_steps=4)
+    outcome = found.trial(Candidate(Arm(), 4, 4), effort).completed
+    check_fed(outcome, longest)
+    assert outcome.measurement.micro_steps_run == 3
+    assert len(outcome.measurement.warmup_step_seconds) == 3
+    if task == "seq2seq-lm":
+        assert found.facts.lengths is not None
+        assert found.facts.lengths.longest_target == LONGEST
+
+
+@needs_pillow
+def test_images_are_decoded_while_training(read: Callable[..., Read], tmp_path: Path) -> None:
+    found = read("vit-tiny", spec(write_images(tmp_path / "images", 24, 40), None))
+    assert (found.facts.samples, found.facts.num_labels, found.facts.lengths) == (24, 3, None)
+    check_fed(found.trial(Candidate(Arm(), 4, 2)).completed, None)
+
+
+@needs_pillow
+def test_loading_processes_load_ahead_and_the_settings_reach_the_trainer(
+    read: Callable[..., Read], tmp_path: Path
+) -> None:
+    found = read("vit-tiny", spec(write_images(tmp_path / "images", 24, 40), None))
+    answer = found.trial(Candidate(Arm(dataloader_num_workers=2, dataloader_prefetch_factor=3), 4, 2))
+    check_fed(answer.completed, None)
+    # Six batches may lie ready after the first step: three more steps are not believed.
+    assert len(answer.completed.measurement.warmup_step_seconds) == QUICK.warmup_steps + 3
+
+
+@needs_pillow
+def test_images_inside_a_saved_dataset_are_read_too(read: Callable[..., Read], tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    folder = write_images(tmp_path / "images", 12, 40)
+    load_dataset("imagefolder", data_dir=str(folder), cache_dir=str(tmp_path / "cache")).save_to_disk(
+        str(tmp_path / "saved")
+    )
+    found = read("vit-tiny", spec(tmp_path / "saved", None))
+    check_fed(found.trial(Candidate(Arm(), 4)).completed, None)
+
+
+def test_texts_are_cut_at_the_sequence_length(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
+    found = read("bert-tiny", spec(path, tokenizer), seq_len=16)
+    lengths = found.facts.lengths
+    assert lengths is not None
+    assert lengths.longest == 16
+    assert lengths.truncated == pytest.approx(2 / 8), "30 and 20 words of eight"
+    check_fed(found.trial(Candidate(Arm(), 4)).completed, 16)
+
+
+def test_pairs_numbers_and_tokens_made_before(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    pairs = [{"a": text, "b": text, "label": index / 7} for index, text in enumerate(texts([4, 6, 9, 2]))]
+    path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    found = read("bert-tiny", spec(path, tokenizer, text_columns=("a", "b")))
+    assert found.facts.num_labels == 1
+    assert found.facts.lengths is not None
+    assert found.facts.lengths.longest == 2 * 9 + 3
+    check_fed(found.trial(Candidate(Arm(), 2)).completed, 21)
+
+
+def test_tokens_that_were_made_before_are_taken(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    rows = [{"input_ids": [6] * (3 + index), "attention_mask": [1] * (3 + index), "label": index % 2}
+            for index in range(20)]  # fmt: skip
+    found = read("bert-tiny", spec(write_saved(tmp_path / "saved", rows), tokenizer), seq_len=16)
+    assert found.facts.lengths is not None
+    assert (found.facts.lengths.shortest, found.facts.lengths.longest) == (3, 16)
+    check_fed(found.trial(Candidate(Arm(), 2)).completed, 16)
+
+
+def test_the_second_reading_is_none(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
+    data = spec(path, tokenizer)
+    first = read("bert-tiny", data).facts
+    path.unlink()
+    assert read("bert-tiny", data).facts == first
+
+
+def test_one_long_sample_among_many_short_decides_memory(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path
+) -> None:
+    """A trial that sees it only by chance would promise a batch that fails hours later."""
+    short = read("bert-tiny", spec(write_jsonl(tmp_path / "a.jsonl", samples([6] * 400)), tokenizer), seq_len=512)
+    candidate = Candidate(Arm(), 32)
+    little = short.trial(candidate).completed.measurement.peak_reserved_bytes
+    (tmp_path / "read").rename(tmp_path / "short")
+    one_long = spec(write_jsonl(tmp_path / "b.jsonl", samples([6] * 399 + [500])), tokenizer)
+    found = read("bert-tiny", one_long, seq_len=512)
+    outcome = found.trial(candidate).completed
+    check_fed(outcome, 502)
+    assert outcome.measurement.peak_reserved_bytes > 4 * little
+    assert outcome.measurement.worst_batch_step_seconds is not None
+    assert outcome.measurement.worst_batch_step_seconds > 2 * outcome.measurement.step_seconds
+    capped = found.trial(candidate, cap_bytes=2 * little).outcome
+    assert isinstance(capped, OutOfMemory)
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "no text column",
+        {"text_columns": ("body",)},
+        "no column 'body' | it has text, label; name one with --text-column",
+    ),
+    (
+        "no label column",
+        {"label_column": "stars"},
+        "no column 'stars' | it has text, label; name one with --label-column",
+    ),
+    ("text of no text", {"text_columns": ("label",)}, "'label' holds no text"),
+    ("no tokenizer", {"tokenizer": "/nowhere"}, "there is no tokenizer in /nowhere"),
+    ("no split", {"split": "validation"}, "no split 'validation' | it has test, train"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [(changes, words) for _, changes, words in BAD], ids=[b[0] for b in BAD])
+def test_bad_columns_and_tokenizers_are_refused(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    rows = [{"text": text, "label": index % 2} for index, text in enumerate(texts(WORDS))]
+    data = spec(write_saved(tmp_path / "saved", rows), tokenizer)
+    assert words in read("bert-tiny", dataclasses.replace(data, **changes)).refusal
+
+
+def test_bad_contents_are_refused(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a", "label": 0}\n{"text": \n')
+    assert "broken.jsonl cannot be read" in read("bert-tiny", spec(broken, tokenizer)).refusal
+    nothing = tmp_path / "nothing.csv"
+    nothing.write_text("text,label\n")
+    assert "holds no samples" in read("bert-tiny", spec(nothing, tokenizer)).refusal
+    none = write_jsonl(tmp_path / "none.jsonl", [{"text": "a"}, {"text": "b"}])
+    assert "no column is called label" in read("bert-tiny", spec(none, tokenizer)).refusal
+    two = write_jsonl(tmp_path / "two.jsonl", [{"a": "x", "b": "y", "label": 1}])
+    assert "it has a, b, label; name one with --text-column" in read("bert-tiny", spec(two, tokenizer)).refusal
+
+
+def test_a_tokenizer_of_another_model_is_refused(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
+    found = read("bert-tiny", spec(path, tokenizer), config={"vocab_size": 8})
+    assert "but bert-tiny has 8 of them" in found.refusal
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(read: Callable[..., Read], tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
+    ended = write_tokenizer(tmp_path / "ended", special=("<eos>", "<unk>"), eos="<eos>")
+    check_fed(read("gpt2-tiny", spec(path, str(ended))).trial(Candidate(Arm(), 4)).completed, 30)
+    (tmp_path / "read").rename(tmp_path / "first")
+    endless = write_tokenizer(tmp_path / "endless", special=("<x>", "<unk>"))
+    assert "neither a padding token" in read("gpt2-tiny", spec(path, str(endless))).refusal
+
+
+def test_what_is_predicted_is_the_worst_batch(
+    trial_server: ServerClient, read: Callable[..., Read], tokenizer: str, tmp_path: Path
+) -> None:
+    """As much as samples that are made up at the longest length with a mask, whatever the sequence length."""
+    path = write_jsonl(tmp_path / "data.jsonl", samples([6] * 40 + [94]))
+    own = read("bert-tiny", spec(path, tokenizer), seq_len=512).workload
+
+    def peak_bytes(workload: Workload) -> int:
+        details = {"arm": dataclasses.asdict(Arm()), "batches": [[16, False]], "multiple": None}
+        limits = {"cap_bytes": 8 * 1024 * MIB, "line_bytes": 8 * 1024 * MIB}
+        job = {"kind": "predict", "workload": workload.document(), "chip": CHIPS["h200"].document()}
+        return int(trial_server.run({**job, **details, **limits}).result["batches"][0]["peak_allocated_bytes"])
+
+    found = peak_bytes(own)
+    assert found == peak_bytes(tiny_workload("bert-tiny", seq_len=96, padding=0.3))
+    assert found < 0.5 * peak_bytes(tiny_workload("bert-tiny", seq_len=512, padding=0.3))
