@@ -67,3 +67,9 @@ class UnknownStudyError(AutotuneError):
     """The database holds no study of this name."""
 
     exit_code = 9
+
+
+class TrainingSourceError(AutotuneError):
+    """The user's own script or Trainer failed before it trained, or cannot be measured."""
+
+    exit_code = 10

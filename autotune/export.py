@@ -33,7 +33,7 @@ class Export:
     """Every tuned field and nothing else; ``TrainingArguments(**arguments)`` loads it."""
     candidate: Candidate
     model_arguments: dict[str, str]
-    """What belongs into ``from_pretrained``: the attention implementation and the weights' dtype."""
+    """What belongs into ``from_pretrained``: attention implementation, weights' dtype. Empty for a user's own code."""
     model: str
     task: str
     measured: str
@@ -54,19 +54,28 @@ def make_export(report: Report) -> Export:
             best.candidate, environment["training_arguments_fields"], environment["device_kind"]
         ),
         candidate=best.candidate,
-        model_arguments={
+        model_arguments={}
+        if report.workload["task"] == "own"
+        else {
             "attn_implementation": best.candidate.arm.attn_implementation,
             "dtype": report.workload["dtype"],
         },
         model=report.workload["model"],
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
-        f"transformers {packages['transformers']}; {report.workload['task']}, {describe_data(report.workload)}",
+        f"transformers {packages['transformers']}; "
+        + ("" if report.workload["task"] == "own" else f"{report.workload['task']}, ")
+        + f"{describe_data(report.workload)}",
     )
 
 
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
+    if export.task == "own":
+        return [
+            "put these over your own arguments: --format cli after a script's other options, where the last one counts",
+            f"measured on {export.measured}",
+        ]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     return [
         f"load the model with from_pretrained(…, {options})",
@@ -96,6 +105,8 @@ def _flag(name: str, value: Any) -> str:
 
 def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
+    if export.task == "own":
+        return f"# measured on {export.measured}\noverrides = dict(\n{fields})\n"
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     return (

@@ -43,7 +43,12 @@ class Report:
     @property
     def is_text(self) -> bool:
         """Whether tokens are what a sample is counted in."""
-        return self.workload["task"] not in ("image-classification", "speech-seq2seq")
+        return self.workload["task"] not in ("image-classification", "speech-seq2seq", "own")
+
+    @property
+    def baseline_name(self) -> str:
+        """Whose settings the baseline ran."""
+        return "the TrainingArguments defaults" if self.workload["task"] != "own" else "your own settings"
 
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
@@ -190,11 +195,23 @@ def notes(report: Report) -> list[str]:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
+    found += _own_batch_notes(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
     return found
+
+
+def _own_batch_notes(report: Report) -> list[str]:
+    """That the user's own settings train at another effective batch than the search."""
+    baseline, request = report.baseline, report.study.request
+    if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
+        return []
+    own = baseline.candidate.samples_per_step * request["world_size"]
+    if own == request["effective_batch"]:
+        return []
+    return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
@@ -220,6 +237,8 @@ def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
 
 def describe_data(workload: Document) -> str:
     """The measured samples in words: ``512 tokens, full length``."""
+    if workload["task"] == "own":
+        return f"as {workload['model']} makes it"
     if workload["task"] == "image-classification":
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
@@ -249,11 +268,11 @@ def summary_lines(report: Report) -> list[str]:
     speedup, baseline = report.speedup(), measurement(report.baseline)
     if speedup is not None and baseline is not None and report.baseline is not None:
         lines.append(
-            f"  {speedup:.2f} × the TrainingArguments defaults "
+            f"  {speedup:.2f} × {report.baseline_name} "
             f"({report.baseline.candidate.describe()}: {format_rate(baseline.samples_per_second)} samples/s)"
         )
     elif request["measure_baseline"] and request["objective"] == "throughput":
-        lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
+        lines.append(f"  {report.baseline_name} did not complete, so there is no speed-up to tell")
     cap = report.ceiling.cap_bytes
     spare = cap - measured.peak_reserved_bytes
     lines.append(

@@ -126,6 +126,8 @@ class Space:
 
     arms: tuple[Arm, ...]
     batches: Batches
+    own_baseline: Candidate | None = None
+    """What the user's own settings amount to, where a Trainer of theirs is measured."""
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """The candidate of an arm at a per-device batch."""
@@ -141,7 +143,9 @@ class Space:
         )
 
     def baseline(self, attn_implementation: str) -> Candidate:
-        """What ``TrainingArguments`` defaults would run: the trial that speed-ups are relative to."""
+        """What ``TrainingArguments`` defaults (or the user's own settings) run: what speed-ups are relative to."""
+        if self.own_baseline is not None:
+            return self.own_baseline
         batch, accumulation = self.batches.baseline()
         return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.errors import InvalidRequestError
+from autotune.training_source import TrainingSource
 
 Task = Literal[
     "sequence-classification",
@@ -21,7 +22,9 @@ Task = Literal[
     "seq2seq-lm",
     "image-classification",
     "speech-seq2seq",
+    "own",
 ]
+"""What is learned; ``own`` where a Trainer of the user's own decides that."""
 TASKS: tuple[Task, ...] = (
     "sequence-classification",
     "masked-lm",
@@ -43,16 +46,18 @@ class Workload:
     model: str
     """The name or folder that the user gave."""
     config: dict[str, Any]
-    """The architecture, as in a ``config.json``; ``model_type`` is always there."""
+    """The architecture, as in a ``config.json``; ``model_type`` is always there, unless ``source`` builds the model."""
     task: Task
     seq_len: int
-    """Tokens a sample; for images and speech the number of target tokens or 1."""
+    """Tokens a sample; for images and speech the number of target tokens or 1; 0 where ``source`` makes the samples."""
     padding: float = 0.0
     """Mean fraction of each text sample that is padding; 0 means full length and no mask."""
     dtype: DTypeName = "float32"
     """What the weights are stored in."""
     weights: str | None = None
     """Folder or hub repository to load weights from; ``None`` for random ones, of the same speed and memory."""
+    source: TrainingSource | None = None
+    """The user's own code that makes model, data and Trainer; ``config`` and ``dtype`` are then what that uses."""
 
     @property
     def model_type(self) -> str:
@@ -62,7 +67,7 @@ class Workload:
     @property
     def is_text(self) -> bool:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
-        return self.task not in ("image-classification", "speech-seq2seq")
+        return self.task not in ("image-classification", "speech-seq2seq", "own")
 
     def document(self) -> dict[str, Any]:
         """As JSON-ready data, for the trial process and the record."""
@@ -71,7 +76,13 @@ class Workload:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
         """The inverse of ``document``."""
-        return cls(**document)
+        source = document.get("source")
+        return cls(**{**document, "source": TrainingSource.from_document(source) if source else None})
+
+    @classmethod
+    def of_source(cls, source: TrainingSource) -> Workload:
+        """The workload of the user's own code, before a process has seen what it trains."""
+        return cls(source.name, {}, "own", 0, source=source)
 
     def fingerprint(self) -> str:
         """The same for two workloads exactly when a measurement of one holds for the other.
@@ -81,6 +92,9 @@ class Workload:
         facts = self.document()
         facts.pop("model")
         facts.pop("weights")
+        if facts["source"] is None:
+            # As it was before there was any.
+            facts.pop("source")
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

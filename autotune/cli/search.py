@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,7 +36,7 @@ _TASKS = (
 
 class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
-        "What is trained": ("model", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
+        "What is trained": ("model", "trainer", "effective_batch", "task", "seq_len", "padding", "dtype", "pretrained"),
         "On what": ("device", "memory_limit", "headroom", "world_size"),
         "What is tried": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
         "How it is searched": (
@@ -55,13 +56,18 @@ class _SearchCommand(SectionedCommand):
 @click.option(
     "--model",
     metavar="NAME|FOLDER",
-    required=True,
     help="Catalog name (autotune models), folder with a config.json, or hub name.",
+)
+@click.option(
+    "--trainer",
+    metavar="FILE:FUNCTION",
+    help="In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.",
 )
 @click.option(
     "--effective-batch",
     type=COUNT,
-    help="Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free.",
+    help="Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch "
+    "free; a Trainer or script of your own keeps its own.",
 )
 @click.option(
     "--task",
@@ -93,7 +99,7 @@ class _SearchCommand(SectionedCommand):
     "--attn", type=words(), help="Attention implementations, e.g. sdpa,eager [default: sdpa if there is one]."
 )
 @click.option(
-    "--optim", type=words(), default="adamw_torch_fused", show_default=True, help="Values of TrainingArguments.optim."
+    "--optim", type=words(), help="Values of TrainingArguments.optim [default: adamw_torch_fused, or your own]."
 )
 @click.option(
     "--dtype",
@@ -138,6 +144,7 @@ class _SearchCommand(SectionedCommand):
 @click.option("--pretrained", is_flag=True, help="Load real weights; speed and memory do not depend on them.")
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
 @json_option
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
 @click.pass_context
 def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
     """Search for the fastest configuration by running real training steps.
@@ -146,8 +153,11 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
       autotune search --model bert-large-uncased --effective-batch 64
       autotune search --model gpt2 --effective-batch 64 --memory-limit 24GiB
       autotune search --model bert-large-uncased --objective max-batch
+      autotune search --trainer train.py:build --effective-batch 64
+      autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
-    request = _request(options)
+    given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    request = _request(options, given)
     request.check()
     from autotune.cli.session import print_result, run_search
 
@@ -160,13 +170,14 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
         ctx.exit(INTERRUPTED)
 
 
-def _request(options: dict[str, Any]) -> SearchRequest:
+def _request(options: dict[str, Any], given: Collection[str]) -> SearchRequest:
     """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
-    from autotune.cli.workload import build_workload
+    from autotune.cli.workload import build_workload, own_workload
     from autotune.device import Headroom, find_device
-    from autotune.request import SearchRequest
+    from autotune.request import DEFAULT_OPTIM, SearchRequest
 
-    workload = build_workload(options)
+    own = own_workload(options, given)
+    workload = own or build_workload(options)
     return SearchRequest(
         workload=workload,
         device=find_device(options["device"]),
@@ -177,7 +188,7 @@ def _request(options: dict[str, Any]) -> SearchRequest:
         precisions=options["precision"],
         gradient_checkpointing=options["gradient_checkpointing"],
         attn_implementations=options["attn"],
-        optims=options["optim"],
+        optims=options["optim"] or (() if own else (DEFAULT_OPTIM,)),
         memory_limit_bytes=options["memory_limit"],
         headroom=options["headroom"] or Headroom(),
         trials=options["trials"],

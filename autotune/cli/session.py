@@ -16,13 +16,14 @@ import click
 
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
-from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
+from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report, report_document, summary_lines
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.search import Interruption, Search
 from autotune.store import Store, StudyRecord, open_store, resolve_location
+from autotune.trial import Document
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -47,10 +48,19 @@ def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Repor
         stack.enter_context(_LogFolder(folder))
         runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
         view.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
-        prepared = prepare(request, runner.inspect())
+        prepared = prepare(request, _inspect(request, runner, view))
         store = store or stack.enter_context(open_store(storage))
         record = _search(prepared, runner, store, view, folder)
         return record, load_report(store, study)
+
+
+def _inspect(request: SearchRequest, runner: LocalRunner, view: View) -> Document:
+    """What a process with torch says of the machine and the model; the user's own code is run up to its training."""
+    source = request.workload.source
+    if source is None:
+        return runner.inspect()
+    view.note(f"running {source.name} up to its training …")
+    return runner.inspect(request.trial_timeout_seconds)
 
 
 def free_name(request: SearchRequest, store: Store | None) -> str:
@@ -97,8 +107,8 @@ class _LogFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The hint of a TrialServerError is to look into a log.
-        if kind is None or issubclass(kind, TrialServerError) or self._path not in self._made:
+        # The hint of these is to look into a log.
+        if kind is None or issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
             return
         if next(self._path.glob("trial-*"), None) is not None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidRequestError
@@ -28,6 +29,40 @@ def build_workload(options: dict[str, Any]) -> Workload:
         dtype=options["dtype"],
         weights=_weights(source) if options.get("pretrained") else None,
     )
+
+
+# What the user's own code decides, so that an option for it would do nothing.
+_DECIDED_BY_OWN_CODE = ("model", "task", "seq_len", "padding", "dtype", "pretrained", "attn")
+
+
+def own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
+    """From ``trainer`` or ``script``: the user's own code; ``None`` where a model is named instead.
+
+    Raises ``InvalidRequestError`` where not exactly one of them is there, or beside options (``given`` on the
+    command line) that would do nothing.
+    """
+    from autotune.training_source import find_script, find_trainer
+    from autotune.workload import Workload
+
+    trainer, script = options["trainer"], options["script"]
+    if not trainer and not script:
+        if options["model"] is None:
+            raise InvalidRequestError(
+                "nothing to train is named", "give --model NAME, --trainer train.py:build, or a script after --"
+            )
+        return None
+    if trainer and script:
+        raise InvalidRequestError(
+            f"--trainer {trainer} and the script {' '.join(script)[:80]} are two trainings", "leave one of them out"
+        )
+    what = f"--trainer {trainer}" if trainer else f"the script {' '.join(script)[:80]}"
+    for name in _DECIDED_BY_OWN_CODE:
+        if name in given:
+            option = "--" + name.replace("_", "-")
+            raise InvalidRequestError(
+                f"{option} means nothing beside {what}, which decides that", f"leave {option} out"
+            )
+    return Workload.of_source(find_trainer(trainer) if trainer else find_script(script))
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:

@@ -19,8 +19,10 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any, NoReturn
@@ -65,6 +67,7 @@ class _Child:
         self.lines = _Lines(result_fd)
         self.deadline = time.monotonic() + float(job["timeout_seconds"])
         self.timed_out = False
+        self.output_dir: str | None = job.get("output_dir")
 
 
 class Server:
@@ -103,6 +106,8 @@ class Server:
             for child in self._children.values():
                 process.kill_group(child.pid)
             process.end_children()
+            for child in self._children.values():
+                _remove(child.output_dir)
 
     def _wait_and_act(self) -> None:
         fds = [self._control.fd, self._wake_read]
@@ -122,6 +127,9 @@ class Server:
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
+        if (job.get("workload") or {}).get("source"):
+            # Made and taken away here, since the user's code is stopped at any point.
+            job["output_dir"] = tempfile.mkdtemp(prefix="autotune-trial-")
         read_fd, write_fd = os.pipe()
         server = os.getpid()
         sys.stdout.flush()
@@ -151,6 +159,7 @@ class Server:
         # What the job left behind was orphaned, and so adopted; other jobs go on.
         process.end_children(spared=self._children)
         os.close(child.lines.fd)
+        _remove(child.output_dir)
         code = os.waitstatus_to_exitcode(status)
         self.report(
             {
@@ -171,6 +180,11 @@ class Server:
             if not isinstance(message, dict):
                 message = {"malformed": line[:200].decode(errors="replace")}
             self.report({**message, "id": child.id})
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _become_child(job: dict[str, Any], server: int, result_fd: int, torch_threads: int, close: list[int]) -> NoReturn:
@@ -213,6 +227,10 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         from autotune.worker.predict import predict
 
         send("result", predict(job))
+    elif job["workload"].get("source"):
+        from autotune.worker.own import run_own
+
+        run_own(job, send)
     elif job["kind"] == "inspect":
         send("result", inspect(job))
     else:

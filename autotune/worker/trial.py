@@ -64,7 +64,7 @@ def trainer_arguments(candidate: Candidate, device_kind: str, effort: Effort, ou
     )
 
 
-class _Trial:
+class Trial:
     """Everything between a job and its outcome, so that a failure knows the phase and the meter."""
 
     def __init__(self, job: Document, send: Send) -> None:
@@ -91,11 +91,15 @@ class _Trial:
         self._phases.end()
         return outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
-    def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+    def _open_device(self) -> Meter:
         self._phases.enter("device")
         meter = self._meter = open_meter(self._device_kind, self._uuid)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
+        return meter
+
+    def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+        meter = self._open_device()
         self._phases.enter("model")
         model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
         meter.reset_peaks()
@@ -121,7 +125,7 @@ class _Trial:
             return Failed("error", "training ended before enough steps were measured", during="train")
         return Completed(dataclasses.replace(results[0], train_loss=loss))
 
-    def _failure(self, error: Exception) -> OutOfMemory | Failed:
+    def _failure(self, error: BaseException) -> OutOfMemory | Failed:
         peaks = self._meter.peaks() if self._meter else (None, None)
         outcome = classify(
             error,
@@ -141,4 +145,4 @@ class _Trial:
 
 def run_trial(job: Document, send: Send) -> Document:
     """Run the job's candidate and return its outcome as a document; ``send`` gets progress records."""
-    return _Trial(job, send).run()
+    return Trial(job, send).run()
