@@ -72,10 +72,12 @@ def make_export(report: Report) -> Export:
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
     if export.task == "own":
-        return [
-            "put these over your own arguments: --format cli after a script's other options, where the last one counts",
-            f"measured on {export.measured}",
-        ]
+        over = (
+            f"hand them to {export.model} as its overrides"
+            if ":" in export.model
+            else f"give them to {export.model} after its other options (--format cli), where the last one counts"
+        )
+        return [over, f"measured on {export.measured}"]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     return [
         f"load the model with from_pretrained(…, {options})",

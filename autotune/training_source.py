@@ -97,10 +97,12 @@ def find_script(words: Sequence[str]) -> TrainingSource:
 
 
 def _file(name: str, what: str, hint: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise InvalidRequestError(f"{what}: there is no file {name} in {os.getcwd()}", hint)
-    if not path.is_file():
+    # Unlike those of Path, these functions take every name for an answer.
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        raise InvalidRequestError(f"{what}: there is no file {name}{where}", hint)
+    if not os.path.isfile(path):
         raise InvalidRequestError(f"{what}: {name} is not a file", hint)
     return path.resolve()
 
@@ -117,7 +119,8 @@ def _module_file(name: str) -> Path:
     folders: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, folders) if folders is not None else None
+        is_name = part.isidentifier() and folders is not None
+        spec = importlib.machinery.PathFinder.find_spec(part, folders) if is_name else None
         folders = list(spec.submodule_search_locations or ()) if spec else None
     if spec is not None and folders:
         spec = importlib.machinery.PathFinder.find_spec("__main__", folders)

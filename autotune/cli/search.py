@@ -170,8 +170,11 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
         ctx.exit(INTERRUPTED)
 
 
-def _request(options: dict[str, Any], given: Collection[str]) -> SearchRequest:
-    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
+def _request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:
+    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``.
+
+    ``given`` are the names of those that were given, not filled in.
+    """
     from autotune.cli.workload import build_workload, own_workload
     from autotune.device import Headroom, find_device
     from autotune.request import DEFAULT_OPTIM, SearchRequest

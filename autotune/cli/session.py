@@ -66,6 +66,8 @@ def _inspect(request: SearchRequest, runner: LocalRunner, view: View) -> Documen
 def free_name(request: SearchRequest, store: Store | None) -> str:
     """A short name that no study has: the model, the effective batch, a word for another objective, a number."""
     model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
+    if request.workload.source is not None:
+        model = model.replace(".py", "")
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
     stem = plain.strip(".- ")[:60] or "model"
     stem += f"-{request.effective_batch}" if request.effective_batch else ""

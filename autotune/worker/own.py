@@ -275,10 +275,12 @@ def _inspect(job: Document, output_dir: str, finish: Callable[[Document], NoRetu
 
     def fail(error: BaseException) -> NoReturn:
         trim(error, source)
-        is_ours = isinstance(error, UserCodeError)
-        sys.excepthook(type(error), error, error.__traceback__)
-        facts["source_error"] = str(error) if is_ours else f"{source.name} raised {first_line(error)}"
-        facts["source_hint"] = error.hint if isinstance(error, UserCodeError) else "run it by itself to see it fail"
+        if isinstance(error, UserCodeError):
+            facts["source_error"], facts["source_hint"] = str(error), error.hint
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            facts["source_error"] = f"{source.name} raised {first_line(error)}"
+            facts["source_hint"] = "mend it until it trains by itself"
         finish(facts)
 
     try:

@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-WORDS = ["<pad>", "</s>", *"one two three four five six seven eight nine ten".split()]
+WORDS = ["<pad>", "</s>", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 @dataclass

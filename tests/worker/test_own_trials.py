@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from pathlib import Path
 
 import pytest
 from server_client import Answer, ServerClient
+from texts import write_texts
 from tiny import QUICK
 
-from autotune.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
 from autotune.training_source import find_script, find_trainer
+from autotune.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
 from autotune.units import MIB
 from autotune.workload import Workload
 
@@ -36,12 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with texts to learn from."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    random.seed(0)
-    lines = ["text,label"]
-    for _ in range(200):
-        words = random.choices("red green blue slow fast good bad cat dog".split(), k=random.randint(3, 30))
-        lines.append(f"{' '.join(words)},{'pos' if 'good' in words else 'neg'}")
-    (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")
+    write_texts(tmp_path / "train.csv")
     return tmp_path
 
 
@@ -190,12 +185,9 @@ def test_arguments_that_are_made_twice_keep_the_overlay(trial_server: ServerClie
 def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> None:
     outcome = trial_server.trial(trainer("build"), Candidate(Arm(), 32, 1), cap_bytes=4 * MIB).outcome
     assert isinstance(outcome, OutOfMemory)
-    caught = inline(folder, "try:\n    trainer().train()\nexcept Exception:\n    print('hush')\n")
-    config_of_a_large_model = "config.hidden_size = config.intermediate_size = 2048\n"
-    (folder / "run.py").write_text(TRAINS + config_of_a_large_model + "try:\n    trainer().train()\nexcept Exception:\n    pass\n")
-    answer = trial_server.trial(script("run.py"), Candidate(Arm(), 8), cap_bytes=400 * MIB)
-    assert isinstance(answer.outcome, OutOfMemory), answer.outcome
-    assert caught.source is not None
+    large = "config.hidden_size = config.intermediate_size = 2048\n"
+    catches = inline(folder, f"{large}try:\n    trainer().train()\nexcept Exception:\n    pass\n")
+    assert isinstance(trial_server.trial(catches, Candidate(Arm(), 8), cap_bytes=400 * MIB).outcome, OutOfMemory)
 
 
 @pytest.mark.parametrize(
