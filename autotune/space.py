@@ -176,9 +176,11 @@ def choose_precisions(
                 f"{device_name} has no {precision}", f"it has {', '.join(device_has)}; leave {precision} out"
             )
         if precision not in usable:
+            is_own = workload.source is not None
             raise InvalidRequestError(
-                f"--precision {precision} does not go with --dtype {workload.dtype}",
-                f"with these weights use {' or '.join(usable)}, or --dtype float32",
+                f"--precision {precision} does not go with "
+                + (f"the {workload.dtype} weights of {workload.model}" if is_own else f"--dtype {workload.dtype}"),
+                f"with these weights use {' or '.join(usable)}" + ("" if is_own else ", or --dtype float32"),
             )
     wanted = asked or [p for p in device_has if p in usable]
     return tuple(p for p in PRECISION_PREFERENCE if p in wanted)

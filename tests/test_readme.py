@@ -140,3 +140,25 @@ def test_the_script_trains_with_an_export(tmp_path: Path) -> None:
     assert json.loads(exported)["per_device_train_batch_size"] in (1, 2, 4)
     printed = run("train.py", "./tiny", "training_arguments.json", folder=tmp_path)
     assert re.search(r"^\d+\.\d samples/s$", printed, flags=re.MULTILINE), printed
+
+
+def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> None:
+    """The file as it stands in the README, on one candidate, and then by itself."""
+    (trainer,) = blocks("py")
+    (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
+    words = (
+        "--trainer",
+        "train.py:build",
+        "--effective-batch",
+        "4",
+        "--trials",
+        "1",
+        "--no-baseline",
+        "--device",
+        "cpu",
+    )
+    run("-m", "autotune", "search", *words, "--study", "own", folder=tmp_path)
+    exported = run("-m", "autotune", "export", "own", folder=tmp_path)
+    assert json.loads(exported)["per_device_train_batch_size"] in (1, 2, 4)
+    train = f"import train; print(train.build({{**json.loads({exported!r}), 'max_steps': 1}}).train().global_step)"
+    assert run("-c", f"import json; {train}", folder=tmp_path).splitlines()[-1] == "1"

@@ -136,15 +136,35 @@ def test_a_subclass_of_the_arguments_is_overlaid_and_a_module_is_run(
     assert not (folder / "out").exists()
 
 
-def test_an_epoch_s_short_steps_are_not_counted(trial_server: ServerClient, folder: Path) -> None:
-    """64 samples make one step of 16 × 3 and a short one, again and again."""
-    workload = inline(folder, "trainer(per_device_train_batch_size=8).train()")
+SAYS_STEPS = """
+from transformers import TrainerCallback
+class Say(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        print("ends step", state.global_step, flush=True)
+own = trainer(per_device_train_batch_size=8)
+own.add_callback(Say)
+own.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "steps"),
+    # 64 samples are: 3 micro-steps and 1; 24, 24 and 16 samples; exactly 4 steps.
+    [(16, 3, 5), (24, 1, 4), (16, 1, 3)],
+)
+def test_steps_that_an_epoch_cuts_short_are_not_counted(
+    trial_server: ServerClient, folder: Path, batch: int, accumulation: int, steps: int
+) -> None:
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=60.0)
-    answer = trial_server.trial(workload, Candidate(Arm(), 16, 3), effort)
+    answer = trial_server.trial(inline(folder, SAYS_STEPS), Candidate(Arm(), batch, accumulation), effort)
     assert len(answer.completed.measurement.step_seconds_each) == 2
-    too_few = trial_server.trial(workload, Candidate(Arm(), 65, 1)).outcome
-    assert isinstance(too_few, Failed)
-    assert too_few.message == "its training data has 64 samples, too few for a step of 65"
+    assert answer.log.count("ends step") == steps
+
+
+def test_data_for_less_than_a_step_are_an_error(trial_server: ServerClient, folder: Path) -> None:
+    outcome = trial_server.trial(inline(folder, "trainer().train()"), Candidate(Arm(), 65, 1)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "its training data has 64 samples, too few for a step of 65"
 
 
 def test_a_part_of_a_long_accumulation_stands_for_the_whole(trial_server: ServerClient) -> None:
