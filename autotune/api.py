@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from autotune.plot import plot_trials
 from autotune.policy import Objective
 from autotune.preparation import Prepared
 from autotune.report import Report, load_report, measurement, report_document, summary_lines, trial_document, verdict
-from autotune.request import DEFAULT_OPTIM, DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
+from autotune.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
@@ -172,9 +173,11 @@ class _Silence(_Lines):
 
 
 def search(
-    model: str,
+    model: str | None = None,
     effective_batch: int | None = None,
     *,
+    trainer: str | None = None,
+    script: Sequence[str] = (),
     task: Task | None = None,
     seq_len: int | None = None,
     padding: float = 0.0,
@@ -196,7 +199,7 @@ def search(
     precision: str | Sequence[str] | None = None,
     gradient_checkpointing: CheckpointingChoice = "auto",
     attn: str | Sequence[str] | None = None,
-    optim: str | Sequence[str] = DEFAULT_OPTIM,
+    optim: str | Sequence[str] | None = None,
     expandable_segments: LeverChoice | None = None,
     torch_compile: LeverChoice = "off",
     liger: LeverChoice = "off",
@@ -224,6 +227,8 @@ def search(
     """
     options: dict[str, Any] = {
         "model": model,
+        "trainer": trainer,
+        "script": tuple(script),
         "effective_batch": effective_batch,
         "task": task,
         "seq_len": seq_len,
@@ -264,13 +269,19 @@ def search(
         "study": study,
     }
     _check(options)
-    request = build_request(options)
+    request = build_request(options, _given(options))
     request.check()
     observer: Any = progress
     if isinstance(progress, bool):
         observer = _Lines() if progress else _Silence()
     _, report = run_search(request, storage, observer)
     return Result(report, storage)
+
+
+def _given(options: dict[str, Any]) -> set[str]:
+    """The names of those that are not at their defaults."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(search).parameters.items()}
+    return {name for name, value in options.items() if name in defaults and value != defaults[name]}
 
 
 def load(study: str, *, storage: str = DEFAULT_STORAGE) -> Result:

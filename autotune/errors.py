@@ -69,6 +69,12 @@ class UnknownStudyError(AutotuneError):
     exit_code = 9
 
 
+class TrainingSourceError(AutotuneError):
+    """The user's own script or Trainer failed before it trained, or cannot be measured."""
+
+    exit_code = 10
+
+
 class PromiseMissedError(AutotuneError):
     """A stock run was slower or needed more memory than the search promised."""
 

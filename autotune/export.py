@@ -36,7 +36,7 @@ class Export:
     """Every tuned field and nothing else; ``TrainingArguments(**arguments)`` loads it."""
     candidate: Candidate
     model_arguments: dict[str, str]
-    """What belongs into ``from_pretrained``: the attention implementation and the weights' dtype."""
+    """What belongs into ``from_pretrained``: attention implementation, weights' dtype. Empty for a user's own code."""
     model: str
     task: str
     measured: str
@@ -63,14 +63,18 @@ def make_export(report: Report) -> Export:
     return Export(
         arguments=beside | training_arguments(best.candidate, fields, environment["device_kind"]),
         candidate=best.candidate,
-        model_arguments={
+        model_arguments={}
+        if report.workload["task"] == "own"
+        else {
             "attn_implementation": best.candidate.arm.attn_implementation,
             "dtype": report.workload["dtype"],
         },
         model=report.workload["model"],
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
-        f"transformers {packages['transformers']}; {report.workload['task']}, {describe_data(report.workload)}",
+        f"transformers {packages['transformers']}; "
+        + ("" if report.workload["task"] == "own" else f"{report.workload['task']}, ")
+        + f"{describe_data(report.workload)}",
         lora_rank=report.workload.get("lora_rank"),
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
@@ -85,6 +89,13 @@ def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
 
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
+    if export.task == "own":
+        over = (
+            f"hand them to {export.model} as its overrides"
+            if ":" in export.model
+            else f"give them to {export.model} after its other options (--format cli), where the last one counts"
+        )
+        return [over, f"measured on {export.measured}"]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     if export.quantize:
         options += f", quantization_config={_bits(export)}"
@@ -138,6 +149,8 @@ def _flag(name: str, value: Any) -> str:
 
 def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
+    if export.task == "own":
+        return f"# measured on {export.measured}\noverrides = dict(\n{fields})\n"
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())

@@ -331,6 +331,7 @@ class Search:
             seed=request.seed,
             timeout_seconds=request.trial_timeout_seconds + (_COMPILE_SECONDS if compiles(candidate.arm) else 0.0),
             log_path=record.log_path or "",
+            unmodified=stage == "baseline" and request.workload.source is not None,
         )
         outcome: Outcome = Failed("lost", "the search was stopped during this trial")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 from autotune.data import DATA_OPTIONS, DataSpec, locate, tokenizer_content
@@ -10,13 +11,18 @@ from autotune.device import Device, Headroom, find_device
 from autotune.errors import InvalidRequestError
 from autotune.levers import LeverChoice, segments_expand
 from autotune.model_source import ModelSource, resolve_model
-from autotune.request import SearchRequest
+from autotune.request import DEFAULT_OPTIM, SearchRequest
+from autotune.training_source import find_script, find_trainer
 from autotune.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
 
 
-def build_request(options: dict[str, Any]) -> SearchRequest:
-    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``."""
-    workload = build_workload(options)
+def build_request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:
+    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``.
+
+    ``given`` are the names of those that were given, not filled in.
+    """
+    own = _own_workload(options, given)
+    workload = own or build_workload(options)
     device = find_device(options["device"])
     return SearchRequest(
         workload=workload,
@@ -28,7 +34,7 @@ def build_request(options: dict[str, Any]) -> SearchRequest:
         precisions=options["precision"],
         gradient_checkpointing=options["gradient_checkpointing"],
         attn_implementations=options["attn"],
-        optims=options["optim"],
+        optims=options["optim"] or (() if own else (DEFAULT_OPTIM,)),
         expandable_segments=options["expandable_segments"] or _as_in_environment(device),
         torch_compile=options["torch_compile"],
         liger=options["liger"],
@@ -50,7 +56,7 @@ def _as_in_environment(device: Device) -> LeverChoice:
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """From ``model``, ``task``, ``seq_len``, ``dtype`` and the other options of what is trained, those that are there."""
+    """From ``model``, ``task``, ``seq_len`` and the other options of what is trained, those that are there."""
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
@@ -149,3 +155,47 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
+
+
+# What the user's own code decides, so that an option for it would do nothing.
+_DECIDED_BY_OWN_CODE = (
+    "model",
+    "task",
+    "seq_len",
+    "padding",
+    "dtype",
+    "pretrained",
+    "attn",
+    "peft",
+    "lora_rank",
+    "quantize",
+    "liger",
+    *DATA_OPTIONS,
+)
+
+
+def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
+    """From ``trainer`` or ``script``: the user's own code; ``None`` where a model is named instead.
+
+    Raises ``InvalidRequestError`` where not exactly one of them is there, or beside options (``given`` on the
+    command line) that would do nothing.
+    """
+    trainer, script = options["trainer"], options["script"]
+    if not trainer and not script:
+        if options["model"] is None:
+            raise InvalidRequestError(
+                "nothing to train is named", "give --model NAME, --trainer train.py:build, or a script after --"
+            )
+        return None
+    if trainer and script:
+        raise InvalidRequestError(
+            f"--trainer {trainer} and the script {' '.join(script)[:80]} are two trainings", "leave one of them out"
+        )
+    what = f"--trainer {trainer}" if trainer else f"the script {' '.join(script)[:80]}"
+    for name in _DECIDED_BY_OWN_CODE:
+        if name in given:
+            option = "--" + name.replace("_", "-")
+            raise InvalidRequestError(
+                f"{option} means nothing beside {what}, which decides that", f"leave {option} out"
+            )
+    return Workload.of_source(find_trainer(trainer) if trainer else find_script(script))

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,12 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
             "check its config.json against the installed transformers, or name another --task",
         )
     model: Document = facts["model"]
+    if request.workload.source is not None:
+        request = adopt_own_settings(request, model)
     context_bytes = int(facts["context_bytes"])
-    _check_training_state_fits(request, model, context_bytes)
+    if request.workload.source is None:
+        # Its own Trainer may have another optimizer, and weights of fewer bits.
+        _check_training_state_fits(request, model, context_bytes)
     ceiling = Ceiling.on_device(request.device, request.memory_limit_bytes, context_bytes, request.headroom)
     _check_optims(request, facts.get("optims") or request.optims)
     attentions = _attentions(request, model)
@@ -105,7 +109,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
-    space = Space(arms, request.batches)
+    space = Space(arms, request.batches, _own_baseline(model))
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     return Prepared(
         request,
@@ -116,6 +120,25 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
+
+
+def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
+    """The request with what the user's own code was seen to use, where nothing else was asked for."""
+    own = model["own"]
+    effective_batch = request.effective_batch
+    if effective_batch is None and request.objective == "throughput":
+        samples: int = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
+        effective_batch = samples * request.world_size
+    return replace(
+        request,
+        workload=replace(request.workload, config=model["config"], dtype=model["dtype"]),
+        effective_batch=effective_batch,
+        optims=request.optims or (own["optim"],),
+    )
+
+
+def _own_baseline(model: Document) -> Candidate | None:
+    return Candidate.from_parameters(model["own"]) if "own" in model else None
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
@@ -139,8 +162,11 @@ _MOST_RUNGS = 12
 
 
 def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
-    """Have memory predicted for every candidate of a search on a GPU; ``None`` on a CPU, whose memory is another."""
-    if prepared.chip is None:
+    """Have memory predicted for every candidate of a search on a GPU.
+
+    ``None`` on a CPU, whose memory is another, and for the user's own code, which cannot run on fake tensors.
+    """
+    if prepared.chip is None or prepared.request.workload.source is not None:
         return None
     batches, objective = prepared.space.batches, prepared.request.objective
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
@@ -166,6 +192,8 @@ def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
 
 def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:
     known: list[str] = model["attn_implementations"]
+    if request.workload.source is not None:
+        return tuple(known)
     if request.attn_implementations is None:
         return ("sdpa",) if "sdpa" in known else ("eager",)
     for attention in request.attn_implementations:

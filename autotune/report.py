@@ -46,7 +46,12 @@ class Report:
     @property
     def is_text(self) -> bool:
         """Whether tokens are what a sample is counted in."""
-        return self.workload["task"] not in ("image-classification", "speech-seq2seq")
+        return self.workload["task"] not in ("image-classification", "speech-seq2seq", "own")
+
+    @property
+    def baseline_name(self) -> str:
+        """Whose settings the baseline ran."""
+        return "the TrainingArguments defaults" if self.workload["task"] != "own" else "your own settings"
 
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
@@ -223,6 +228,7 @@ def notes(report: Report) -> list[str]:
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
     found += compiled_notes(report)
+    found += _own_batch_notes(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
@@ -246,6 +252,17 @@ def compiled_notes(report: Report) -> list[str]:
         return [f"{name} and is then no faster than {other.candidate.describe()}"]
     steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
     return [f"{name}, which pays after {steps:,} optimizer steps against {other.candidate.describe()}"]
+
+
+def _own_batch_notes(report: Report) -> list[str]:
+    """That the user's own settings train at another effective batch than the search."""
+    baseline, request = report.baseline, report.study.request
+    if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
+        return []
+    own = baseline.candidate.samples_per_step * request["world_size"]
+    if own == request["effective_batch"]:
+        return []
+    return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
@@ -274,6 +291,8 @@ def describe_data(workload: Document) -> str:
     data = DataSpec.from_document(workload["data"]) if workload.get("data") else None
     if data is not None and data.facts is not None:
         return _describe_own(data, data.facts, int(workload["seq_len"]))
+    if workload["task"] == "own":
+        return f"as {workload['model']} makes it"
     if workload["task"] == "image-classification":
         return "synthetic images"
     if workload["task"] == "speech-seq2seq":
@@ -315,11 +334,11 @@ def summary_lines(report: Report) -> list[str]:
     speedup, baseline = report.speedup(), measurement(report.baseline)
     if speedup is not None and baseline is not None and report.baseline is not None:
         lines.append(
-            f"  {speedup:.2f} × the TrainingArguments defaults "
+            f"  {speedup:.2f} × {report.baseline_name} "
             f"({report.baseline.candidate.describe()}: {format_rate(baseline.samples_per_second)} samples/s)"
         )
     elif request["measure_baseline"] and request["objective"] == "throughput":
-        lines.append("  the TrainingArguments defaults did not complete, so there is no speed-up to tell")
+        lines.append(f"  {report.baseline_name} did not complete, so there is no speed-up to tell")
     lines.append(_memory_line(report, best, measured))
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second

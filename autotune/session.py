@@ -12,13 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
+from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare, read_data
 from autotune.report import Report, load_report
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.store import Store, StudyRecord, open_store, resolve_location
+from autotune.trial import Document
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -43,10 +44,19 @@ def run_search(request: SearchRequest, storage: str, observer: Observer) -> tupl
         runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
         observer.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
         request = read_data(request, runner, folder.parent, observer.note)
-        prepared = prepare(request, runner.inspect())
+        prepared = prepare(request, _inspect(request, runner, observer))
         store = store or stack.enter_context(open_store(storage))
         record = _search(prepared, runner, store, observer, folder)
         return record, load_report(store, study)
+
+
+def _inspect(request: SearchRequest, runner: LocalRunner, observer: Observer) -> Document:
+    """What a process with torch says of the machine and the model; the user's own code is run up to its training."""
+    source = request.workload.source
+    if source is None:
+        return runner.inspect()
+    observer.note(f"running {source.name} up to its training …")
+    return runner.inspect(request.trial_timeout_seconds)
 
 
 def log_folder(storage: str, study: str) -> Path:
@@ -58,6 +68,8 @@ def log_folder(storage: str, study: str) -> Path:
 def free_name(request: SearchRequest, store: Store | None) -> str:
     """A short name that no study has: the model, the effective batch, a word for another objective, a number."""
     model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
+    if request.workload.source is not None:
+        model = model.replace(".py", "")
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
     stem = plain.strip(".- ")[:60] or "model"
     stem += f"-{request.effective_batch}" if request.effective_batch else ""
@@ -99,8 +111,8 @@ class _LogFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The hint of a TrialServerError is to look into a log.
-        if kind is None or issubclass(kind, TrialServerError) or self._path not in self._made:
+        # The hint of these is to look into a log.
+        if kind is None or issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
             return
         if next(self._path.glob("trial-*"), None) is not None:
             return

@@ -128,6 +128,8 @@ class Space:
 
     arms: tuple[Arm, ...]
     batches: Batches
+    own_baseline: Candidate | None = None
+    """What the user's own settings amount to, where a Trainer of theirs is measured."""
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """The candidate of an arm at a per-device batch."""
@@ -147,7 +149,9 @@ class Space:
         return arm.torch_compile and replace(arm, torch_compile=False) in self.arms
 
     def baseline(self, attn_implementation: str) -> Candidate:
-        """What ``TrainingArguments`` defaults would run: the trial that speed-ups are relative to."""
+        """What ``TrainingArguments`` defaults (or the user's own settings) run: what speed-ups are relative to."""
+        if self.own_baseline is not None:
+            return self.own_baseline
         batch, accumulation = self.batches.baseline()
         return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
 
@@ -178,9 +182,11 @@ def choose_precisions(
                 f"{device_name} has no {precision}", f"it has {', '.join(device_has)}; leave {precision} out"
             )
         if precision not in usable:
+            is_own = workload.source is not None
             raise InvalidRequestError(
-                f"--precision {precision} does not go with --dtype {workload.dtype}",
-                f"with these weights use {' or '.join(usable)}, or --dtype float32",
+                f"--precision {precision} does not go with "
+                + (f"the {workload.dtype} weights of {workload.model}" if is_own else f"--dtype {workload.dtype}"),
+                f"with these weights use {' or '.join(usable)}" + ("" if is_own else ", or --dtype float32"),
             )
     wanted = asked or [p for p in device_has if p in usable]
     return tuple(p for p in PRECISION_PREFERENCE if p in wanted)

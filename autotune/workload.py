@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from autotune.data import DataFacts, DataSpec
 from autotune.errors import InvalidRequestError
+from autotune.training_source import TrainingSource
 
 Task = Literal[
     "sequence-classification",
@@ -22,7 +23,9 @@ Task = Literal[
     "seq2seq-lm",
     "image-classification",
     "speech-seq2seq",
+    "own",
 ]
+"""What is learned; ``own`` where a Trainer of the user's own decides that."""
 TASKS: tuple[Task, ...] = (
     "sequence-classification",
     "masked-lm",
@@ -51,10 +54,10 @@ class Workload:
     model: str
     """The name or folder that the user gave."""
     config: dict[str, Any]
-    """The architecture, as in a ``config.json``; ``model_type`` is always there."""
+    """The architecture, as in a ``config.json``; ``model_type`` is always there, unless ``source`` builds the model."""
     task: Task
     seq_len: int
-    """Tokens a sample; for images and speech the number of target tokens or 1."""
+    """Tokens a sample; for images and speech the number of target tokens or 1; 0 where ``source`` makes the samples."""
     padding: float = 0.0
     """Mean fraction of each text sample that is padding; 0 means full length and no mask."""
     dtype: DTypeName = "float32"
@@ -63,12 +66,13 @@ class Workload:
     """Folder or hub repository to load weights from; ``None`` for random ones, of the same speed and memory."""
     data: DataSpec | None = None
     """The user's own; ``None`` for samples that are made up."""
-
     peft: PeftName | None = None
     """Train adapters over frozen weights instead of the weights."""
     lora_rank: int | None = None
     quantize: QuantizeName | None = None
     """What frozen weights are stored in, in place of ``dtype``, which they are then computed in."""
+    source: TrainingSource | None = None
+    """The user's own code that makes model, data and Trainer; ``config`` and ``dtype`` are then what that uses."""
 
     @property
     def model_type(self) -> str:
@@ -78,7 +82,7 @@ class Workload:
     @property
     def is_text(self) -> bool:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
-        return self.task not in ("image-classification", "speech-seq2seq")
+        return self.task not in ("image-classification", "speech-seq2seq", "own")
 
     def describe_weights(self) -> str:
         """``float32 weights``, ``bfloat16 weights in 4 bits, LoRA of rank 16``."""
@@ -93,8 +97,12 @@ class Workload:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
         """The inverse of ``document``."""
-        data = document.get("data")
-        return cls(**{**document, "data": DataSpec.from_document(data) if data else None})
+        data, source = document.get("data"), document.get("source")
+        parts = {
+            "data": DataSpec.from_document(data) if data else None,
+            "source": TrainingSource.from_document(source) if source else None,
+        }
+        return cls(**{**document, **parts})
 
     def at_its_worst(self) -> Workload:
         """The workload of which every batch is as large as the largest that the data can make."""
@@ -116,6 +124,11 @@ class Workload:
             config["num_labels"] = facts.num_labels
         return dataclasses.replace(self, config=config, data=dataclasses.replace(self.data, facts=facts))
 
+    @classmethod
+    def of_source(cls, source: TrainingSource) -> Workload:
+        """The workload of the user's own code, before a process has seen what it trains."""
+        return cls(source.name, {}, "own", 0, source=source)
+
     def fingerprint(self) -> str:
         """The same for two workloads exactly when a measurement of one holds for the other.
 
@@ -129,6 +142,9 @@ class Workload:
         facts.pop("data")
         if self.data is not None:
             facts["data"] = self.data.identity()
+        if facts["source"] is None:
+            # As it was before there was any.
+            facts.pop("source")
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

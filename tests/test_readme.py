@@ -69,7 +69,8 @@ def test_every_option_of_search_is_described() -> None:
     """And none that is not there."""
     rows = section("Commands").split("Options of `autotune search`")[1].split("An error is")[0]
     described = re.findall(r"`(--[a-z-]+)`", rows)
-    assert sorted(set(described) - {"--help"}) == sorted(param.opts[0] for param in search.params)
+    options = [param.opts[0] for param in search.params if param.param_type_name == "option"]
+    assert sorted(set(described) - {"--help", "--"}) == sorted(options)
 
 
 def test_every_exit_code_is_described() -> None:
@@ -139,3 +140,25 @@ def test_the_script_trains_with_an_export(tmp_path: Path) -> None:
     assert json.loads(exported)["per_device_train_batch_size"] in (1, 2, 4)
     printed = run("train.py", "./tiny", "training_arguments.json", folder=tmp_path)
     assert re.search(r"^\d+\.\d samples/s$", printed, flags=re.MULTILINE), printed
+
+
+def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> None:
+    """The file as it stands in the README, on one candidate, and then by itself."""
+    (trainer,) = blocks("py")
+    (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
+    words = (
+        "--trainer",
+        "train.py:build",
+        "--effective-batch",
+        "4",
+        "--trials",
+        "1",
+        "--no-baseline",
+        "--device",
+        "cpu",
+    )
+    run("-m", "autotune", "search", *words, "--study", "own", folder=tmp_path)
+    exported = run("-m", "autotune", "export", "own", folder=tmp_path)
+    assert json.loads(exported)["per_device_train_batch_size"] in (1, 2, 4)
+    train = f"import train; print(train.build({{**json.loads({exported!r}), 'max_steps': 1}}).train().global_step)"
+    assert run("-c", f"import json; {train}", folder=tmp_path).splitlines()[-1] == "1"

@@ -36,6 +36,7 @@ class _SearchCommand(SectionedCommand):
     sections = {  # noqa: RUF012
         "What is trained": (
             "model",
+            "trainer",
             "effective_batch",
             "task",
             "seq_len",
@@ -76,13 +77,18 @@ class _SearchCommand(SectionedCommand):
 @click.option(
     "--model",
     metavar="NAME|FOLDER",
-    required=True,
     help="Catalog name (autotune models), folder with a config.json, or hub name.",
+)
+@click.option(
+    "--trainer",
+    metavar="FILE:FUNCTION",
+    help="In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.",
 )
 @click.option(
     "--effective-batch",
     type=COUNT,
-    help="Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free.",
+    help="Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch "
+    "free; a Trainer or script of your own keeps its own.",
 )
 @click.option(
     "--task",
@@ -115,7 +121,7 @@ class _SearchCommand(SectionedCommand):
     "--attn", type=words(), help="Attention implementations, e.g. sdpa,eager [default: sdpa if there is one]."
 )
 @click.option(
-    "--optim", type=words(), default="adamw_torch_fused", show_default=True, help="Values of TrainingArguments.optim."
+    "--optim", type=words(), help="Values of TrainingArguments.optim [default: adamw_torch_fused, or your own]."
 )
 @click.option(
     "--expandable-segments",
@@ -186,6 +192,7 @@ class _SearchCommand(SectionedCommand):
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
 @click.option("--verify", is_flag=True, help="At the end, have a stock Trainer show that the result is true.")
 @json_option
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
 @click.pass_context
 def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
     """Search for the fastest configuration by running real training steps.
@@ -194,11 +201,14 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
       autotune search --model bert-large-uncased --effective-batch 64
       autotune search --model gpt2 --effective-batch 64 --memory-limit 24GiB
       autotune search --model bert-large-uncased --objective max-batch
+      autotune search --trainer train.py:build --effective-batch 64
+      autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
     from autotune.options import build_request
 
     verifies = options.pop("verify")
-    request = build_request(options)
+    given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    request = build_request(options, given)
     request.check()
     from autotune.cli.session import print_result, run_search
 

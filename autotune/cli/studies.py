@@ -39,7 +39,8 @@ def _print_report(report: Report) -> None:
     packages = environment["packages"]
     batch = f"effective batch {request['effective_batch']}" if request["effective_batch"] else "any batch"
     click.echo(f"Study {report.study.name}, {report.study.started_at:%Y-%m-%d %H:%M} UTC")
-    click.echo(f"  {workload['model']}, {workload['task']}, {workload['dtype']} weights")
+    task = "" if workload["task"] == "own" else f"{workload['task']}, "
+    click.echo(f"  {workload['model']}, {task}{workload['dtype']} weights")
     click.echo(f"  {describe_data(workload)}; {batch}")
     click.echo(
         f"  {environment['device_name']}, torch {packages['torch']}, transformers {packages['transformers']}"

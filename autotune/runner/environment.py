@@ -28,10 +28,13 @@ _DISTRIBUTED = frozenset(
 _DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_")
 
 
-def server_environment(device: Device, current: Mapping[str, str], *, offline: bool) -> dict[str, str]:
+def server_environment(
+    device: Device, current: Mapping[str, str], *, offline: bool, own_code: bool = False
+) -> dict[str, str]:
     """``current`` made fit for a server that runs trials on ``device`` alone.
 
-    ``offline`` keeps the hub client from asking the network for what a trial has no need of.
+    ``offline`` keeps the hub client from asking the network for what a trial has no need of; ``own_code`` leaves
+    what the user's own code may depend on as it is.
     """
     environment = {
         name: value
@@ -42,7 +45,8 @@ def server_environment(device: Device, current: Mapping[str, str], *, offline: b
     environment["CUDA_VISIBLE_DEVICES"] = device.uuid if device.kind == "cuda" else "-1"
     # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    environment["TOKENIZERS_PARALLELISM"] = "false"
+    if not own_code:
+        environment["TOKENIZERS_PARALLELISM"] = "false"
     environment.pop(CAPABILITY_VARIABLE, None)
     if device.capability is not None:
         environment[CAPABILITY_VARIABLE] = ".".join(map(str, device.capability))

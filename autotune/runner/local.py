@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from autotune.data import facts_from_document
 from autotune.device import Device
-from autotune.errors import InvalidRequestError, TrialServerError
+from autotune.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.runner.environment import server_environment
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome, outcome_from_document
 from autotune.workload import Workload
@@ -48,6 +48,8 @@ class TrialJob:
     seed: int
     timeout_seconds: float
     log_path: str
+    unmodified: bool = False
+    """Run the user's own code with its own settings, whatever the candidate says."""
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
@@ -107,13 +109,18 @@ class LocalRunner:
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                env=server_environment(self._device, os.environ, offline=not self._needs_hub()),
+                env=self._environment(),
                 # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
                 start_new_session=True,
             )
         os.close(write_fd)
         os.set_blocking(read_fd, False)
         self._reports, self._rest, self._ready, self._trial_pid = read_fd, b"", False, None
+
+    def _environment(self) -> dict[str, str]:
+        own_code = self._workload.source is not None
+        offline = not self._needs_hub() and not own_code
+        return server_environment(self._device, os.environ, offline=offline, own_code=own_code)
 
     def _needs_hub(self) -> bool:
         return self._workload.weights is not None or self._workload.data is not None
@@ -289,21 +296,23 @@ class LocalRunner:
         self._workload = self._workload.with_facts(facts_from_document(answer["result"]["facts"]))
         return self._workload
 
-    def inspect(self) -> Document:
+    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
         """What ``autotune.worker.facts.inspect`` says of this environment and workload.
 
-        Raises ``TrialServerError`` when no answer comes.
+        Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """
         log_path = self._log_folder / "inspect.log"
         job = {
             "id": "inspect",
             "kind": "inspect",
             "workload": self._workload.document(),
-            "timeout_seconds": _INSPECT_SECONDS,
+            "timeout_seconds": timeout_seconds,
             "log_path": str(log_path),
             **self._device_facts(),
         }
         answer = self._run_job(job, lambda _: None)
+        if self._workload.source is not None:
+            _check_own_code(self._workload.source.name, answer, log_path, timeout_seconds)
         if "result" not in answer:
             raise TrialServerError(
                 f"the device {self._device.label} could not be inspected: {_how_it_ended(answer, str(log_path))}",
@@ -322,12 +331,32 @@ class LocalRunner:
             "cap_bytes": job.cap_bytes,
             "effort": dataclasses.asdict(job.effort),
             "seed": job.seed,
+            "unmodified": job.unmodified,
             "timeout_seconds": job.timeout_seconds,
             "log_path": job.log_path,
             "data_folder": str(self._data_folder) if self._data_folder else None,
             **self._device_facts(),
         }
         return _outcome(self._run_job(document, progress), job)
+
+
+def _check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds: float) -> None:
+    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training."""
+    result = answer.get("result", {})
+    if "source_error" in result:
+        message, hint = result["source_error"], result.get("source_hint", "")
+    elif "result" in answer or answer.get("lost"):
+        return
+    elif answer.get("timed_out"):
+        message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
+        hint = "give it more time with --trial-timeout"
+    elif answer.get("signal"):
+        message, hint = f"{name} was killed by {_signal_name(answer['signal'])} before it called Trainer.train", ""
+    else:
+        message, hint = f"{name} ended its process before it called Trainer.train", "run it by itself to see why"
+    last = tail(log_path)
+    where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
+    raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
 
 
 def _how_it_ended(answer: Document, log_path: str) -> str:

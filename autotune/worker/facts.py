@@ -77,6 +77,16 @@ def _model_facts(workload: Workload) -> Document:
 
 def inspect(job: Document) -> Document:
     """Facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
+    facts = inspect_environment(job)
+    try:
+        facts["model"] = _model_facts(Workload.from_document(job["workload"]))
+    except Exception as error:
+        facts["model_error"] = first_line(error)
+    return facts
+
+
+def inspect_environment(job: Document) -> Document:
+    """Facts about the environment alone."""
     context_bytes = _context_bytes(job["device_uuid"]) if job["device_kind"] == "cuda" else 0
     facts: Document = {
         "context_bytes": context_bytes,
@@ -97,8 +107,4 @@ def inspect(job: Document) -> Document:
             "threads_per_multiprocessor": properties.max_threads_per_multi_processor,
             "name": properties.name,
         }
-    try:
-        facts["model"] = _model_facts(Workload.from_document(job["workload"]))
-    except Exception as error:
-        facts["model_error"] = first_line(error)
     return facts

@@ -127,6 +127,16 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._joules_before = self._meter.energy_joules()
             self._previous_end = time.perf_counter()
 
+    @property
+    def micro_steps_seen(self) -> int:
+        """Micro-steps of the step that is ending."""
+        return len(self._marks) - 2
+
+    def drop_step(self) -> None:
+        """Take nothing down of the step that is ending; the clock of the next one starts here."""
+        self._meter.synchronize()
+        self._previous_end = time.perf_counter()
+
     def _taken_down(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to gradients, as all later ones do; where batches

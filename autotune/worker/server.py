@@ -19,8 +19,10 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -67,6 +69,7 @@ class _Child:
         self.lines = _Lines(result_fd)
         self.deadline = time.monotonic() + float(job["timeout_seconds"])
         self.timed_out = False
+        self.output_dir: str | None = job.get("output_dir")
 
 
 class Server:
@@ -105,6 +108,8 @@ class Server:
             for child in self._children.values():
                 process.kill_group(child.pid)
             process.end_children()
+            for child in self._children.values():
+                _remove(child.output_dir)
 
     def _wait_and_act(self) -> None:
         fds = [self._control.fd, self._wake_read]
@@ -124,6 +129,9 @@ class Server:
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
+        if (job.get("workload") or {}).get("source"):
+            # Made and taken away here, since the user's code is stopped at any point.
+            job["output_dir"] = tempfile.mkdtemp(prefix="autotune-trial-")
         read_fd, write_fd = os.pipe()
         server = os.getpid()
         sys.stdout.flush()
@@ -153,6 +161,7 @@ class Server:
         # What the job left behind was orphaned, and so adopted; other jobs go on.
         process.end_children(spared=self._children)
         os.close(child.lines.fd)
+        _remove(child.output_dir)
         code = os.waitstatus_to_exitcode(status)
         self.report(
             {
@@ -173,6 +182,11 @@ class Server:
             if not isinstance(message, dict):
                 message = {"malformed": line[:200].decode(errors="replace")}
             self.report({**message, "id": child.id})
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _become_child(job: dict[str, Any], server: int, result_fd: int, torch_threads: int, close: list[int]) -> NoReturn:
@@ -219,6 +233,10 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         from autotune.worker.reading import read_data
 
         send("result", read_data(job))
+    elif job["workload"].get("source"):
+        from autotune.worker.own import run_own
+
+        run_own(job, send)
     elif job["kind"] == "inspect":
         send("result", inspect(job))
     else:

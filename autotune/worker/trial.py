@@ -77,7 +77,7 @@ def _micro_steps(arguments: Any) -> int:
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
 
 
-class _Trial:
+class Trial:
     """Everything between a job and its outcome, so that a failure knows the phase and the meter."""
 
     def __init__(self, job: Document, send: Send) -> None:
@@ -108,13 +108,17 @@ class _Trial:
         self._phases.end()
         return outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
-    def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+    def _open_device(self) -> Meter:
         self._phases.enter("device")
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
         meter = self._meter = open_meter(self._device_kind, self._uuid)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
+        return meter
+
+    def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
+        meter = self._open_device()
         feed = self._open_feed()
         self._phases.enter("model")
         model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
@@ -178,7 +182,7 @@ class _Trial:
         )
         return feed.schedule(shape, self._seed)
 
-    def _failure(self, error: Exception) -> OutOfMemory | Failed:
+    def _failure(self, error: BaseException) -> OutOfMemory | Failed:
         peaks = self._meter.peaks() if self._meter else (None, None)
         outcome = classify(
             error,
@@ -198,4 +202,4 @@ class _Trial:
 
 def run_trial(job: Document, send: Send) -> Document:
     """Run the job's candidate and return its outcome as a document; ``send`` gets progress records."""
-    return _Trial(job, send).run()
+    return Trial(job, send).run()

@@ -1,0 +1,131 @@
+"""Training that the user brings along: a function that builds a Trainer, or a script; found without running it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autotune.errors import InvalidRequestError
+
+DEFAULT_FUNCTION = "build"
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
+# Options of the interpreter that change nothing which a trial depends on, and those that take a value.
+_PYTHON_FLAGS = frozenset({"-u", "-B", "-O", "-OO", "-E", "-s", "-I", "-P", "-q", "-v", "-b", "-d"})
+_PYTHON_OPTIONS = frozenset({"-W", "-X"})
+_LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "mpirun", "srun", "uv", "poetry", "nohup", "bash", "sh"})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSource:
+    """The user's own code, as a trial process needs it to run."""
+
+    kind: Literal["build", "script"]
+    file: str
+    """The absolute path of the file whose code is run."""
+    digest: str
+    """Of the file's content: another content is another training."""
+    cwd: str
+    """The folder in which it runs."""
+    argv: tuple[str, ...] = ()
+    """What follows a script's name on its command line."""
+    module: str | None = None
+    """The script's dotted name where it is run as ``python -m`` would."""
+    function: str | None = None
+    """What of the file builds the ``Trainer``: called with a dictionary of ``TrainingArguments`` fields."""
+
+    @property
+    def name(self) -> str:
+        """What to call it: ``train.py:build``, ``run_glue.py``, ``package.module``."""
+        if self.kind == "build":
+            return f"{Path(self.file).name}:{self.function}"
+        return self.module or Path(self.file).name
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> TrainingSource:
+        """The inverse of ``dataclasses.asdict``."""
+        return cls(**{**document, "argv": tuple(document["argv"])})
+
+
+def find_trainer(text: str) -> TrainingSource:
+    """The source that ``--trainer FILE:FUNCTION`` names; the function is ``build`` where none is named.
+
+    Raises ``InvalidRequestError`` where there is no such file.
+    """
+    name, colon, function = text.rpartition(":")
+    if not colon or not function.isidentifier():
+        name, function = text, DEFAULT_FUNCTION
+    file = _file(
+        name, f"--trainer {text}", "name a Python file and the function that builds the Trainer: train.py:build"
+    )
+    return TrainingSource("build", str(file), _digest(file), os.getcwd(), function=function)
+
+
+def find_script(words: Sequence[str]) -> TrainingSource:
+    """The source that a command line after ``--`` names, with or without ``python`` before it, or with ``-m``.
+
+    Raises ``InvalidRequestError`` where it is none that can be run within a trial, or is not there.
+    """
+    command = " ".join(words)
+    left = list(words)
+    if Path(left[0]).name in _LAUNCHERS:
+        raise InvalidRequestError(
+            f"{command[:80]!r} starts other processes, which cannot be measured from within",
+            "give the script itself and its own options: -- python train.py …",
+        )
+    if _PYTHON.fullmatch(Path(left[0]).name):
+        left = left[1:]
+        while left and left[0] in _PYTHON_FLAGS | _PYTHON_OPTIONS:
+            left = left[2:] if left[0] in _PYTHON_OPTIONS else left[1:]
+    if left[:1] == ["-m"] and len(left) > 1:
+        module, *arguments = left[1:]
+        file = _module_file(module)
+        return TrainingSource("script", str(file), _digest(file), os.getcwd(), tuple(arguments), module)
+    if not left or left[0].startswith("-"):
+        raise InvalidRequestError(
+            f"{command[:80]!r} names no script", "give one after the --, such as: -- python train.py --do_train"
+        )
+    file = _file(left[0], f"the script {left[0]}", "name a Python file, as in: -- python train.py --do_train")
+    return TrainingSource("script", str(file), _digest(file), os.getcwd(), tuple(left[1:]))
+
+
+def _file(name: str, what: str, hint: str) -> Path:
+    # Unlike those of Path, these functions take every name for an answer.
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        raise InvalidRequestError(f"{what}: there is no file {name}{where}", hint)
+    if not os.path.isfile(path):
+        raise InvalidRequestError(f"{what}: {name} is not a file", hint)
+    return path.resolve()
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise InvalidRequestError(f"{file} cannot be read: {error.strerror}", "make it readable") from error
+
+
+def _module_file(name: str) -> Path:
+    """The file of a module, found as ``python -m`` would but without importing what it lies in."""
+    folders: list[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    for part in name.split("."):
+        is_name = part.isidentifier() and folders is not None
+        spec = importlib.machinery.PathFinder.find_spec(part, folders) if is_name else None
+        folders = list(spec.submodule_search_locations or ()) if spec else None
+    if spec is not None and folders:
+        spec = importlib.machinery.PathFinder.find_spec("__main__", folders)
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise InvalidRequestError(
+            f"there is no module {name} to be run with -m", f"it is looked for in {os.getcwd()} and where Python looks"
+        )
+    return Path(spec.origin).resolve()

@@ -1,0 +1,101 @@
+"""Putting a candidate's ``TrainingArguments`` over those that the user's code makes, wherever it makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from autotune.trial import Document
+
+# A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
+# batch than it was told to where memory runs out.
+_QUIET: Document = {
+    "report_to": "none",
+    "push_to_hub": False,
+    "eval_on_start": False,
+    "auto_find_batch_size": False,
+    "disable_tqdm": True,
+    "resume_from_checkpoint": None,
+}
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass
+class Overlay:
+    """What is put over every ``TrainingArguments`` that is made in this process from ``install`` on.
+
+    The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set
+    before it runs, so that it checks and derives from them as from the user's own.
+    """
+
+    output_dir: str
+    tuned: Document = field(default_factory=dict)
+    """Fields to set; empty for the user's unmodified settings."""
+    shortened: tuple[int, int] | None = None
+    """Accumulation steps to run fewer of, and how many to run."""
+    on_cpu: bool = False
+    is_probing: bool = False
+    """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
+    _last_own_batch: tuple[int, int] | None = None
+
+    def install(self) -> None:
+        """Wrap the class for the rest of this process."""
+        original = TrainingArguments.__post_init__
+
+        def __post_init__(arguments: Any) -> None:  # noqa: N807
+            self._put(arguments)
+            original(arguments)
+
+        TrainingArguments.__post_init__ = __post_init__
+
+    def _put(self, arguments: Any) -> None:
+        given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+        # A copy of arguments that were overlaid shows the overlay, not the user's own.
+        if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
+            self._last_own_batch = given
+        arguments._autotune_own_batch = self._last_own_batch
+        if self.is_probing and not self.tuned:
+            self.tuned = probe(*given)
+        quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
+        for name, value in {**quiet, **self.tuned}.items():
+            if hasattr(arguments, name):
+                setattr(arguments, name, value)
+        if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
+            arguments.gradient_accumulation_steps = self.shortened[1]
+
+    def ignored(self, arguments: Any, wanted: Document) -> str | None:
+        """The first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
+        for name, value in wanted.items():
+            asked = value
+            if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
+                asked = self.shortened[1]
+            found = getattr(arguments, name, None)
+            if plain(found) != asked and name != "use_cpu":
+                return f"{name} is {plain(found)!r}, asked was {asked!r}"
+        return None
+
+
+def probe(batch: int, accumulation: int) -> Document:
+    """Another batch of the same effective batch, where there is one."""
+    samples = batch * accumulation
+    return {_BATCH[0]: 1 if batch > 1 else samples, _BATCH[1]: samples if batch > 1 else 1}
+
+
+def own_batch(arguments: Any) -> tuple[int, int]:
+    """Per-device batch and accumulation of overlaid ``arguments``, as the user's code gave them."""
+    given = getattr(arguments, "_autotune_own_batch", None)
+    return given or (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
+
+
+def plain(value: Any) -> Any:
+    """A field's value as JSON has it: enumerations as their values."""
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def known_fields() -> set[str]:
+    """The names that the installed ``TrainingArguments`` has."""
+    return {f.name for f in dataclasses.fields(TrainingArguments)}

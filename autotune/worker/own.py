@@ -1,0 +1,342 @@
+"""Trials of the user's own Trainer or script: their code runs, and is stopped within ``Trainer.train`` once measured.
+
+Whatever their code would do with an exception of ours, it gets none: results are sent and the
+process ends inside the callback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from transformers import Trainer
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from autotune.arguments import checkpointing_field, training_arguments
+from autotune.training_source import TrainingSource
+from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.worker.facts import inspect_environment
+from autotune.worker.failures import first_line
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.trial import Trial
+from autotune.worker.user_code import UserCodeError, enter, load_function, run_script, trim
+from autotune.workload import BYTES_PER_ELEMENT, Workload
+
+SendMessage = Callable[[str, Document], None]
+OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
+
+# Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
+_SPARE_STEPS = 20
+
+
+def run_own(job: Document, send: SendMessage) -> None:
+    """Run a trial or an inspection of the user's own code, send its result with ``send``, end the process.
+
+    The server made ``output_dir`` for it and takes it away.
+    """
+    output_dir: str = job["output_dir"]
+
+    def finish(result: Document) -> NoReturn:
+        send("result", result)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)
+
+    if job["kind"] == "inspect":
+        _inspect(job, output_dir, finish)
+    _OwnTrial(job, lambda record: send("progress", record), finish).run_in(output_dir)
+
+
+def _intercept(on_train: OnTrain) -> None:
+    """Have every ``Trainer``'s training call ``on_train`` with what would have trained, in this process from now on."""
+    original = Trainer.train
+
+    def train(trainer: Any, *_: Any, **__: Any) -> NoReturn:
+        on_train(trainer, lambda: original(trainer))
+
+    Trainer.train = train
+
+
+def _run_source(source: TrainingSource, overrides: Document, output_dir: str) -> NoReturn:
+    """Run the user's code up to and into its training; raises where it ends or fails before that."""
+    if source.kind == "build":
+        build_trainer(source, overrides).train()
+        raise UserCodeError(f"the Trainer of {source.name} has a train method that never calls Trainer.train")
+    try:
+        run_script(source, output_dir)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            what = f"exit code {left.code}" if isinstance(left.code, int) else f"the words {str(left.code)[:200]!r}"
+            raise UserCodeError(
+                f"{source.name} left with {what} before it called Trainer.train",
+                "run it by itself with the same options to see whether it trains",
+            ) from left
+    raise UserCodeError(
+        f"{source.name} ended without having called Trainer.train",
+        "give it the options with which it trains, such as --do_train; only what trains with "
+        "transformers.Trainer or a subclass can be measured",
+    )
+
+
+def build_trainer(source: TrainingSource, overrides: Document) -> Any:
+    """What the user's function returns; raises ``UserCodeError`` where that is no ``Trainer``."""
+    trainer = load_function(source)(dict(overrides))
+    if not isinstance(trainer, Trainer):
+        kind = "the class" if isinstance(trainer, type) else "an object of type"
+        name = trainer.__name__ if isinstance(trainer, type) else type(trainer).__name__
+        raise UserCodeError(
+            f"{source.name} returned {'None' if trainer is None else f'{kind} {name}'}, not a transformers.Trainer",
+            "return the Trainer, ready to train",
+        )
+    return trainer
+
+
+class _WholeStepsCallback(MeasureCallback):
+    """Measures steps that are whole, and has nothing logged, evaluated or saved beside them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look whether the data can make a whole step."""
+        loader = kwargs.get("train_dataloader")
+        samples, batch = _length(getattr(loader, "dataset", None)), args.train_batch_size
+        needed = batch * args.gradient_accumulation_steps
+        if samples is not None and samples < needed:
+            raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
+        super().on_train_begin(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the step down, unless the end of the data cut it short."""
+        if self._is_whole(args, state, kwargs.get("train_dataloader")):
+            super().on_step_end(args, state, control)
+        else:
+            self.drop_step()
+        _silence(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Nothing happens between epochs."""
+        _silence(control)
+
+    def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
+        if self.micro_steps_seen < args.gradient_accumulation_steps:
+            return False
+        if abs(state.epoch - round(state.epoch)) > 1e-9:
+            return True
+        samples = _length(getattr(loader, "dataset", None))
+        return args.dataloader_drop_last or (samples is not None and samples % args.train_batch_size == 0)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _silence(control: Any) -> None:
+    control.should_log = control.should_evaluate = control.should_save = False
+
+
+class _OwnTrial(Trial):
+    """A trial whose model, data and ``Trainer`` the user's code makes."""
+
+    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
+        super().__init__(job, send)
+        assert self._workload.source is not None
+        self._source = self._workload.source
+        self._finish = finish
+        self._is_unmodified: bool = job.get("unmodified", False)
+        self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
+
+    def run_in(self, output_dir: str) -> NoReturn:
+        """Run the user's code; never returns, and never raises."""
+        try:
+            self._open_device()
+            self._phases.enter(self._source.kind)
+            enter(self._source)
+            self._overlay = Overlay(
+                output_dir,
+                tuned=self._wanted if self._source.kind == "script" else {},
+                shortened=_shortened(self._candidate, self._effort),
+                on_cpu=self._device_kind == "cpu",
+            )
+            self._overlay.install()
+            _intercept(self._train_own)
+            _run_source(self._source, self._wanted, output_dir)
+        except BaseException as error:
+            self._end(self._judged(error))
+
+    def _judged(self, error: BaseException) -> OutOfMemory | Failed:
+        trim(error, self._source)
+        if isinstance(error, UserCodeError):
+            print(f"autotune: {error}", file=sys.stderr)
+            return Failed("error", str(error), during=self._phases.current)
+        outcome = self._failure(error)
+        if isinstance(outcome, Failed):
+            return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
+        return outcome
+
+    def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
+        self._phases.end()
+        self._finish(outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds)))
+
+    def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
+        """Stands in for ``Trainer.train``: trains, and ends the process."""
+        try:
+            self._check(trainer)
+            self._prepare(trainer)
+            self._phases.enter("train")
+            train()
+            raise UserCodeError(f"{self._source.name} stopped training before enough steps were measured")
+        except BaseException as error:
+            self._end(self._judged(error))
+
+    def _check(self, trainer: Any) -> None:
+        """Raise ``UserCodeError`` where the ``Trainer`` would not train as the candidate says."""
+        if trainer.args.n_gpu > 1:
+            raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        ignored = self._overlay.ignored(trainer.args, self._wanted)
+        checkpoints = bool(getattr(trainer.model, "is_gradient_checkpointing", False))
+        if not self._is_unmodified and checkpoints and not self._candidate.arm.gradient_checkpointing:
+            ignored = "the model checkpoints, whatever gradient_checkpointing says"
+        if ignored:
+            raise UserCodeError(_ignored_message(self._source, ignored))
+
+    def _prepare(self, trainer: Any) -> None:
+        """Have it measured, for as many steps as that takes, and heard by nobody else."""
+        assert self._meter is not None
+        for callback in list(trainer.callback_handler.callbacks):
+            if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
+                trainer.remove_callback(callback)
+        trainer.add_callback(
+            _WholeStepsCallback(
+                self._meter,
+                self._candidate,
+                self._effort,
+                on_enough=lambda measured: self._end(Completed(_with_loss(measured, trainer))),
+                on_step=lambda step: self._send({"step": step}),
+            )
+        )
+        trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
+        self._meter.reset_peaks()
+
+
+def _fields(candidate: Candidate, device_kind: str) -> Document:
+    return training_arguments(candidate, known_fields(), device_kind)
+
+
+def _shortened(candidate: Candidate, effort: Effort) -> tuple[int, int]:
+    return candidate.gradient_accumulation_steps, micro_steps_to_run(candidate, effort)
+
+
+def _ignored_message(source: TrainingSource, ignored: str) -> str:
+    if source.kind == "build":
+        return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
+    return (
+        f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
+    )
+
+
+def _with_loss(measured: Measurement, trainer: Any) -> Measurement:
+    total = getattr(trainer, "_tr_loss", None)
+    if total is None:
+        return measured
+    return dataclasses.replace(measured, train_loss=float(total) / max(1, trainer.state.global_step))
+
+
+# What a process sees of the user's training before the first trial
+
+
+def _inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
+    """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``."""
+    source = Workload.from_document(job["workload"]).source
+    assert source is not None
+    facts = inspect_environment(job)
+    overlay = Overlay(output_dir, on_cpu=job["device_kind"] == "cpu", is_probing=source.kind == "script")
+
+    def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
+        try:
+            facts["model"] = _model_facts(trainer)
+            wanted = overlay.tuned
+            if source.kind == "build":
+                wanted = probe(*own_batch(trainer.args))
+                trainer = build_trainer(source, wanted)
+            ignored = overlay.ignored(trainer.args, wanted)
+            if ignored:
+                raise UserCodeError(_ignored_message(source, ignored))
+        except BaseException as error:
+            fail(error)
+        finish(facts)
+
+    def fail(error: BaseException) -> NoReturn:
+        trim(error, source)
+        if isinstance(error, UserCodeError):
+            facts["source_error"], facts["source_hint"] = str(error), error.hint
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            facts["source_error"] = f"{source.name} raised {first_line(error)}"
+            facts["source_hint"] = "mend it until it trains by itself"
+        finish(facts)
+
+    try:
+        enter(source)
+        overlay.install()
+        _intercept(on_train)
+        _run_source(source, {}, output_dir)
+    except BaseException as error:
+        fail(error)
+
+
+def _model_facts(trainer: Any) -> Document:
+    """The model's facts, and under ``own`` the settings that the user's code would train with."""
+    model, args = trainer.model, trainer.args
+    config = getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    batch, accumulation = own_batch(args)
+    checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
+    return {
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "attn_implementations": [attention if isinstance(attention, str) else "eager"],
+        "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "num_labels": getattr(config, "num_labels", None),
+        "dtype": _weight_dtype(model),
+        "config": _config_document(config),
+        "own": {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "precision": _precision(args),
+            "gradient_checkpointing": checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
+            "attn_implementation": attention if isinstance(attention, str) else "eager",
+            "optim": plain(args.optim),
+        },
+    }
+
+
+def _precision(args: Any) -> str:
+    named = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
+    return next((name for name, is_on in named.items() if is_on), "fp32")
+
+
+def _weight_dtype(model: Any) -> str:
+    """The dtype of most of the weights, among those that weights are trained in."""
+    counts = dict.fromkeys(BYTES_PER_ELEMENT, 0)
+    for parameter in model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        if name in counts:
+            counts[name] += parameter.numel()
+    return max(counts, key=lambda name: counts[name])
+
+
+def _config_document(config: Any) -> Document:
+    """The config as JSON-ready data, less what depends on where it came from; empty where there is none."""
+    if not hasattr(config, "to_diff_dict"):
+        return {}
+    document = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")}

@@ -1,0 +1,89 @@
+"""Running the user's own code in a trial's process, as their shell would have run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.training_source import TrainingSource
+
+# Options that name the folder which scripts write to, as HfArgumentParser spells them.
+_OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
+# Services that scripts report to by themselves, beside the Trainer's own callbacks.
+_SILENCED = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "SWANLAB_MODE": "disabled"}
+
+
+class UserCodeError(Exception):
+    """The user's code does what cannot be measured; the message says what, ``hint`` what to do about it."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def enter(source: TrainingSource) -> None:
+    """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
+    os.environ.update(_SILENCED)
+    os.chdir(source.cwd)
+    # As python does: the script's folder comes first, or the working folder for a module.
+    sys.path.insert(0, source.cwd if source.module else str(Path(source.file).parent))
+
+
+def run_script(source: TrainingSource, output_dir: str) -> None:
+    """Run a script to its end as ``__main__``, its output folder exchanged for ``output_dir``."""
+    sys.argv = [source.file, *_redirected(source.argv, output_dir)]
+    if source.module:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(source.file, run_name="__main__")
+
+
+def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
+    words = list(argv)
+    for place, word in enumerate(words):
+        option, equals, _ = word.partition("=")
+        if option not in _OUTPUT_OPTIONS:
+            continue
+        if equals:
+            words[place] = f"{option}={output_dir}"
+        elif place + 1 < len(words):
+            words[place + 1] = output_dir
+    return words
+
+
+def load_function(source: TrainingSource) -> Callable[[dict[str, Any]], Any]:
+    """The function that builds the ``Trainer``; its file is imported, not run as ``__main__``.
+
+    Raises ``UserCodeError`` where the file has no such function.
+    """
+    name = Path(source.file).stem
+    if name in sys.modules or not name.isidentifier():
+        name = f"autotune_trainer_{source.digest}"
+    spec = importlib.util.spec_from_file_location(name, source.file)
+    if spec is None or spec.loader is None:
+        raise UserCodeError(f"{source.file} is no Python file", "name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    # Data loaders and pickles look classes up by their module's name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, source.function or "", None)
+    if not callable(function):
+        raise UserCodeError(
+            f"{Path(source.file).name} has no function {source.function}",
+            f"define {source.function}(overrides: dict) -> Trainer there, or name another: --trainer FILE:FUNCTION",
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def trim(error: BaseException, source: TrainingSource) -> None:
+    """Let the error's traceback begin in the user's file, where it passes through that."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace

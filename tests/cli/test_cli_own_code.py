@@ -1,0 +1,176 @@
+"""Searches over Trainers and scripts of one's own: what is printed, exported, continued, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Ran, Run, environment, run_process
+from test_cli_errors import check_error
+from texts import write_texts
+
+OWN_CODE = ROOT / "tests" / "own_code"
+SCRIPT = ("python", str(OWN_CODE / "classify_texts.py"))
+OWN_SETTINGS = ("--train_file", "train.csv", "--do_train", "--per_device_train_batch_size", "2")
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search over the example script, in a folder of its own."""
+
+    folder: Path
+    ran: Ran
+
+    def search(self, *words: str) -> Ran:
+        """Another one there."""
+        variables = {"HF_DATASETS_CACHE": str(self.folder / "cache")}
+        return run_process("search", "--device", "cpu", *words, folder=self.folder, **variables)
+
+
+STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "3")
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """One real search: the unmodified settings, then two candidates."""
+    folder = tmp_path_factory.mktemp("script")
+    write_texts(folder / "train.csv")
+    (folder / "out").mkdir()
+    (folder / "out" / "kept").touch()
+    ran = Searched(folder, Ran(0, "", "")).search(*STUDY, "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    return Searched(folder, ran)
+
+
+def test_a_script_is_searched(searched: Searched) -> None:
+    """Unmodified settings first, then candidates of the effective batch that was asked for."""
+    ran = searched.ran
+    assert ran.code == 0, ran.stderr
+    assert "running classify_texts.py up to its training" in ran.stderr
+    assert "model   classify_texts.py (BertForSequenceClassification), 4" in ran.stderr
+    assert "data    as classify_texts.py makes it; effective batch 16; float32 weights" in ran.stderr
+    assert re.search(r"^ 0     2 × 1  fp32 .* baseline$", ran.stderr, flags=re.MULTILINE)
+    assert re.search(r"^  \d+\.\d\d × your own settings \(2 × 1  fp32: ", ran.stdout, flags=re.MULTILINE)
+    assert "tokens/s" not in ran.stdout
+    assert "note: your own settings train at effective batch 2, not 16" in ran.stdout
+    assert os.listdir(searched.folder / "out") == ["kept"]
+    assert {path.name for path in searched.folder.iterdir()} <= {"out", "train.csv", "studies", "cache"}
+
+
+def test_it_is_shown_and_documented(searched: Searched) -> None:
+    """What is unknown of a script is not said."""
+    shown = run_process("show", "mine", folder=searched.folder)
+    assert shown.stdout.splitlines()[1] == "  classify_texts.py, float32 weights"
+    document = json.loads(run_process("show", "mine", "--json", folder=searched.folder).stdout)
+    source = document["workload"]["source"]
+    assert (source["kind"], source["argv"]) == ("script", [*OWN_SETTINGS, "--output_dir", "out"])
+    assert document["workload"]["config"]["model_type"] == "bert"
+    for trial in document["trials"]:
+        assert trial["tokens_per_second"] is None
+        own = trial["stage"] == "baseline"
+        assert trial["per_device_train_batch_size"] * trial["gradient_accumulation_steps"] == (2 if own else 16)
+        assert list(trial["phase_seconds"]) == ["device", "script", "train"]
+
+
+def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: Path) -> None:
+    """The flags come after the script's own, false ones among them, and count; it was never changed for that."""
+    exported = run_process("export", "mine", "--format", "cli", folder=searched.folder)
+    fields = json.loads(run_process("export", "mine", folder=searched.folder).stdout)
+    assert fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"] == 16
+    assert {"bf16", "fp16", "tf32", "optim"} <= fields.keys()
+    assert False in fields.values()
+    assert "give them to classify_texts.py after its other options" in exported.stderr
+    write_texts(tmp_path / "train.csv")
+    opposite = ("--fp16", "true", "--gradient_accumulation_steps", "7", "--optim", "sgd")
+    own = (*OWN_SETTINGS, *opposite, "--output_dir", "trained", "--max_steps", "2")
+    ended = subprocess.run(
+        [sys.executable, SCRIPT[1], *own, *shlex.split(exported.stdout)],
+        cwd=tmp_path,
+        env={**environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr
+    import torch
+
+    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
+    assert {name: getattr(trained, name) for name in fields} == fields
+    python = run_process("export", "mine", "--format", "python", folder=searched.folder).stdout
+    scope: dict[str, object] = {}
+    exec(python, scope)
+    assert scope["overrides"] == fields
+
+
+def test_the_study_is_continued_only_with_the_same_script(searched: Searched) -> None:
+    """A larger budget is no other search; other options of the script are."""
+    own = (*SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    again = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own)
+    assert again.code == 0, again.stderr
+    assert "continuing the study mine, 3 trials recorded" in again.stderr
+    other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
+    assert other.code == 2
+    assert "searched with other options (source.argv: " in other.stderr
+
+
+def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> None:
+    trainer = str(OWN_CODE / "build_trainer.py")
+    ran = run_process("search", "--device", "cpu", "--trials", "2", "--trainer", trainer, "--json", folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["study"] == "build_trainer-build"
+    assert document["request"]["effective_batch"] == 8
+    assert document["baseline"]["per_device_train_batch_size"] == 4
+    assert document["workload"]["source"]["function"] == "build"
+    exported = run_process("export", "build_trainer-build", folder=tmp_path)
+    assert "hand them to build_trainer.py:build as its overrides" in exported.stderr
+    assert not (tmp_path / "own_output").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--trainer", "none.py:build"), ("none.py", "train.py:build")),
+        (("--", "python", "none.py"), ("none.py", "train.py")),
+        (("--", "torchrun", "run.py"), ("torchrun run.py", "python train.py")),
+        (("--", "python"), ("'python' names no script", "--do_train")),
+        (("--trainer", "run.py", "--", "run.py"), ("--trainer run.py", "leave one of them out")),
+        (("--model", "bert-tiny", "--", "run.py"), ("--model means nothing", "leave --model out")),
+        (("--seq-len", "8", "--trainer", "run.py"), ("--seq-len means nothing", "leave --seq-len out")),
+        (("--dtype", "bfloat16", "--", "run.py"), ("--dtype means nothing",)),
+        (("--attn", "eager", "--", "run.py"), ("--attn means nothing",)),
+        ((), ("nothing to train", "--model NAME")),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    run: Run, folder: Path, words: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    (folder / "run.py").write_text("raise AssertionError('nobody runs this')\n")
+    check_error(run("search", *words), 2, *named)
+    assert [path.name for path in folder.iterdir()] == ["run.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import argparse\nargparse.ArgumentParser().parse_args()\n", ("left with exit code 2", "--do_train")),
+        ("import no_such_thing\n", ("run.py raised ModuleNotFoundError", "no_such_thing")),
+        ("import os\nprint('bye', flush=True)\nos._exit(0)\n", ("run.py ended its process before", "bye")),
+        ("import os\nos.kill(os.getpid(), 9)\n", ("run.py was killed by SIGKILL before",)),
+        ("import time\ntime.sleep(600)\n", ("run.py had not called Trainer.train after 5 s", "--trial-timeout")),
+    ],
+)
+def test_a_script_that_never_trains_is_one_clear_error(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:
+    """With the end of its log, and no study begun."""
+    (tmp_path / "run.py").write_text(text)
+    words = ("search", "--device", "cpu", "--trial-timeout", "5s", "--", "run.py", "--do_train")
+    ran = run_process(*words, folder=tmp_path)
+    stderr = re.sub("^running run.py .*\n", "", ran.stderr, flags=re.MULTILINE)
+    check_error(Ran(ran.code, ran.stdout, stderr), 10, "inspect.log", *named)
+    assert list((tmp_path / "studies").iterdir()) == [tmp_path / "studies" / "logs"]

@@ -1,0 +1,106 @@
+"""Trainers of one's own, as ``--trainer`` takes them: a good one, and some that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+
+
+@dataclass
+class SmoothArguments(TrainingArguments):
+    """Arguments with a field of their own."""
+
+    smoothing: float = field(default=0.1, metadata={"help": "How much of the labels is spread out."})
+
+
+class SmoothTrainer(Trainer):
+    """A loss of its own, and a train method that does more than the original."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """Cross-entropy with smoothed labels."""
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=self.args.smoothing)
+        return (loss, outputs) if return_outputs else loss
+
+    def train(self, *words: Any, **options: Any) -> Any:
+        """Says that it begins, and that it is over."""
+        print("training begins")
+        result = super().train(*words, **options)
+        print("training is over")
+        return result
+
+
+class SayArguments(TrainerCallback):
+    """Prints what is trained with."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One line."""
+        batch = f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps}"
+        checkpoints = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
+        print(f"trains with {batch}, bf16 {args.bf16}, checkpointing {checkpoints}, {args.optim.value}")
+
+
+def make(arguments: TrainingArguments, kind: type[Trainer] = SmoothTrainer) -> Trainer:
+    """A tiny BERT that tells apart two kinds of random tokens."""
+    config = AutoConfig.for_model(
+        "bert", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64
+    )
+    torch.manual_seed(0)
+    samples = [{"input_ids": torch.randint(0, 64, (12,)), "labels": torch.tensor(n % 2)} for n in range(96)]
+    return kind(
+        model=AutoModelForSequenceClassification.from_config(config),
+        args=arguments,
+        train_dataset=samples,
+        callbacks=[SayArguments()],
+    )
+
+
+def build(overrides: dict[str, Any]) -> Trainer:
+    """As it should be: what is not overridden is one's own."""
+    own = {"output_dir": "own_output", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    return make(SmoothArguments(**{**own, **overrides}))
+
+
+def ignore(overrides: dict[str, Any]) -> Trainer:
+    """Trains as it likes."""
+    return make(SmoothArguments(output_dir="own_output", per_device_train_batch_size=4))
+
+
+def ignore_precision(overrides: dict[str, Any]) -> Trainer:
+    """Takes the batch and nothing else."""
+    batch = {name: value for name, value in overrides.items() if "batch" in name or "accumulation" in name}
+    return make(SmoothArguments(output_dir="own_output", **batch))
+
+
+def forget(overrides: dict[str, Any]) -> None:
+    """Builds and does not return."""
+    build(overrides)
+
+
+def return_the_class(overrides: dict[str, Any]) -> type:
+    """Returns what would have to be called."""
+    return SmoothTrainer
+
+
+class OwnLoop(Trainer):
+    """Never calls the original."""
+
+    def train(self, *_: Any, **__: Any) -> None:
+        """Nothing that could be measured."""
+
+
+def train_otherwise(overrides: dict[str, Any]) -> Trainer:
+    """A Trainer whose training is all its own."""
+    return make(SmoothArguments(**{"output_dir": "own_output", **overrides}), OwnLoop)
+
+
+def copy_arguments(overrides: dict[str, Any]) -> Trainer:
+    """Arguments that are made twice, as some libraries do."""
+    first = TrainingArguments(**{"output_dir": "own_output", "per_device_train_batch_size": 4, **overrides})
+    fields = {f.name: getattr(first, f.name) for f in dataclasses.fields(first) if f.init}
+    return make(SmoothArguments(**fields))

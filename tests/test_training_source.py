@@ -1,0 +1,103 @@
+"""From a command line to the user's own code, which is found but not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidRequestError
+from autotune.training_source import TrainingSource, find_script, find_trainer
+from autotune.workload import Workload
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script and a package that must not be imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_glue.py").write_text("raise AssertionError('nobody runs this')\n")
+    package = tmp_path / "pack" / "inner"
+    package.mkdir(parents=True)
+    for file in (
+        package.parent / "__init__.py",
+        package / "__init__.py",
+        package / "train.py",
+        package / "__main__.py",
+    ):
+        file.write_text("raise AssertionError('nobody imports this')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "before",
+    [(), ("python",), ("python3",), ("/usr/bin/python3.11", "-u"), ("python", "-W", "ignore", "-X", "dev", "-B")],
+)
+def test_a_script_is_found_with_and_without_python(folder: Path, before: tuple[str, ...]) -> None:
+    found = find_script([*before, "run_glue.py", "--do_train", "-m", "python"])
+    assert (found.kind, found.file, found.cwd) == ("script", str(folder / "run_glue.py"), os.getcwd())
+    assert (found.argv, found.module) == (("--do_train", "-m", "python"), None)
+    assert found.name == "run_glue.py"
+
+
+@pytest.mark.parametrize(("module", "file"), [("pack.inner.train", "train.py"), ("pack.inner", "__main__.py")])
+def test_a_module_is_found_without_importing_it(folder: Path, module: str, file: str) -> None:
+    found = find_script(["python", "-m", module, "--x"])
+    assert found.file == str(folder / "pack" / "inner" / file)
+    assert (found.module, found.argv, found.name) == (module, ("--x",), module)
+
+
+def test_a_function_is_found_and_build_is_its_usual_name(folder: Path) -> None:
+    for text, function in (("run_glue.py:make", "make"), ("run_glue.py", "build")):
+        found = find_trainer(text)
+        assert (found.kind, found.file, found.function) == ("build", str(folder / "run_glue.py"), function)
+        assert found.name == f"run_glue.py:{function}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.py"], "there is no file none.py"),
+        (["python", "pack"], "pack is not a file"),
+        (["python"], "names no script"),
+        (["python", "-c", "1"], "names no script"),
+        (["--do_train"], "names no script"),
+        (["python", "-m", "pack.none"], "there is no module pack.none"),
+        (["python", "-m", "none.such"], "there is no module none.such"),
+        (["accelerate", "launch", "run_glue.py"], "starts other processes"),
+        (["torchrun", "--nproc-per-node", "1", "run_glue.py"], "starts other processes"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        find_script(words)
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("text", ["none.py:build", "none.py", "pack:build", "run_glue.py:no name"])
+def test_a_trainer_that_is_not_there_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="--trainer"):
+        find_trainer(text)
+
+
+def fingerprint(source: TrainingSource) -> str:
+    """That of its workload."""
+    return Workload.of_source(source).fingerprint()
+
+
+def test_the_fingerprint_counts_the_content_and_the_options(folder: Path) -> None:
+    before = fingerprint(find_script(["run_glue.py", "--x", "1"]))
+    assert fingerprint(find_script(["python", "run_glue.py", "--x", "1"])) == before
+    assert fingerprint(find_script(["run_glue.py", "--x", "2"])) != before
+    (folder / "run_glue.py").write_text("print('another training')\n")
+    assert fingerprint(find_script(["run_glue.py", "--x", "1"])) != before
+
+
+def test_other_workloads_keep_their_fingerprint() -> None:
+    """Studies that were recorded before there were sources are still found."""
+    workload = Workload("bert-tiny", {"model_type": "bert"}, "sequence-classification", 32)
+    assert workload.fingerprint() == "7e82edef3512b5cb"
+    assert Workload.from_document(workload.document()) == workload
+    assert Workload.from_document({k: v for k, v in workload.document().items() if k != "source"}) == workload
+    assert dataclasses.replace(workload, padding=0.5).fingerprint() != workload.fingerprint()

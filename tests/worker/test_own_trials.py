@@ -1,0 +1,301 @@
+"""Trials of the user's own Trainers and scripts, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from server_client import Answer, ServerClient
+from texts import write_texts
+from tiny import QUICK
+
+from autotune.training_source import find_script, find_trainer
+from autotune.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
+from autotune.units import MIB
+from autotune.workload import Workload
+
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+SCRIPT = str(OWN_CODE / "classify_texts.py")
+
+TRAINS = """
+from transformers import Trainer, TrainingArguments, AutoConfig, AutoModelForSequenceClassification
+import torch
+config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+samples = [{"input_ids": torch.arange(12), "labels": torch.tensor(n % 2)} for n in range(64)]
+def trainer(**fields):
+    arguments = TrainingArguments(output_dir="out", **fields)
+    return Trainer(AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=samples)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with texts to learn from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write_texts(tmp_path / "train.csv")
+    return tmp_path
+
+
+def script(*words: str) -> Workload:
+    """The workload of a command line."""
+    return Workload.of_source(find_script(words))
+
+
+def inline(folder: Path, text: str) -> Workload:
+    """The workload of a script that says no more than this."""
+    (folder / "run.py").write_text(TRAINS + text)
+    return script("run.py")
+
+
+def trainer(function: str) -> Workload:
+    """The workload of a function of ``build_trainer.py``."""
+    return Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:{function}"))
+
+
+def classify(*words: str) -> Workload:
+    """The example script, unmodified, with what it needs to train."""
+    return script("python", SCRIPT, "--train_file", "train.csv", "--do_train", "--output_dir", "out", *words)
+
+
+def check_sane(answer: Answer, candidate: Candidate) -> None:
+    """What holds for every trial of one's own that completed."""
+    measured = answer.completed.measurement
+    assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
+    assert measured.peak_reserved_bytes > MIB
+    assert len(measured.step_seconds_each) == QUICK.max_steps
+    assert measured.optimizer_seconds is not None
+    assert 0 < measured.optimizer_seconds < measured.step_seconds
+    assert measured.train_loss is not None
+    assert math.isfinite(measured.train_loss)
+
+
+def files(folder: Path) -> set[str]:
+    """What lies in the working folder, caches aside."""
+    return {path.name for path in folder.iterdir()} - {"cache", "__pycache__"}
+
+
+def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "kept").write_text("a folder that is not empty trips the script's own check")
+    eager = ("--eval_strategy", "steps", "--eval_steps", "1", "--do_eval", "--validation_file", "train.csv")
+    workload = classify(*eager, "--save_steps", "1", "--logging_steps", "1", "--push_to_hub", "--report_to", "all")
+    candidate = Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2)
+    answer = trial_server.trial(workload, candidate)
+    check_sane(answer, candidate)
+    assert answer.completed.measurement.micro_steps_run == 2
+    assert [record["phase"] for record in answer.progress if "phase" in record] == ["device", "script", "train"]
+    assert answer.messages[-1]["exit_code"] == 0
+    assert "'eval_loss'" not in answer.log
+    assert "train_runtime" not in answer.log
+    assert files(folder) == {"train.csv", "out"}
+    assert os.listdir(folder / "out") == ["kept"]
+
+
+def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
+    own = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "4", "--optim", "adafactor", "--bf16")
+    model = trial_server.inspect(classify(*own))["model"]
+    assert (model["class"], model["dtype"], model["gradient_checkpointing"]) == (
+        "BertForSequenceClassification", "float32", True,
+    )  # fmt: skip
+    assert model["config"]["model_type"] == "bert"
+    assert model["own"] == {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "precision": "bf16",
+        "gradient_checkpointing": False,
+        "attn_implementation": "sdpa",
+        "optim": "adafactor",
+    }
+    assert files(folder) == {"train.csv"}
+
+
+def test_arguments_from_a_json_file_are_overlaid_as_well(trial_server: ServerClient, folder: Path) -> None:
+    settings = {"train_file": "train.csv", "do_train": True, "output_dir": "out", "per_device_train_batch_size": 2}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    workload = script(SCRIPT, "settings.json")
+    assert trial_server.inspect(workload)["model"]["own"]["per_device_train_batch_size"] == 2
+    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    assert files(folder) == {"train.csv", "settings.json"}
+
+
+def test_a_subclass_of_the_arguments_is_overlaid_and_a_module_is_run(
+    trial_server: ServerClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(OWN_CODE))
+    monkeypatch.chdir(OWN_CODE)
+    workload = script("python", "-m", "summarize_texts", "--output_dir", str(folder / "out"), "--eval_strategy=epoch",
+                      "--predict_with_generate", "true")  # fmt: skip
+    candidate = Candidate(Arm(optim="adafactor"), 8, 2)
+    answer = trial_server.trial(workload, candidate)
+    check_sane(answer, candidate)
+    assert "all done" not in answer.log
+    assert not (folder / "out").exists()
+
+
+SAYS_STEPS = """
+from transformers import TrainerCallback
+class Say(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        print("ends step", state.global_step, flush=True)
+own = trainer(per_device_train_batch_size=8)
+own.add_callback(Say)
+own.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "steps"),
+    # 64 samples are: 3 micro-steps and 1; 24, 24 and 16 samples; exactly 4 steps.
+    [(16, 3, 5), (24, 1, 4), (16, 1, 3)],
+)
+def test_steps_that_an_epoch_cuts_short_are_not_counted(
+    trial_server: ServerClient, folder: Path, batch: int, accumulation: int, steps: int
+) -> None:
+    effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=60.0)
+    answer = trial_server.trial(inline(folder, SAYS_STEPS), Candidate(Arm(), batch, accumulation), effort)
+    assert len(answer.completed.measurement.step_seconds_each) == 2
+    assert answer.log.count("ends step") == steps
+
+
+def test_data_for_less_than_a_step_are_an_error(trial_server: ServerClient, folder: Path) -> None:
+    outcome = trial_server.trial(inline(folder, "trainer().train()"), Candidate(Arm(), 65, 1)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "its training data has 64 samples, too few for a step of 65"
+
+
+def test_a_part_of_a_long_accumulation_stands_for_the_whole(trial_server: ServerClient) -> None:
+    for workload in (trainer("build"), script(str(OWN_CODE / "summarize_texts.py"), "--output_dir", "out")):
+        candidate = Candidate(Arm(), 2, 16)
+        measured = trial_server.trial(workload, candidate).completed.measurement
+        assert measured.micro_steps_run == 3
+        assert measured.samples_per_second == pytest.approx(32 / measured.step_seconds)
+        in_full = Effort(warmup_steps=1, min_steps=1, max_steps=2, max_seconds=60.0, max_micro_steps=16)
+        assert trial_server.trial(workload, candidate, in_full).completed.measurement.micro_steps_run == 16
+
+
+def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: Path) -> None:
+    candidate = Candidate(Arm("bf16", gradient_checkpointing=True, optim="adafactor"), 16, 2)
+    answer = trial_server.trial(trainer("build"), candidate)
+    check_sane(answer, candidate)
+    assert "training begins" in answer.log
+    assert "trains with 16 × 2, bf16 True, checkpointing True, adafactor" in answer.log
+    assert "training is over" not in answer.log
+    assert files(folder) == {"train.csv"}
+    own = trial_server.inspect(trainer("build"))["model"]["own"]
+    assert (own["per_device_train_batch_size"], own["gradient_accumulation_steps"]) == (4, 2)
+
+
+def test_the_baseline_is_unmodified(trial_server: ServerClient, folder: Path) -> None:
+    candidate = Candidate(Arm(), 4, 2)
+    answer = trial_server.trial(trainer("build"), candidate, unmodified=True)
+    check_sane(answer, candidate)
+    assert "trains with 4 × 2, bf16 False, checkpointing False, adamw_torch" in answer.log
+
+
+def test_arguments_that_are_made_twice_keep_the_overlay(trial_server: ServerClient, folder: Path) -> None:
+    own = trial_server.inspect(trainer("copy_arguments"))["model"]["own"]
+    assert (own["per_device_train_batch_size"], own["gradient_accumulation_steps"]) == (4, 1)
+    check_sane(trial_server.trial(trainer("copy_arguments"), Candidate(Arm(), 8, 3)), Candidate(Arm(), 8, 3))
+
+
+def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> None:
+    outcome = trial_server.trial(trainer("build"), Candidate(Arm(), 32, 1), cap_bytes=4 * MIB).outcome
+    assert isinstance(outcome, OutOfMemory)
+    large = "config.hidden_size = config.intermediate_size = 2048\n"
+    catches = inline(folder, f"{large}try:\n    trainer().train()\nexcept Exception:\n    pass\n")
+    assert isinstance(trial_server.trial(catches, Candidate(Arm(), 8), cap_bytes=400 * MIB).outcome, OutOfMemory)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('nothing to do')", "run.py ended without having called Trainer.train"),
+        ("import sys; sys.exit(3)", "run.py left with exit code 3 before it called Trainer.train"),
+        ("raise SystemExit('no data')", "run.py left with the words 'no data' before it called Trainer.train"),
+        ("import no_such_thing", "run.py raised ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("def broken(:", "run.py raised SyntaxError"),
+        (
+            "t = trainer()\nt.args.gradient_accumulation_steps = 5\nt.train()",
+            "run.py changes its TrainingArguments after they were made: gradient_accumulation_steps is 5, asked was 8",
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_measured_says_why(
+    trial_server: ServerClient, folder: Path, text: str, message: str
+) -> None:
+    workload = inline(folder, text)
+    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    assert answer.result["source_error"].startswith(message)
+    assert "source_hint" in answer.result
+    outcome = trial_server.trial(workload, Candidate(Arm(), 2, 3)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "error"
+    assert outcome.message.startswith(message.partition(" is 5")[0])
+
+
+@pytest.mark.parametrize("kind", ["except BaseException", "except", "finally"])
+def test_a_script_that_catches_everything_is_stopped_all_the_same(
+    trial_server: ServerClient, folder: Path, kind: str
+) -> None:
+    text = f"try:\n    trainer().train()\n{kind}:\n    open('caught', 'w')\nopen('after', 'w')\n"
+    answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4))
+    check_sane(answer, Candidate(Arm(), 4))
+    assert files(folder) == {"train.csv", "run.py"}
+
+
+def test_an_error_of_the_training_is_told_though_the_script_catches_it(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    text = "t = trainer()\nt.data_collator = lambda batch: 1 / 0\ntry:\n    t.train()\nexcept Exception:\n    pass\n"
+    answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4))
+    assert isinstance(answer.outcome, Failed)
+    assert answer.outcome.message == "run.py raised ZeroDivisionError: division by zero"
+    assert answer.outcome.during == "train"
+    assert "run.py" in answer.outcome.traceback.splitlines()[1]
+    assert "ZeroDivisionError" in answer.log
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("forget", "build_trainer.py:forget returned None, not a transformers.Trainer"),
+        ("return_the_class", "build_trainer.py:return_the_class returned the class SmoothTrainer, not a"),
+        ("train_otherwise", "the Trainer of build_trainer.py:train_otherwise has a train method that never calls"),
+        ("no_such", "build_trainer.py has no function no_such"),
+        (
+            "ignore",
+            "build_trainer.py:ignore ignored its overrides: per_device_train_batch_size is 4, asked was 1; pass them",
+        ),
+    ],
+)
+def test_a_function_that_builds_no_trainer_to_measure_says_why(
+    trial_server: ServerClient, function: str, message: str
+) -> None:
+    answer = trial_server.run({"kind": "inspect", "workload": trainer(function).document()})
+    assert answer.result["source_error"].startswith(message)
+
+
+def test_an_override_that_is_ignored_is_named(trial_server: ServerClient) -> None:
+    outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).outcome
+    assert isinstance(outcome, Failed)
+    assert "ignored its overrides: bf16 is False, asked was True" in outcome.message
+
+
+def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: ServerClient, folder: Path) -> None:
+    text = "import sys, time\nopen('where', 'w').write(TrainingArguments('out').output_dir)\ntime.sleep(600)\n"
+    answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), timeout_seconds=8.0)
+    assert answer.messages[-1]["timed_out"] is True
+    where = Path((folder / "where").read_text())
+    assert where.name.startswith("autotune-trial-")
+    assert not where.exists()
+
+
+def test_jobs_are_documents(folder: Path) -> None:
+    """What crosses the process border is JSON, and comes back as it was."""
+    workload = classify()
+    document: Document = json.loads(json.dumps(workload.document()))
+    assert Workload.from_document(document) == workload
