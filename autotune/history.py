@@ -32,6 +32,8 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
     """Whether a completed trial's steps were the candidate's own, micro-step for micro-step."""
     if not isinstance(outcome, Completed):
         return True
+    if outcome.source is not None and outcome.source.derived:
+        return False
     return outcome.measurement.micro_steps_run == candidate.gradient_accumulation_steps
 
 

@@ -16,7 +16,7 @@ from autotune.device import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import PolicySampler, params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
-from autotune.trial import Candidate, Completed, Outcome, OutOfMemory
+from autotune.trial import Candidate, Completed, Outcome, OutOfMemory, source_of
 from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
@@ -155,9 +155,12 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling) -> float | None:
     return None
 
 
-def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float]:
-    """Flat numbers, which dashboards can plot."""
-    attributes: dict[str, float] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
+def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str]:
+    """Flat numbers, which dashboards can plot, and where they come from if not from this study."""
+    attributes: dict[str, float | str] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
+    source = source_of(outcome)
+    if source is not None:
+        attributes |= {"stage": "reused", "reused_from": source.describe()}
     if isinstance(outcome, Completed):
         measured = outcome.measurement
         attributes["samples_per_second"] = measured.samples_per_second

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
+from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
@@ -81,12 +82,13 @@ def load_report(store: Store, name: str) -> Report:
 
 def verdict(report: Report, trial: TrialRecord) -> str:
     """What came of a trial in a few words: why it has no result, or how it compares with the baseline."""
-    measured = measurement(trial)
+    measured, source = measurement(trial), source_of(trial.outcome)
     match trial.outcome:
         case None:
             return "running"
         case OutOfMemory(where=where):
-            return "out of memory" if where == "device" else "out of host memory"
+            ran_out = "out of memory" if where == "device" else "out of host memory"
+            return f"{ran_out} ({source.describe()})" if source else ran_out
         case Failed(reason=reason, message=message):
             return f"failed: {message}" if reason == "error" else f"{reason}: {message}"
         case _ if not report.feasible(trial):
@@ -96,7 +98,9 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     else:
         baseline = measurement(report.baseline)
         words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
-    return " ".join([*words, "best"] if trial.id == report.study.best_trial_id else words)
+    if trial.id == report.study.best_trial_id:
+        words.append("best")
+    return " ".join([*words, f"({source.describe()})"] if source else words)
 
 
 def times(ratio: float) -> str:
@@ -110,6 +114,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
     outcome = trial.outcome
     peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
     reserved = peaks.peak_reserved_bytes if peaks else None
+    source = source_of(outcome)
     return {
         "number": trial.number,
         "stage": trial.stage,
@@ -129,6 +134,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
         "seconds": trial.seconds,
+        "reused_from": dataclasses.asdict(source) if source else None,
         "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
         "log_path": trial.log_path,
@@ -190,11 +196,31 @@ def notes(report: Report) -> list[str]:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
+    found += _reused(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
     return found
+
+
+def _reused(report: Report) -> list[str]:
+    """How much was measured by earlier searches, and what of the answer was worked out from them."""
+    sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
+    if not sources:
+        return []
+    names = sorted({source.study for source in sources})
+    where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    found = [f"{_plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures anew"]
+    for name, trial in (("winner", report.best), ("baseline", report.baseline)):
+        source = source_of(trial.outcome) if trial else None
+        if source is not None and source.derived:
+            found.append(f"the {name}'s speed is {source.describe()}, of another accumulation")
+    return found
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
@@ -206,7 +232,7 @@ def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> li
     gain = speed / measured.samples_per_second - 1
     if fastest.candidate == best.candidate or gain <= 0:
         return []
-    if fastest.stage == "baseline":
+    if fastest.id == report.study.baseline_trial_id:
         return [f"the baseline was faster, by {gain:.1%}, but the options leave it out of the search"]
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 

@@ -14,6 +14,7 @@ from autotune.history import History, Tried, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
+from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
@@ -91,6 +92,7 @@ class Search:
         self._forecast = forecast
         self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
         self._records: dict[str, TrialRecord] = {}
+        self._library: Library | None = None
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
@@ -223,11 +225,17 @@ class Search:
         if self._interruption.asked:
             return _INTERRUPTED
         most = request.most_trials
-        if most is not None and len(self._records) >= most:
+        if most is not None and self._spent_trials() >= most:
             return f"the budget of {most} trials is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
         return None
+
+    def _spent_trials(self) -> int:
+        """Trials that count against the budget: what is reused costs nothing, but a budget of our own is an end."""
+        if self._request.trials is None:
+            return len(self._records)
+        return sum(trial.stage != "reused" for trial in self._records.values())
 
     def _done(self) -> str | None:
         """Why the sampler has nothing more to propose."""
@@ -246,7 +254,7 @@ class Search:
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
-        is_last = most is not None and len(self._records) == most - 1
+        is_last = most is not None and self._spent_trials() == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
@@ -306,6 +314,10 @@ class Search:
             id=asked.trial_id,
             log_path=str(self._log_folder / f"trial-{asked.number:04d}.log"),
         )
+        known = self._known(candidate, stage, effort)
+        if known is not None:
+            self._reuse(asked, record, known)
+            return
         self._store.start_trial(record)
         self._observer.trial_begins(asked.number, candidate, stage)
         started = self._clock()
@@ -328,6 +340,23 @@ class Search:
             self._store.finish_trial(record.id, outcome, seconds)
             self._optuna.tell(asked, candidate, outcome)
         ended = replace(record, outcome=outcome, seconds=seconds)
+        self._remember(ended)
+        self._observer.trial_ends(ended, self._history)
+
+    def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
+        """What a trial would show, where earlier studies tell."""
+        if self._request.fresh:
+            return None
+        if self._library is None:
+            self._library = Library(self._store.past_trials(self._study), self._prepared.ceiling)
+        return self._library.answer(candidate, effort, in_full=stage == "final")
+
+    def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:
+        """Take an earlier trial's outcome for that of this one."""
+        ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
+        self._optuna.describe(asked, ended.candidate, outcome)
+        self._store.start_trial(ended)
+        self._optuna.tell(asked, ended.candidate, outcome)
         self._remember(ended)
         self._observer.trial_ends(ended, self._history)
 

@@ -44,6 +44,7 @@ class _SearchCommand(SectionedCommand):
             "time_budget",
             "trial_timeout",
             "no_baseline",
+            "fresh",
             "sampler",
             "seed",
         ),
@@ -137,6 +138,7 @@ class _SearchCommand(SectionedCommand):
 )
 @click.option("--pretrained", is_flag=True, help="Load real weights; speed and memory do not depend on them.")
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
+@click.option("--fresh", is_flag=True, help="Measure everything anew, reuse nothing that earlier searches measured.")
 @json_option
 @click.pass_context
 def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
@@ -186,5 +188,6 @@ def _request(options: dict[str, Any]) -> SearchRequest:
         seed=options["seed"],
         trial_timeout_seconds=options["trial_timeout"],
         measure_baseline=not options["no_baseline"],
+        fresh=options["fresh"],
         study=options["study"],
     )

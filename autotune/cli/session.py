@@ -17,6 +17,7 @@ import click
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
+from autotune.inspection import inspection_key
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report, report_document, summary_lines
 from autotune.request import SearchRequest
@@ -45,10 +46,16 @@ def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Repor
         folder = (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
         view = stack.enter_context(open_view())
         stack.enter_context(_LogFolder(folder))
-        runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
-        view.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
-        prepared = prepare(request, runner.inspect())
+        starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
+        runner = LocalRunner(request.device, request.workload, folder, on_start=lambda: view.note(starting))
+        stack.enter_context(runner)
+        key = inspection_key(request.device, request.workload)
+        remembered = store.inspection(key) if store is not None else None
+        facts = remembered or runner.inspect()
+        prepared = prepare(request, facts)
         store = store or stack.enter_context(open_store(storage))
+        if remembered is None:
+            store.keep_inspection(key, facts)
         record = _search(prepared, runner, store, view, folder)
         return record, load_report(store, study)
 
@@ -97,8 +104,13 @@ class _LogFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            # A search that started no process wrote nothing there.
+            with contextlib.suppress(OSError):
+                self._path.rmdir()
+            return
         # The hint of a TrialServerError is to look into a log.
-        if kind is None or issubclass(kind, TrialServerError) or self._path not in self._made:
+        if issubclass(kind, TrialServerError) or self._path not in self._made:
             return
         if next(self._path.glob("trial-*"), None) is not None:
             return
