@@ -33,7 +33,6 @@ from autotune.trial import (
     Outcome,
     OutOfMemory,
     Source,
-    outcome_document,
 )
 
 # The seconds of a trial's steps are worked out here where micro-steps were added up, to about this.
@@ -178,7 +177,7 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
 
 def _was_disturbed(outcome: Outcome) -> bool:
     """Whether the record says that something else was going on meanwhile."""
-    return bool(outcome_document(outcome).get("disturbed"))
+    return bool(getattr(outcome, "disturbed", ()))
 
 
 def _source(past: PastTrial, *, derived: bool) -> Source:

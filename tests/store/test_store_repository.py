@@ -215,7 +215,7 @@ def test_a_trial_that_cannot_be_read_is_not_reused(store: Store, new_study: NewS
     store.finish_trial(broken.id, MEASURED, 3.0)
     assert store.path is not None
     with closing(sqlite3.connect(store.path)) as other, other:
-        other.execute("UPDATE autotune_trials SET outcome = '{\"state\": \"other\"}' WHERE id = ?", (broken.id,))
+        other.execute('UPDATE autotune_trials SET outcome = \'{"state": "other"}\' WHERE id = ?', (broken.id,))
     assert [past.trial.id for past in store.past_trials(new_study("second"))] == [kept.id]
 
 
