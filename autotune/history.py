@@ -61,6 +61,7 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """What is predicted, where anything is."""
+    _believed: tuple[tuple[int, Ceiling], list[Tried]] | None = field(default=None, repr=False, compare=False)
 
     def add(self, tried: Tried) -> None:
         """Take down one more."""
@@ -124,16 +125,22 @@ class History:
 
         A candidate that ran over in any of its trials is not there: it would in training, too.
         """
-        latest: dict[Candidate, Tried] = {}
-        wanted = None if among is None else set(among)
-        over = {tried.candidate for tried in self.tried if self.is_over(tried)}
-        for tried in self.feasible():
-            if tried.candidate in over or (wanted is not None and tried.candidate not in wanted):
-                continue
-            known = latest.get(tried.candidate)
-            if known is None or tried.in_full or not known.in_full:
-                latest[tried.candidate] = tried
-        return list(latest.values())
+        if among is None:
+            return list(self._all_believed())
+        wanted = among if isinstance(among, set) else set(among)
+        return [tried for tried in self._all_believed() if tried.candidate in wanted]
+
+    def _all_believed(self) -> list[Tried]:
+        """Worked out once for as many trials as there are: a long study is asked many times between two of them."""
+        if self._believed is None or self._believed[0] != (len(self.tried), self.ceiling):
+            latest: dict[Candidate, Tried] = {}
+            over = {tried.candidate for tried in self.tried if self.is_over(tried)}
+            for tried in self.feasible():
+                known = latest.get(tried.candidate)
+                if tried.candidate not in over and (known is None or tried.in_full or not known.in_full):
+                    latest[tried.candidate] = tried
+            self._believed = (len(self.tried), self.ceiling), list(latest.values())
+        return self._believed[1]
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The feasible trial with the most samples a second."""

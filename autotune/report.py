@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,11 @@ class Report:
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """The trial of this id."""
-        return next((trial for trial in self.trials if trial.id == trial_id), None)
+        return None if trial_id is None else self._by_id.get(trial_id)
+
+    @functools.cached_property
+    def _by_id(self) -> dict[str, TrialRecord]:
+        return {trial.id: trial for trial in self.trials}
 
     @property
     def best(self) -> TrialRecord | None:

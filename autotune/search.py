@@ -93,6 +93,8 @@ class Search:
         self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
         self._records: dict[str, TrialRecord] = {}
         self._library: Library | None = None
+        self._in_space: set[Candidate] = set()
+        self._lost: set[Candidate] = set()
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
@@ -164,7 +166,7 @@ class Search:
 
     def best(self) -> Tried | None:
         """The trial to recommend so far; only candidates of the space count."""
-        among = [t.candidate for t in self._history.tried if self._prepared.space.contains(t.candidate)]
+        among = self._in_space
         if self._request.objective == "max-batch":
             return self._history.largest(among)
         return self._history.winner(among)
@@ -176,10 +178,14 @@ class Search:
 
     def _remember(self, trial: TrialRecord) -> None:
         """Take a trial into account, unless it was lost for the first time: then it may be run again."""
-        lost_before = any(r.candidate == trial.candidate and _is_lost(r) for r in self._records.values())
+        lost_before = trial.candidate in self._lost
         self._records[trial.id] = trial
+        if _is_lost(trial):
+            self._lost.add(trial.candidate)
         if trial.outcome is not None and (lost_before or not _is_lost(trial)):
             in_full = ran_in_full(trial.candidate, trial.outcome)
+            if self._prepared.space.contains(trial.candidate):
+                self._in_space.add(trial.candidate)
             self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
 
     def _elapsed_seconds(self) -> float:
@@ -225,13 +231,14 @@ class Search:
         if self._interruption.asked:
             return _INTERRUPTED
         most = request.most_trials
-        if most is not None and self._spent_trials() >= most:
+        if most is not None and self._trials_spent >= most:
             return f"the budget of {most} trials is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
         return None
 
-    def _spent_trials(self) -> int:
+    @property
+    def _trials_spent(self) -> int:
         """Trials that count against the budget: what is reused costs nothing, but a budget of our own is an end."""
         if self._request.trials is None:
             return len(self._records)
@@ -254,7 +261,7 @@ class Search:
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
-        is_last = most is not None and self._spent_trials() == most - 1
+        is_last = most is not None and self._trials_spent == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:

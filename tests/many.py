@@ -34,10 +34,10 @@ def runner() -> ComputedRunner:
     return ComputedRunner(lambda candidate: GIB + candidate.per_device_train_batch_size * 0.01 * GIB)
 
 
-def write_many(path: Path, trials: int = TRIALS) -> Path:
+def write_many(path: Path, trials: int = TRIALS, **options: Any) -> Path:
     """A finished study of so many trials, of Optuna and of ours; every one completed."""
     with new_store(path.parent, path.name) as store:
-        search(store, runner(), given=prepared_many(trials=1))
+        search(store, runner(), given=prepared_many(trials=1, **options))
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("PRAGMA foreign_keys=OFF")
         own = _rows(connection, "autotune_trials")[0]
