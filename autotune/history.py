@@ -61,7 +61,9 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """What is predicted, where anything is."""
-    _believed: tuple[tuple[int, Ceiling], list[Tried]] | None = field(default=None, repr=False, compare=False)
+    _summed_up: tuple[tuple[int, Ceiling], list[Tried], list[Tried]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def add(self, tried: Tried) -> None:
         """Take down one more."""
@@ -110,10 +112,8 @@ class History:
         """Trials that ran over although this arm needs as much at the same batch."""
         return [
             tried
-            for tried in self.tried
-            if self.is_over(tried)
-            and tried.candidate.accumulates <= accumulates
-            and _needs_at_least(arm, tried.candidate.arm)
+            for tried in self._summary()[0]
+            if tried.candidate.accumulates <= accumulates and _needs_at_least(arm, tried.candidate.arm)
         ]
 
     def feasible(self, arm: Arm | None = None) -> list[Tried]:
@@ -131,16 +131,20 @@ class History:
         return [tried for tried in self._all_believed() if tried.candidate in wanted]
 
     def _all_believed(self) -> list[Tried]:
-        """Worked out once for as many trials as there are: a long study is asked many times between two of them."""
-        if self._believed is None or self._believed[0] != (len(self.tried), self.ceiling):
+        return self._summary()[1]
+
+    def _summary(self) -> tuple[list[Tried], list[Tried]]:
+        """What ran over and what is believed, worked out once a trial: a long study is asked many times between."""
+        if self._summed_up is None or self._summed_up[0] != (len(self.tried), self.ceiling):
             latest: dict[Candidate, Tried] = {}
-            over = {tried.candidate for tried in self.tried if self.is_over(tried)}
+            over = [tried for tried in self.tried if self.is_over(tried)]
+            candidates_over = {tried.candidate for tried in over}
             for tried in self.feasible():
                 known = latest.get(tried.candidate)
-                if tried.candidate not in over and (known is None or tried.in_full or not known.in_full):
+                if tried.candidate not in candidates_over and (known is None or tried.in_full or not known.in_full):
                     latest[tried.candidate] = tried
-            self._believed = (len(self.tried), self.ceiling), list(latest.values())
-        return self._believed[1]
+            self._summed_up = (len(self.tried), self.ceiling), over, list(latest.values())
+        return self._summed_up[1:]
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The feasible trial with the most samples a second."""

@@ -111,4 +111,4 @@ def _by_trial(connection: Connection, study_id: int, of: Any, *order: Any) -> di
 
 def _value(row: Row[Any]) -> float:
     """Infinities are words in Optuna's table, since not every database has them as numbers."""
-    return {"INF_POS": float("inf"), "INF_NEG": float("-inf")}.get(row.value_type, row.value)
+    return float(row.value if row.value_type == "FINITE" else {"INF_POS": "inf", "INF_NEG": "-inf"}[row.value_type])
