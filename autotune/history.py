@@ -37,6 +37,8 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
     """Whether a completed trial's steps were the candidate's own, micro-step for micro-step."""
     if not isinstance(outcome, Completed):
         return True
+    if outcome.source is not None and outcome.source.derived:
+        return False
     return outcome.measurement.micro_steps_run == candidate.gradient_accumulation_steps
 
 
@@ -64,6 +66,9 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """What is predicted, where anything is."""
+    _summed_up: tuple[tuple[int, Ceiling], list[Tried], list[Tried]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def add(self, tried: Tried) -> None:
         """Take down one more."""
@@ -113,10 +118,8 @@ class History:
         """Trials that ran over although this arm needs as much at the same batch."""
         return [
             tried
-            for tried in self.tried
-            if self.is_over(tried)
-            and tried.candidate.accumulates <= accumulates
-            and _needs_at_least(arm, tried.candidate.arm)
+            for tried in self._summary()[0]
+            if tried.candidate.accumulates <= accumulates and _needs_at_least(arm, tried.candidate.arm)
         ]
 
     def feasible(self, arm: Arm | None = None) -> list[Tried]:
@@ -128,16 +131,26 @@ class History:
 
         A candidate that ran over in any of its trials is not there: it would in training, too.
         """
-        latest: dict[Candidate, Tried] = {}
-        wanted = None if among is None else set(among)
-        over = {tried.candidate for tried in self.tried if self.is_over(tried)}
-        for tried in self.feasible():
-            if tried.candidate in over or (wanted is not None and tried.candidate not in wanted):
-                continue
-            known = latest.get(tried.candidate)
-            if known is None or tried.in_full or not known.in_full:
-                latest[tried.candidate] = tried
-        return list(latest.values())
+        if among is None:
+            return list(self._all_believed())
+        wanted = among if isinstance(among, set) else set(among)
+        return [tried for tried in self._all_believed() if tried.candidate in wanted]
+
+    def _all_believed(self) -> list[Tried]:
+        return self._summary()[1]
+
+    def _summary(self) -> tuple[list[Tried], list[Tried]]:
+        """What ran over and what is believed, worked out once a trial: a long study is asked many times between."""
+        if self._summed_up is None or self._summed_up[0] != (len(self.tried), self.ceiling):
+            latest: dict[Candidate, Tried] = {}
+            over = [tried for tried in self.tried if self.is_over(tried)]
+            candidates_over = {tried.candidate for tried in over}
+            for tried in self.feasible():
+                known = latest.get(tried.candidate)
+                if tried.candidate not in candidates_over and (known is None or tried.in_full or not known.in_full):
+                    latest[tried.candidate] = tried
+            self._summed_up = (len(self.tried), self.ceiling), over, list(latest.values())
+        return self._summed_up[1:]
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The feasible trial with the most samples a second."""

@@ -16,6 +16,7 @@ from autotune.loader import next_loader, patience, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
+from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
@@ -95,6 +96,9 @@ class Search:
         self._forecast = forecast
         self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
         self._records: dict[str, TrialRecord] = {}
+        self._library: Library | None = None
+        self._in_space: set[Candidate] = set()
+        self._lost: set[Candidate] = set()
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
@@ -166,7 +170,7 @@ class Search:
 
     def best(self) -> Tried | None:
         """The trial to recommend so far; only candidates of the space count."""
-        among = [t.candidate for t in self._history.tried if self._prepared.space.contains(t.candidate)]
+        among = self._in_space
         if self._request.objective == "max-batch":
             return self._history.largest(among)
         return self._history.winner(among)
@@ -178,10 +182,14 @@ class Search:
 
     def _remember(self, trial: TrialRecord) -> None:
         """Take a trial into account, unless it was lost for the first time: then it may be run again."""
-        lost_before = any(r.candidate == trial.candidate and _is_lost(r) for r in self._records.values())
+        lost_before = trial.candidate in self._lost
         self._records[trial.id] = trial
+        if _is_lost(trial):
+            self._lost.add(trial.candidate)
         if trial.outcome is not None and (lost_before or not _is_lost(trial)):
             in_full = ran_in_full(trial.candidate, trial.outcome)
+            if self._prepared.space.contains(trial.candidate):
+                self._in_space.add(trial.candidate)
             self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
 
     def _elapsed_seconds(self) -> float:
@@ -227,11 +235,18 @@ class Search:
         if self._interruption.asked:
             return _INTERRUPTED
         most = request.most_trials
-        if most is not None and len(self._records) >= most:
+        if most is not None and self._trials_spent >= most:
             return f"the budget of {most} trials is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
         return None
+
+    @property
+    def _trials_spent(self) -> int:
+        """Trials that count against the budget: what is reused costs nothing, but a budget of our own is an end."""
+        if self._request.trials is None:
+            return len(self._records)
+        return sum(trial.stage != "reused" for trial in self._records.values())
 
     def _done(self) -> str | None:
         """Why the sampler has nothing more to propose."""
@@ -253,7 +268,7 @@ class Search:
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
-        is_last = most is not None and len(self._records) == most - 1
+        is_last = most is not None and self._trials_spent == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
@@ -320,6 +335,10 @@ class Search:
             id=asked.trial_id,
             log_path=str(self._log_folder / f"trial-{asked.number:04d}.log"),
         )
+        known = self._known(candidate, stage, effort)
+        if known is not None:
+            self._reuse(asked, record, known)
+            return
         self._store.start_trial(record)
         self._observer.trial_begins(asked.number, candidate, stage)
         started = self._clock()
@@ -343,6 +362,24 @@ class Search:
             self._store.finish_trial(record.id, outcome, seconds)
             self._optuna.tell(asked, candidate, outcome)
         ended = replace(record, outcome=outcome, seconds=seconds)
+        self._remember(ended)
+        self._observer.trial_ends(ended, self._history)
+
+    def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
+        """What a trial would show, where earlier studies tell."""
+        if self._request.fresh or self._request.workload.source is not None:
+            # Code of the user's may import and read what has changed since.
+            return None
+        if self._library is None:
+            self._library = Library(self._store.past_trials(self._study), self._prepared.ceiling)
+        return self._library.answer(candidate, effort, in_full=stage == "final")
+
+    def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:
+        """Take an earlier trial's outcome for that of this one."""
+        ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
+        self._optuna.describe(asked, ended.candidate, outcome)
+        self._store.start_trial(ended)
+        self._optuna.tell(asked, ended.candidate, outcome)
         self._remember(ended)
         self._observer.trial_ends(ended, self._history)
 

@@ -46,6 +46,7 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
         seed=options["seed"],
         trial_timeout_seconds=options["trial_timeout"],
         measure_baseline=not options["no_baseline"],
+        fresh=options["fresh"],
         study=options["study"],
     )
 

@@ -16,7 +16,7 @@ from autotune.device import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import PolicySampler, params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
-from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
 from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
@@ -58,6 +58,7 @@ class OptunaStudy:
         self._objective = objective
         self._ceiling = ceiling
         self._label = store.label
+        self._storage = store.optuna
         self.sampler = sampler
         with storage_errors(self._label):
             self._study = optuna.create_study(
@@ -77,13 +78,16 @@ class OptunaStudy:
         others during it.
         """
         with storage_errors(self._label):
-            for left in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            # Asked of the database itself: Optuna's cache would read every trial of the study for it.
+            study_id = self._storage.get_study_id_from_name(self._study.study_name)
+            unfinished = self._storage.get_all_trials(study_id, False, (TrialState.RUNNING, TrialState.WAITING))
+            for left in (trial for trial in unfinished if trial.state is TrialState.RUNNING):
                 record = trials.get(left.user_attrs.get(TRIAL_ID_ATTRIBUTE, ""))
                 if record is not None and record.outcome is not None:
                     self._tell(left.number, record.candidate, record.outcome)
                 else:
                     self._study.tell(left.number, state=TrialState.FAIL)
-            for _ in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            for _ in (trial for trial in unfinished if trial.state is TrialState.WAITING):
                 self._study.tell(self._study.ask(), state=TrialState.FAIL)
 
     def upcoming(self) -> Candidate | None:
@@ -155,12 +159,15 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
     return None
 
 
-def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float]:
-    """Flat numbers, which dashboards can plot."""
-    attributes: dict[str, float] = {
+def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str]:
+    """Flat numbers, which dashboards can plot, and where they come from if not from this study."""
+    attributes: dict[str, float | str] = {
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
         "dataloader_num_workers": candidate.arm.dataloader_num_workers,
     }
+    source = source_of(outcome)
+    if source is not None:
+        attributes |= {"stage": "reused", "reused_from": source.describe()}
     if isinstance(outcome, Completed):
         measured = outcome.measurement
         attributes["samples_per_second"] = measured.samples_per_second

@@ -32,7 +32,7 @@ from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.runner import LocalRunner
 from autotune.space import Space, choose_arms
-from autotune.trial import Arm, Candidate, Document
+from autotune.trial import MEASUREMENT_REVISION, Arm, Candidate, Document
 from autotune.units import GIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
@@ -65,6 +65,23 @@ _NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "de
 # Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. Others
 # keep less; what they keep is left out, since only what is certain may refuse a request.
 _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
+
+
+# Variables that change how fast torch trains or how much memory it takes.
+_MEASURED_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measured_environment(environment: Document) -> Document:
@@ -143,10 +160,13 @@ def _own_baseline(model: Document) -> Candidate | None:
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
     """What keeps a recorded study from being continued by this search, as ``name: recorded, now asked``."""
+    # A study of an earlier autotune says nothing of what was not recorded then.
+    told = measured_environment(prepared.environment)
+    told = {key: value for key, value in told.items() if key in environment or value is None}
     asked = {
         **prepared.request.workload.document(),
         **prepared.request.document(),
-        **measured_environment(prepared.environment),
+        **told,
         # Nothing that is measured depends on it, and workloads that differ in it alone share one record.
         "weights": workload["weights"],
     }
@@ -260,6 +280,9 @@ def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -
         "device_memory_bytes": device.memory_total_bytes,
         "device_capability": list(device.capability) if device.capability else None,
         "driver": device.driver,
+        "measurement_revision": MEASUREMENT_REVISION,
+        "cpus": _usable_cpus() if device.kind == "cpu" else None,
+        "variables": {name: os.environ[name] for name in _MEASURED_VARIABLES if name in os.environ},
         **{key: value for key, value in reported.items() if key != "device_capability"},
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
+from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
@@ -31,7 +33,11 @@ class Report:
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """The trial of this id."""
-        return next((trial for trial in self.trials if trial.id == trial_id), None)
+        return None if trial_id is None else self._by_id.get(trial_id)
+
+    @functools.cached_property
+    def _by_id(self) -> dict[str, TrialRecord]:
+        return {trial.id: trial for trial in self.trials}
 
     @property
     def best(self) -> TrialRecord | None:
@@ -89,12 +95,13 @@ def load_report(store: Store, name: str) -> Report:
 
 def verdict(report: Report, trial: TrialRecord) -> str:
     """What came of a trial in a few words: why it has no result, or how it compares with the baseline."""
-    measured = measurement(trial)
+    measured, source = measurement(trial), source_of(trial.outcome)
     match trial.outcome:
         case None:
             return "running"
         case OutOfMemory(where=where):
-            return "out of memory" if where == "device" else "out of host memory"
+            ran_out = "out of memory" if where == "device" else "out of host memory"
+            return f"{ran_out} ({source.describe()})" if source else ran_out
         case Failed(reason=reason, message=message):
             return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
         case _ if not report.feasible(trial):
@@ -104,7 +111,9 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     else:
         baseline = measurement(report.baseline)
         words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
-    return " ".join([*words, "best"] if trial.id == report.study.best_trial_id else words)
+    if trial.id == report.study.best_trial_id:
+        words.append("best")
+    return " ".join([*words, f"({source.describe()})"] if source else words)
 
 
 def times(ratio: float) -> str:
@@ -118,6 +127,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
     outcome = trial.outcome
     peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
     reserved = peaks.peak_reserved_bytes if peaks else None
+    source = source_of(outcome)
     return {
         "number": trial.number,
         "stage": trial.stage,
@@ -144,6 +154,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "step_seconds_each": list(measured.step_seconds_each) if measured else [],
         "phase_seconds": outcome.phase_seconds if outcome else {},
         "seconds": trial.seconds,
+        "reused_from": dataclasses.asdict(source) if source else None,
         "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
         "log_path": trial.log_path,
@@ -229,6 +240,7 @@ def notes(report: Report) -> list[str]:
         found += _faster_ones(report, best, measured)
     found += compiled_notes(report)
     found += _own_batch_notes(report)
+    found += _reused(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
@@ -265,6 +277,25 @@ def _own_batch_notes(report: Report) -> list[str]:
     return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
 
 
+def _reused(report: Report) -> list[str]:
+    """How much was measured by earlier searches, and what of the answer was worked out from them."""
+    sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
+    if not sources:
+        return []
+    names = sorted({source.study for source in sources})
+    where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    found = [f"{_plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures anew"]
+    for name, trial in (("winner", report.best), ("baseline", report.baseline)):
+        source = source_of(trial.outcome) if trial else None
+        if source is not None and source.derived:
+            found.append(f"the {name}'s speed is {source.describe()}, of another accumulation")
+    return found
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
     """Why a trial that measured more samples a second is not the winner."""
     feasible = [
@@ -274,7 +305,7 @@ def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> li
     gain = speed / measured.samples_per_second - 1
     if fastest.candidate == best.candidate or gain <= 0:
         return []
-    if fastest.stage == "baseline":
+    if fastest.id == report.study.baseline_trial_id:
         return [f"the baseline was faster, by {gain:.1%}, but the options leave it out of the search"]
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 

@@ -62,6 +62,8 @@ class SearchRequest:
     seed: int = DEFAULT_SEED
     trial_timeout_seconds: float = DEFAULT_TRIAL_TIMEOUT_SECONDS
     measure_baseline: bool = True
+    fresh: bool = False
+    """Measure everything anew, whatever earlier studies have measured."""
     study: str | None = None
     """The study's name; ``None`` makes one up."""
 
@@ -124,6 +126,7 @@ class SearchRequest:
             "trial_timeout_seconds": self.trial_timeout_seconds,
             "measure_baseline": self.measure_baseline,
             **self._levers_asked(),
+            "fresh": self.fresh,
         }
 
     def _check_levers(self) -> None:
@@ -162,7 +165,7 @@ class SearchRequest:
 
 
 # How much may be spent is not what is asked: a study may be continued with a larger budget.
-_BUDGET_KEYS = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds"})
+_BUDGET_KEYS = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds", "fresh"})
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
+from autotune.inspection import inspection_key
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare, read_data
 from autotune.report import Report, load_report
@@ -41,11 +42,17 @@ def run_search(request: SearchRequest, storage: str, observer: Observer) -> tupl
         request = request.named(study)
         folder = log_folder(storage, study)
         stack.enter_context(_LogFolder(folder))
-        runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
-        observer.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
+        starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
+        runner = LocalRunner(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
+        stack.enter_context(runner)
         request = read_data(request, runner, folder.parent, observer.note)
-        prepared = prepare(request, _inspect(request, runner, observer))
+        key = inspection_key(request.device, request.workload)
+        remembered = store.inspection(key) if store is not None and key is not None else None
+        facts = remembered or _inspect(request, runner, observer)
+        prepared = prepare(request, facts)
         store = store or stack.enter_context(open_store(storage))
+        if remembered is None and key is not None:
+            store.keep_inspection(key, facts)
         record = _search(prepared, runner, store, observer, folder)
         return record, load_report(store, study)
 
@@ -111,8 +118,13 @@ class _LogFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            # A search that started no process wrote nothing there.
+            with contextlib.suppress(OSError):
+                self._path.rmdir()
+            return
         # The hint of these is to look into a log.
-        if kind is None or issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
+        if issubclass(kind, TrialServerError | TrainingSourceError) or self._path not in self._made:
             return
         if next(self._path.glob("trial-*"), None) is not None:
             return

@@ -16,6 +16,9 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
 Document = dict[str, Any]
 
+MEASUREMENT_REVISION = 1
+"""Raised with every change of the worker after which it would measure another speed or peak of the same candidate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -168,12 +171,29 @@ PhaseSeconds = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """The earlier trial that an outcome was taken from, in place of running one."""
+
+    trial_id: str
+    study: str
+    number: int
+    derived: bool = False
+    """Whether the earlier trial was of another candidate, and what it says of this one was worked out."""
+
+    def describe(self) -> str:
+        """``trial 3 of bert-64``, or what it was derived from."""
+        return f"{'derived from ' if self.derived else ''}trial {self.number} of {self.study}"
+
+
+@dataclass(frozen=True, slots=True)
 class Completed:
     """The trial trained and was measured."""
 
     measurement: Measurement
     phase_seconds: PhaseSeconds = field(default_factory=dict)
     state: Literal["completed"] = "completed"
+    source: Source | None = None
+    """``None`` for a trial that was run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +208,8 @@ class OutOfMemory:
     peak_reserved_bytes: int | None = None
     phase_seconds: PhaseSeconds = field(default_factory=dict)
     state: Literal["out_of_memory"] = "out_of_memory"
+    source: Source | None = None
+    """``None`` for a trial that was run."""
 
 
 FailureReason = Literal["error", "timeout", "killed", "lost", "malformed", "non_finite"]
@@ -208,6 +230,11 @@ class Failed:
 Outcome = Completed | OutOfMemory | Failed
 
 
+def source_of(outcome: Outcome | None) -> Source | None:
+    """The earlier trial that the outcome was taken from; ``None`` where there is none."""
+    return outcome.source if isinstance(outcome, Completed | OutOfMemory) else None
+
+
 def outcome_document(outcome: Outcome) -> Document:
     """An outcome as JSON-ready data."""
     return dataclasses.asdict(outcome)
@@ -217,6 +244,8 @@ def outcome_from_document(document: Document) -> Outcome:
     """The inverse of ``outcome_document``; raises ``ValueError`` on anything malformed."""
     try:
         fields = dict(document)
+        if fields.get("source") is not None:
+            fields["source"] = Source(**fields["source"])
         match fields.pop("state"):
             case "completed":
                 measured = dict(fields.pop("measurement"))

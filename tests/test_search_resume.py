@@ -70,9 +70,9 @@ class TestGoingOn:
     def test_repeats_nothing_and_ends_where_it_would_have(self, store: Store, trials: int) -> None:
         whole = RecordedRunner(EFFECTIVE_64)
         winner = search(store, whole, study="whole").best
-        first = interrupted(store, trials)
+        first = interrupted(store, trials, fresh=True)
         rest = RecordedRunner(EFFECTIVE_64)
-        second = search(store, rest)
+        second = search(store, rest, fresh=True)
         assert [t.candidate for t in first.trials] + rest.candidates == whole.candidates
         assert second.best.candidate == winner.candidate
         assert second.study.state == "finished"
@@ -112,10 +112,10 @@ class TestGoingOn:
         assert rest.jobs == []
         assert "time budget" in (second.study.stopped_because or "")
 
-    def test_two_studies_in_one_file_do_not_know_each_other(self, store: Store) -> None:
+    def test_two_fresh_studies_in_one_file_do_not_know_each_other(self, store: Store) -> None:
         one, other = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
-        search(store, one, study="one")
-        search(store, other, study="other")
+        search(store, one, study="one", fresh=True)
+        search(store, other, study="other", fresh=True)
         assert one.candidates == other.candidates
 
 

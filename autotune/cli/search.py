@@ -66,6 +66,7 @@ class _SearchCommand(SectionedCommand):
             "trial_timeout",
             "no_baseline",
             "verify",
+            "fresh",
             "sampler",
             "seed",
         ),
@@ -191,6 +192,7 @@ class _SearchCommand(SectionedCommand):
 @click.option("--pretrained", is_flag=True, help="Load real weights; speed and memory do not depend on them.")
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
 @click.option("--verify", is_flag=True, help="At the end, have a stock Trainer show that the result is true.")
+@click.option("--fresh", is_flag=True, help="Measure everything anew, reuse nothing that earlier searches measured.")
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
 @click.pass_context

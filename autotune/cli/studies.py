@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli.options import json_option, print_json, storage_option
-from autotune.cli.table import batch_cell, peak_cell, print_table, speed_cell
+from autotune.cli.table import batch_cell, peak_cell, print_table, speed_cell, took_cell
 from autotune.trial import Completed
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def show(study: str, storage: str, as_json: bool) -> None:
 
 def _print_report(report: Report) -> None:
     from autotune.report import describe_data, summary_lines, verdict
-    from autotune.units import format_seconds
 
     workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]
@@ -55,7 +54,7 @@ def _print_report(report: Report) -> None:
             trial.candidate.arm.describe(),
             speed_cell(trial.outcome) if isinstance(trial.outcome, Completed) else "",
             peak_cell(trial.outcome),
-            format_seconds(trial.seconds) if trial.seconds is not None else "",
+            took_cell(trial),
             verdict(report, trial),
         )
         for trial in report.trials

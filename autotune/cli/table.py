@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from autotune.trial import Candidate, Completed, Failed, Outcome, OutOfMemory
-from autotune.units import format_bytes, format_rate
+from autotune.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from autotune.store import TrialRecord
 
 
 def batch_cell(candidate: Candidate) -> str:
@@ -35,6 +39,13 @@ def peak_cell(outcome: Outcome | None) -> str:
         case OutOfMemory(peak_reserved_bytes=int(reserved)):
             return f"> {format_bytes(reserved)}"
     return ""
+
+
+def took_cell(trial: TrialRecord) -> str:
+    """How long the trial took; that it was not run, where an earlier one told."""
+    if trial.stage == "reused":
+        return "reused"
+    return format_seconds(trial.seconds) if trial.seconds is not None else ""
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cli.table import batch_cell, peak_cell, speed_cell
+from autotune.cli.table import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.history import History, Tried
 from autotune.preparation import Prepared
 from autotune.report import describe_data, times
@@ -76,7 +76,7 @@ class View:
             arm_width=self._arm_width(prepared),
             speed=speed_cell(trial.outcome),
             peak=peak_cell(trial.outcome),
-            took=format_seconds(trial.seconds or 0.0),
+            took=took_cell(trial),
             verdict=_verdict(trial, history, prepared),
         ).rstrip()
 
@@ -129,9 +129,10 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
         return ""
     if not history.ceiling.fits(outcome.measurement.judged_bytes(trial.candidate.arm)):
         return "low headroom"
-    if trial.stage == "baseline":
-        return "baseline"
-    words = []
+    is_derived = outcome.source is not None and outcome.source.derived
+    if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
+        return "baseline, derived" if is_derived else "baseline"
+    words = ["derived"] if is_derived else []
     baseline = next((t.measurement for t in history.outcomes_of(prepared.baseline) if t.measurement), None)
     if baseline is not None:
         words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))

@@ -68,10 +68,14 @@ class LocalRunner:
     """A context manager that owns the server, and with it every trial process.
 
     The server starts on entering, in the background, so that its imports overlap with whatever
-    the caller does next; the first job waits for it. It is started again if it dies.
+    the caller does next; the first job waits for it. It is started again if it dies. Where ``on_start``
+    is given, the server starts with the first job, and ``on_start`` is called then.
     """
 
-    def __init__(self, device: Device, workload: Workload, log_folder: Path) -> None:
+    def __init__(
+        self, device: Device, workload: Workload, log_folder: Path, on_start: Callable[[], None] | None = None
+    ) -> None:
+        self._on_start = on_start
         self._device = device
         self._workload = workload
         self._log_folder = log_folder
@@ -86,7 +90,8 @@ class LocalRunner:
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._start()
+        if self._on_start is None:
+            self._start()
         return self
 
     def __exit__(
@@ -100,6 +105,9 @@ class LocalRunner:
         return self._log_folder / "server.log"
 
     def _start(self) -> None:
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start()
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)]
         with open(self.server_log, "ab") as log:

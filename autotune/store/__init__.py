@@ -11,6 +11,7 @@ from autotune.store.opening import current_revision, open_store, upgrade
 from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
 from autotune.store.records import (
     TRIAL_ID_ATTRIBUTE,
+    PastTrial,
     Stage,
     StudyRecord,
     StudyState,
@@ -27,6 +28,7 @@ __all__ = [
     "LOCATION_VARIABLE",
     "LOCK_TIMEOUT_SECONDS",
     "TRIAL_ID_ATTRIBUTE",
+    "PastTrial",
     "Stage",
     "Store",
     "StudyRecord",

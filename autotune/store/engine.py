@@ -22,16 +22,13 @@ LOCK_TIMEOUT_SECONDS = 60.0
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
 
+_DAMAGED = ("is damaged", f"restore it from a copy, rescue it with `sqlite3 FILE .recover`, or {_ANOTHER_FILE}")
 # What the names of SQLite's error codes begin with (https://www.sqlite.org/rescode.html), in the user's words.
 _SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("SQLITE_BUSY", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
     ("SQLITE_LOCKED", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
     ("SQLITE_NOTADB", "is not a SQLite database", _ANOTHER_FILE),
-    (
-        "SQLITE_CORRUPT",
-        "is damaged",
-        f"restore it from a copy, rescue it with `sqlite3 FILE .recover`, or {_ANOTHER_FILE}",
-    ),
+    ("SQLITE_CORRUPT", *_DAMAGED),
     ("SQLITE_FULL", "cannot grow: the disk is full", f"make room, or {_ANOTHER_FILE}"),
     ("SQLITE_READONLY", "cannot be written", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
     ("SQLITE_CANTOPEN", "cannot be opened", f"make the file and its folder writable, or {_ANOTHER_FILE}"),
@@ -89,7 +86,9 @@ def storage_errors(label: str) -> Iterator[None]:
     """Turns what SQLAlchemy, sqlite3, Optuna's storage and the file system raise into ``StorageError``."""
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, UnicodeEncodeError) as error:
+    except (
+        SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError
+    ) as error:  # fmt: skip
         raise _translate(label, error) from error
 
 
@@ -105,11 +104,18 @@ def _translate(label: str, error: BaseException) -> StorageError:
                 f"{label} cannot be opened: {cause.strerror or cause}",
                 f"make the file and its folder writable, or {_ANOTHER_FILE}",
             )
+        if isinstance(cause, UnicodeDecodeError | json.JSONDecodeError):
+            return StorageError(f"{label} {_DAMAGED[0]} ({_first_line(cause)})", _DAMAGED[1])
         if isinstance(cause, UnicodeEncodeError):
             return StorageError(f"{cause.object!r} cannot be stored in {label}", "use letters that are valid Unicode")
     innermost = list(_causes(error))[-1]
-    first_line = next(iter(str(innermost).splitlines()), type(innermost).__name__)
-    return StorageError(f"{label} failed: {first_line}", f"see that the database is reachable, or {_ANOTHER_FILE}")
+    return StorageError(
+        f"{label} failed: {_first_line(innermost)}", f"see that the database is reachable, or {_ANOTHER_FILE}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

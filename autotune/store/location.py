@@ -21,8 +21,12 @@ _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
 # File systems whose locks or shared memory do not hold between machines, as /proc/mounts names them.
 # WAL needs both (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
 _NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "lustre", "cifs", "smb", "smb3", "smbfs", "gpfs", "beegfs", "ceph", "9p", "afs"}
-    | {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph"}
+    {"nfs", "nfs4", "lustre", "cifs", "smb", "smb3", "smbfs", "ncpfs", "gpfs", "beegfs", "ceph", "9p", "afs", "coda"}
+    | {"gfs2", "ocfs2", "orangefs", "pvfs2", "panfs", "wekafs", "virtiofs", "vboxsf", "acfs", "snfs", "davfs"}
+)
+# Behind FUSE is mostly a network (sshfs, glusterfs, s3fs, rclone, JuiceFS …), with these exceptions.
+_LOCAL_FUSE = frozenset(
+    {"fuse.fuse-overlayfs", "fuse.overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs", "fuse.ntfs-3g"}
 )
 
 
@@ -69,12 +73,22 @@ def resolve_location(location: str) -> Location:
 
 
 def _file_location(url: URL, name: str, label: str) -> Location:
-    path = Path(name).expanduser().absolute()
+    try:
+        path = Path(name).expanduser().absolute()
+    except RuntimeError as error:
+        raise StorageError(f"{label!r} begins with a home folder that is not known", "write the whole path") from error
+    if _surrogates(str(path)):
+        raise StorageError(f"{label!r} is not valid Unicode", "choose another name with --storage")
     location = Location(url.set(database=str(path)), path, label)
     # Optuna takes the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
     if make_url(location.url_text).database != str(path):
         raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
     return location
+
+
+def _surrogates(text: str) -> bool:
+    """Whether Python had to make up characters for bytes that are no UTF-8, which no URL can hold."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _not_a_file(text: str) -> StorageError:
@@ -105,7 +119,8 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
         # Of two mounts at one place the later hides the earlier.
         if below and len(mount_point) >= longest:
             longest, kind = len(mount_point), fields[2]
-    return kind in _NETWORK_FILE_SYSTEMS
+    is_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
+    return is_fuse or kind in _NETWORK_FILE_SYSTEMS
 
 
 def _unescape(field: str) -> str:

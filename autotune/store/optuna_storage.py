@@ -11,6 +11,7 @@ from sqlalchemy import event
 
 from autotune.errors import StorageError
 from autotune.store.location import Location
+from autotune.store.optuna_reading import QuickStorage
 
 # Tables that a database has exactly when Optuna finished setting it up; alembic_version comes last.
 _SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
@@ -34,7 +35,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
 
     Raises ``StorageError`` when their version is not the one that this Optuna works with.
     """
-    storage = RDBStorage(
+    storage = QuickStorage(
         **optuna_arguments(location, lock_timeout_seconds),
         skip_compatibility_check=True,
         skip_table_creation=True,
@@ -59,7 +60,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
     """Optuna's storage, its tables made where they are missing."""
     try:
-        return RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
+        return QuickStorage(**optuna_arguments(location, lock_timeout_seconds))
     except RuntimeError as error:
         raise StorageError(
             f"{location.label} holds tables that Optuna {optuna.__version__} cannot use",

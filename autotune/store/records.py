@@ -10,7 +10,7 @@ from typing import Literal
 from autotune.trial import Candidate, Document, Outcome
 
 StudyState = Literal["running", "finished", "interrupted"]
-Stage = Literal["search", "final", "baseline"]
+Stage = Literal["search", "final", "baseline", "reused"]
 TrialState = Literal["running", "completed", "out_of_memory", "failed"]
 
 TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
@@ -71,6 +71,17 @@ class TrialRecord:
     def state(self) -> TrialState:
         """The outcome's state, ``running`` where there is none yet."""
         return "running" if self.outcome is None else self.outcome.state
+
+
+@dataclass(frozen=True, slots=True)
+class PastTrial:
+    """A trial that was run in another study on the same environment with the same workload."""
+
+    trial: TrialRecord
+    study: str
+    """That study's name."""
+    ceiling: Document
+    """The ceiling that the trial ran under."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,12 +17,14 @@ from autotune.errors import StorageError
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
-from autotune.store.records import StudyRecord, StudySummary, TrialRecord, new_id, now
+from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
 from autotune.trial import Candidate, Document, Failed, Outcome, outcome_document, outcome_from_document
 
 # Fixed when the study is created; the rest may change until it ends, and again when it is resumed.
 _FIXED_IN_A_STUDY = frozenset({"id", "name", "started_at"})
+# Inspections lie among the environments, under keys that no fingerprint can be.
+_INSPECTION = "inspection:"
 
 
 class Store:
@@ -162,17 +164,37 @@ class Store:
         with self._transaction() as connection:
             return _trials(connection, of_study)
 
-    def find_trials(self, environment_fingerprint: str, workload_fingerprint: str) -> list[TrialRecord]:
-        """Every trial of any study that ended on this environment with this workload, the oldest first."""
-        environment = select(EnvironmentRow.id).where(EnvironmentRow.fingerprint == environment_fingerprint)
-        workload = select(WorkloadRow.id).where(WorkloadRow.fingerprint == workload_fingerprint)
-        ended = _TRIALS.where(
-            TrialRow.environment_id == environment.scalar_subquery(),
-            TrialRow.workload_id == workload.scalar_subquery(),
-            TrialRow.state != "running",
-        ).order_by(TrialRow.started_at)
+    def past_trials(self, study: StudyRecord) -> list[PastTrial]:
+        """What was run in other studies on the environment of this one with its workload, the oldest first.
+
+        Only trials that completed or ran out of memory, none that were themselves taken from earlier ones.
+        A trial that this autotune cannot read is left out.
+        """
+        query = _PAST_TRIALS.where(
+            TrialRow.environment_id == study.environment_id,
+            TrialRow.workload_id == study.workload_id,
+            TrialRow.study_id != study.id,
+        )
         with self._transaction() as connection:
-            return _trials(connection, ended)
+            rows = connection.execute(query).all()
+        found = []
+        for *fields, name, ceiling in rows:
+            with suppress(ValueError, KeyError, TypeError):
+                found.append(PastTrial(_trial_record(fields), name, ceiling))
+        return found
+
+    # What trial processes say of machine and model
+
+    def inspection(self, key: str) -> Document | None:
+        """The facts that were kept under this key, if any."""
+        query = select(EnvironmentRow.document).where(EnvironmentRow.fingerprint == _INSPECTION + key)
+        with self._transaction() as connection:
+            document: Document | None = connection.execute(query).scalar()
+        return document
+
+    def keep_inspection(self, key: str, facts: Document) -> None:
+        """Keeps what an inspection said, so that the next search need not ask; the first of one key stays."""
+        self._intern(EnvironmentRow, facts, _INSPECTION + key)
 
     # Within
 
@@ -218,6 +240,12 @@ _STUDIES_WITH_DOCUMENTS = (
 )
 _TRIAL_FIELDS = tuple(field.name for field in dataclasses.fields(TrialRecord))
 _TRIALS: Select[Any] = select(*(getattr(TrialRow, name) for name in _TRIAL_FIELDS))
+_PAST_TRIALS: Select[Any] = (
+    select(*(getattr(TrialRow, name) for name in _TRIAL_FIELDS), StudyRow.name, StudyRow.ceiling)
+    .join(StudyRow, StudyRow.id == TrialRow.study_id)
+    .where(TrialRow.state.in_(("completed", "out_of_memory")), TrialRow.stage != "reused")
+    .order_by(TrialRow.started_at)
+)
 
 _CountKey = tuple[str, str]
 
@@ -243,7 +271,7 @@ def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
     return StudyRecord(**{name: row[name] for name in _STUDY_FIELDS})
 
 
-def _trial_record(row: Row[Any]) -> TrialRecord:
+def _trial_record(row: Sequence[Any]) -> TrialRecord:
     fields = dict(zip(_TRIAL_FIELDS, row, strict=True))
     fields["candidate"] = Candidate.from_parameters(fields["candidate"])
     if fields["outcome"] is not None:

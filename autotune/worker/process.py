@@ -70,6 +70,28 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
+# A trial that prints without end must not fill the disk. What it said last is what people look for.
+MOST_LOG_BYTES = 16 * 1024**2
+_KEPT_LOG_BYTES = 1024**2
+
+
+def bound_log(path: str) -> None:
+    """Cut a log that has grown too long down to its end; lines that come at that moment may be lost.
+
+    Whoever writes to it appends, so that what follows comes after what is kept.
+    """
+    with contextlib.suppress(OSError):
+        size = os.path.getsize(path)
+        if size <= MOST_LOG_BYTES:
+            return
+        with open(path, "r+b") as log:
+            log.seek(-_KEPT_LOG_BYTES, os.SEEK_END)
+            kept = log.read(_KEPT_LOG_BYTES).partition(b"\n")[2]
+            log.truncate(0)
+        with open(path, "ab") as log:
+            log.write(b"[autotune left out %d MiB before this]\n" % (size // 1024**2) + kept)
+
+
 def redirect_output(log_path: str) -> None:
     """Give standard output and error to a log file and standard input to nothing."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -70,6 +70,7 @@ class _Child:
         self.deadline = time.monotonic() + float(job["timeout_seconds"])
         self.timed_out = False
         self.output_dir: str | None = job.get("output_dir")
+        self.log_path: str = job["log_path"]
 
 
 class Server:
@@ -146,6 +147,7 @@ class Server:
 
     def _attend(self, child: _Child) -> None:
         self._forward(child)
+        process.bound_log(child.log_path)
         if not child.timed_out and time.monotonic() >= child.deadline:
             child.timed_out = True
             process.kill_group(child.pid)
@@ -157,6 +159,7 @@ class Server:
             return
         self._forward(child)
         process.kill_group(child.pid)
+        process.bound_log(child.log_path)
         del self._children[child.pid]
         # What the job left behind was orphaned, and so adopted; other jobs go on.
         process.end_children(spared=self._children)

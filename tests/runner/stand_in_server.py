@@ -17,7 +17,7 @@ from typing import Any
 from autotune.trial import Completed, Measurement, outcome_document
 from autotune.worker import server
 
-CHATTER_BYTES = 20 * 1024**2
+CHATTER_BYTES = 100 * 1024**2
 
 
 def completed() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def leave_descendants() -> None:
 
 
 def chatter() -> None:
-    """20 MiB of output, by every way there is."""
+    """100 MiB of output, by every way there is."""
     line = "x" * 1023 + "\n"
     for _ in range(CHATTER_BYTES // 4096):
         print(line, end="")

@@ -88,7 +88,10 @@ def test_a_trial_that_hangs_is_ended_at_its_time_limit(
 def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     assert isinstance(run_trial(stand_in_runner, "chatter, complete", log_path=log), Completed)
-    assert log.stat().st_size == 20 * 1024**2
+    # Cut down to its end whenever it has grown too long.
+    assert 0 < log.stat().st_size <= 16 * 1024**2
+    assert log.read_text().startswith("[autotune left out ")
+    assert log.read_text().endswith("x\n")
 
 
 def test_progress_comes_in_order_and_complete(stand_in_runner: LocalRunner) -> None:

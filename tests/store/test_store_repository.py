@@ -196,9 +196,36 @@ def test_trials_are_found_by_machine_and_model(store: Store, new_study: NewStudy
         ended, id=new_id(), environment_id=store.intern_environment({}, "environment-2"), outcome=RAN_OUT
     )
     store.start_trial(elsewhere)
-    assert [trial.id for trial in store.find_trials("environment-1", "workload-1")] == [ended.id]
-    assert [trial.id for trial in store.find_trials("environment-2", "workload-1")] == [elsewhere.id]
-    assert store.find_trials("environment-1", "workload-2") == []
+    reused = dataclasses.replace(elsewhere, id=new_id(), environment_id=ended.environment_id, stage="reused")
+    store.start_trial(reused)
+    other = new_study("second")
+    (past,) = store.past_trials(other)
+    assert (past.trial.id, past.study, past.ceiling) == (ended.id, "first", study.ceiling)
+    (past,) = store.past_trials(dataclasses.replace(other, environment_id=elsewhere.environment_id))
+    assert past.trial == elsewhere
+    assert store.past_trials(dataclasses.replace(other, workload_id="another")) == []
+    # A study's own trials are in its history.
+    assert store.past_trials(study) == []
+
+
+def test_a_trial_that_cannot_be_read_is_not_reused(store: Store, new_study: NewStudy, new_trial: NewTrial) -> None:
+    study = new_study("first")
+    kept, broken = new_trial(study, 0), new_trial(study, 1)
+    store.finish_trial(kept.id, MEASURED, 3.0)
+    store.finish_trial(broken.id, MEASURED, 3.0)
+    assert store.path is not None
+    with closing(sqlite3.connect(store.path)) as other, other:
+        other.execute('UPDATE autotune_trials SET outcome = \'{"state": "other"}\' WHERE id = ?', (broken.id,))
+    assert [past.trial.id for past in store.past_trials(new_study("second"))] == [kept.id]
+
+
+def test_an_inspection_is_kept_once(store: Store) -> None:
+    assert store.inspection("0123") is None
+    store.keep_inspection("0123", {"context_bytes": 1})
+    store.keep_inspection("0123", {"context_bytes": 2})
+    assert store.inspection("0123") == {"context_bytes": 1}
+    # It is no environment.
+    assert store.environment(store.intern_environment({"driver": "1"}, "0123")) == {"driver": "1"}
 
 
 def test_times_are_in_utc(store: Store, new_study: NewStudy) -> None:
@@ -257,9 +284,10 @@ def test_ten_thousand_trials_are_listed_in_time(
     store.finish_trial(trial.id, Completed(measurement), 3.0)
     with closing(sqlite3.connect(database)) as other, other:
         other.execute(MULTIPLY)
+    other_study = new_study("second")
     reads: tuple[Callable[[], list[TrialRecord]], ...] = (
         lambda: store.trials(study.id),
-        lambda: store.find_trials("environment-1", "workload-1"),
+        lambda: [past.trial for past in store.past_trials(other_study)],
     )
     for read in reads:
         # Of this process alone: the machine may have other work.
@@ -268,7 +296,7 @@ def test_ten_thousand_trials_are_listed_in_time(
         assert time.process_time() - start < 1.5
         assert len(found) == MANY
     start = time.process_time()
-    assert store.studies()[0].trials == MANY
+    assert store.studies()[1].trials == MANY
     assert time.process_time() - start < 0.5
     with closing(sqlite3.connect(database)) as other:
         for columns in ("study_id = ''", "environment_id = '' AND workload_id = ''"):

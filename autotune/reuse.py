@@ -1,0 +1,194 @@
+"""What earlier studies say of a candidate, on the same environment with the same workload.
+
+A measurement taken once is not paid for twice, but only where it is what a trial would show now:
+under this search's ceiling, with as many steps as this search asks for. What carries over:
+
+- The allocator behaves the same under any cap that it never meets. So a trial that completed without
+  retried allocations counts under every cap at or above its peak, and under a smaller one only as
+  proof that it does not fit, where its *allocated* bytes alone exceed the line: reserved memory may
+  hold segments that could be given back.
+- Running out of memory under a cap says that more than that cap is needed, so it counts while this
+  search's line is not above that cap. It rules out what needs as much or more (``History.ruled_out_by``).
+- With gradients accumulated, a step is accumulation × micro-step + optimizer, and peak memory does not
+  depend on how often: so one accumulation speaks of every other of 2 or more. That is derived, and
+  counts as measured in part: a winner is run in full.
+
+Faults and disturbed trials say nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from autotune.device import Ceiling
+from autotune.history import History, Tried, cap_of, ran_in_full
+from autotune.store import PastTrial
+from autotune.trial import (
+    Arm,
+    Candidate,
+    Completed,
+    Effort,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    Source,
+)
+
+# The seconds of a trial's steps are worked out here where micro-steps were added up, to about this.
+_SECONDS_KNOWN_TO = 0.95
+
+
+class Library:
+    """Answers for candidates under one ceiling, from trials of earlier studies."""
+
+    def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling) -> None:
+        self._line_bytes = ceiling.line_bytes
+        self._completed: dict[tuple[Arm, int], list[PastTrial]] = {}
+        self._sources: dict[str, PastTrial] = {}
+        self._over = History(ceiling)
+        for past in trials:
+            self._file(past, ceiling)
+
+    def _file(self, past: PastTrial, ceiling: Ceiling) -> None:
+        trial = past.trial
+        if trial.outcome is None or _was_disturbed(trial.outcome):
+            return
+        past_ceiling, arm = Ceiling.from_document(past.ceiling), trial.candidate.arm
+        if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
+            # That it ran under this very line is what proves that it fits.
+            return
+        cap_bytes = cap_of(arm, past_ceiling)
+        self._sources[trial.id] = past
+        if isinstance(trial.outcome, OutOfMemory):
+            if trial.outcome.where == "device" and ceiling.line_bytes <= cap_bytes:
+                self._over.add(Tried(trial.id, trial.candidate, trial.outcome))
+        elif isinstance(trial.outcome, Completed) and (
+            arm.expandable_segments or holds_under(trial.outcome.measurement, cap_bytes, ceiling)
+        ):
+            key = trial.candidate.arm, trial.candidate.per_device_train_batch_size
+            self._completed.setdefault(key, []).append(past)
+
+    def answer(self, candidate: Candidate, effort: Effort, *, in_full: bool = False) -> Outcome | None:
+        """What a trial of the candidate with this effort would show; ``None`` where one has to be run.
+
+        ``in_full`` asks for a measurement of whole steps, micro-step for micro-step.
+        """
+        measured = [found for found in self._exact(candidate) if _says_enough(found, candidate, effort)]
+        over = [
+            found
+            for found in self._exact(candidate)
+            if found.measurement.judged_bytes(candidate.arm) > self._line_bytes
+        ]
+        for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
+            if found:
+                return found[-1]
+        return (
+            (None if in_full or not measured else measured[-1])
+            or self._ran_out(candidate)
+            or (None if in_full else self._derived(candidate, effort))
+        )
+
+    def _exact(self, candidate: Candidate) -> list[Completed]:
+        """Measurements of exactly this candidate, the oldest first."""
+        return [
+            dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
+            for past, outcome in self._alike(candidate)
+            if past.trial.candidate == candidate
+        ]
+
+    def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
+        """The latest measurement of another accumulation, worked out for this one."""
+        found: Completed | None = None
+        for past, outcome in self._alike(candidate):
+            other = past.trial.candidate
+            if other == candidate or not (other.accumulates and candidate.accumulates):
+                continue
+            measured = derive(outcome.measurement, other, candidate)
+            if measured is not None:
+                worked_out = Completed(measured, source=_source(past, derived=True))
+                if _says_enough(worked_out, candidate, effort):
+                    found = worked_out
+        return found
+
+    def _alike(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
+        for past in self._completed.get((candidate.arm, candidate.per_device_train_batch_size), ()):
+            assert isinstance(past.trial.outcome, Completed)
+            yield past, past.trial.outcome
+
+    def _ran_out(self, candidate: Candidate) -> OutOfMemory | None:
+        """An out-of-memory of this candidate, or of one that needs no more."""
+        same = self._over.outcomes_of(candidate)
+        tried = same[-1] if same else self._over.ruled_out_by(candidate)
+        if tried is None or not isinstance(tried.outcome, OutOfMemory):
+            return None
+        past = self._sources[tried.trial_id]
+        if same:
+            return dataclasses.replace(tried.outcome, source=_source(past, derived=False), phase_seconds={})
+        message = f"needs no less than {tried.candidate.describe()}, which ran out of memory"
+        return OutOfMemory(message, source=_source(past, derived=True))
+
+
+def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:
+    """Whether a trial that was measured under a cap would be judged the same under the ceiling."""
+    reserved_bytes, line_bytes = measurement.peak_reserved_bytes, ceiling.line_bytes
+    if measurement.allocation_retries:
+        # It met its cap and gave segments back, which takes time and lowers the peak.
+        is_over = reserved_bytes > line_bytes and ceiling.cap_bytes >= cap_bytes
+        return is_over or ceiling.cap_bytes == cap_bytes or measurement.peak_allocated_bytes > line_bytes
+    if reserved_bytes <= ceiling.cap_bytes:
+        return True
+    return measurement.peak_allocated_bytes > line_bytes
+
+
+def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
+    """A measurement of one accumulation as one of another; ``None`` where its optimizer was not timed apart."""
+    optimizer = measurement.optimizer_seconds
+    if optimizer is None or not 0 <= optimizer < min(measurement.step_seconds_each, default=0.0):
+        return None
+    ratio = wanted.gradient_accumulation_steps / measured.gradient_accumulation_steps
+
+    def scaled(seconds: float) -> float:
+        return (seconds - optimizer) * ratio + optimizer
+
+    step_seconds = scaled(measurement.step_seconds)
+    waiting = measurement.data_seconds
+    return dataclasses.replace(
+        measurement,
+        step_seconds=step_seconds,
+        step_seconds_each=tuple(map(scaled, measurement.step_seconds_each)),
+        samples_per_second=wanted.samples_per_step / step_seconds,
+        micro_steps_run=min(measurement.micro_steps_run, wanted.gradient_accumulation_steps),
+        data_seconds=None if waiting is None else waiting * ratio,
+        train_loss=None,
+    )
+
+
+def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:
+    """Whether a trial of this effort would have stopped measuring by then too."""
+    measurement = outcome.measurement
+    each = measurement.step_seconds_each
+    behind = effort.behind_step_seconds
+    if behind and len(each) > 1 and min(each) > behind:
+        return True
+    if len(each) < min(2, effort.max_steps):
+        return False
+    if len(each) >= effort.max_steps or _seconds_run(measurement, candidate) >= effort.max_seconds * _SECONDS_KNOWN_TO:
+        return True
+    return len(each) >= effort.min_steps and measurement.relative_spread <= effort.target_spread
+
+
+def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
+    """How long the measured steps took as they were run, without the micro-steps that were added up."""
+    optimizer = measurement.optimizer_seconds or 0.0
+    share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
+    return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
+
+
+def _was_disturbed(outcome: Outcome) -> bool:
+    """Whether the record says that something else was going on meanwhile."""
+    return bool(getattr(outcome, "disturbed", ()))
+
+
+def _source(past: PastTrial, *, derived: bool) -> Source:
+    return Source(past.trial.id, past.study, past.trial.number, derived)

@@ -1,0 +1,191 @@
+"""A search that is repeated starts no process, and corners that it meets on its way: full disks, odd names, no home."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from command_line import TINY_SEARCH, Ran, Run, command, environment, run_process
+
+AGAIN = (*TINY_SEARCH, "--effective-batch", "16")
+
+
+def search_again(path: Path, *options: str, **variables: str) -> Ran:
+    """Repeat the search under another name, with no more trials than were measured."""
+    words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--json", "--storage", str(path))
+    return run_process(*words, *options, folder=path.parent, **variables)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database in which a small search is recorded whole."""
+    path = tmp_path_factory.mktemp("known") / "studies.db"
+    ran = search_again(path, "--study", "first")
+    assert ran.code == 0, ran.stderr
+    assert "starting a process" in ran.stderr
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for trial_id, text in connection.execute("SELECT id, outcome FROM autotune_trials").fetchall():
+            # Steady, whatever else this machine was doing.
+            outcome = json.loads(text)
+            outcome["measurement"]["relative_spread"] = 0.001
+            outcome["measurement"]["step_seconds_each"] = [outcome["measurement"]["step_seconds"]] * 3
+            connection.execute("UPDATE autotune_trials SET outcome = ? WHERE id = ?", (json.dumps(outcome), trial_id))
+    return path
+
+
+@pytest.fixture
+def copy(known: Path, tmp_path: Path) -> Path:
+    """The same in a file of its own."""
+    return Path(shutil.copy(known, tmp_path / "studies.db"))
+
+
+def test_repeated_under_another_name_no_process_is_started(copy: Path) -> None:
+    ran = search_again(copy, "--study", "second")
+    assert ran.code == 0, ran.stderr
+    assert "starting a process" not in ran.stderr
+    document = json.loads(ran.stdout)
+    assert {trial["stage"] for trial in document["trials"]} == {"reused"}
+    assert {trial["reused_from"]["study"] for trial in document["trials"]} == {"first"}
+    assert document["best"]["samples_per_second"] > 0
+    assert not (copy.parent / "logs").exists() or not list((copy.parent / "logs").rglob("*.log"))
+    shown = run_process("show", "second", "--storage", str(copy), folder=copy.parent)
+    assert "(trial 0 of first)" in shown.stdout
+    assert "--fresh measures anew" in shown.stdout
+
+
+def test_repeated_under_its_own_name_no_process_is_started(copy: Path) -> None:
+    before = search_again(copy, "--study", "second")
+    again = search_again(copy, "--study", "second")
+    assert again.code == 0, again.stderr
+    assert "starting a process" not in again.stderr
+    assert json.loads(again.stdout)["trials"] == json.loads(before.stdout)["trials"]
+
+
+def test_another_variable_that_changes_speed_is_another_environment(copy: Path) -> None:
+    ran = search_again(copy, "--study", "second", "--trials", "1", OMP_NUM_THREADS="2")
+    assert ran.code == 0, ran.stderr
+    assert "starting a process" in ran.stderr
+    assert json.loads(ran.stdout)["trials"][0]["reused_from"] is None
+
+
+@pytest.mark.parametrize("limit_kib", [4, 40, 120, 200, 280])
+def test_a_disk_that_is_full_is_an_error_and_with_room_the_study_goes_on(copy: Path, limit_kib: int) -> None:
+    """No file may grow beyond the limit, as on a full disk; where it strikes depends on the limit."""
+    words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--storage", str(copy), "--study", "x")
+    limited = subprocess.run(
+        ["bash", "-c", f'ulimit -f {limit_kib}; exec "$@"', "bash", *command(*words)],
+        cwd=copy.parent,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert limited.returncode in (0, 5), limited.stderr
+    assert "Traceback" not in limited.stderr
+    if limited.returncode:
+        error, hint = limited.stderr.splitlines()[-2:]
+        assert error.startswith("autotune: error: ")
+        assert "choose another file with --storage" in hint
+    ran = search_again(copy, "--study", "x")
+    assert ran.code == 0, ran.stderr
+    assert "starting a process" not in ran.stderr
+    trials = json.loads(ran.stdout)["trials"]
+    candidates = [(t["per_device_train_batch_size"], t["precision"]) for t in trials]
+    assert len(candidates) == len(set(candidates))
+
+
+@pytest.mark.parametrize("name", ["a b.db", "q'uo\"te.db", "per%20cent.db", "ha#sh?.db", "br{a}ce.db", "new\nline.db"])
+def test_any_name_will_do_for_the_file(copy: Path, name: str) -> None:
+    path = copy.rename(copy.with_name(name))
+    ran = search_again(path, "--study", "second")
+    assert ran.code == 0, ran.stderr
+    assert [file.name for file in path.parent.iterdir() if file.is_file()] == [name]
+
+
+def test_no_home_no_terminal_no_width(copy: Path) -> None:
+    kept = {name: value for name, value in environment().items() if name not in ("HOME", "TERM", "XDG_CACHE_HOME")}
+    words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--storage", str(copy), "--study", "x")
+    ended = subprocess.run(
+        command(*words),
+        cwd=copy.parent,
+        env={**kept, "COLUMNS": "20"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Best: " in ended.stdout
+
+
+@pytest.mark.parametrize("where", ["~nobody-of-this-name/studies.db", "bad\udcff.db", "sqlite:///bad\udcff.db"])
+def test_places_that_cannot_be(where: str, folder: Path, run: Run) -> None:
+    for words in (("studies",), ("show", "x"), ("search", "--model", "bert-tiny", "--device", "cpu")):
+        ran = run(*words, "--storage", where)
+        assert ran.code == 5, ran.stderr
+        assert len(ran.stderr.splitlines()) == 2
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["..", "../../x", "a/b", "/etc", ".hidden", "a\nb", "x" * 101, "bad\udcff", " ", "~"])
+def test_a_study_cannot_leave_its_folder(name: str, folder: Path, run: Run) -> None:
+    ran = run("search", "--model", "bert-tiny", "--device", "cpu", "--study", name)
+    assert ran.code == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_folder_that_cannot_be_written(folder: Path, run: Run) -> None:
+    ran = run("search", "--model", "bert-tiny", "--device", "cpu", "--storage", "/proc/studies.db")
+    assert ran.code == 5
+    assert len(ran.stderr.splitlines()) == 2
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
+    """Its config names classes of its own for a model type that transformers has: the latter's is built."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    own = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Model"}
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 50, "auto_map": own, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    words = ("--device", "cpu", "--seq-len", "8", "--effective-batch", "8", "--precision", "fp32", "--trials", "1")
+    ran = run_process("search", "--model", str(folder), *words, "--no-baseline", folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "(BertForSequenceClassification)" in ran.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_documents_are_a_damaged_database(copy: Path, run: Run) -> None:
+    """Bytes within the documents, which SQLite does not look at."""
+    for table, column in (
+        ("autotune_trials", "outcome"),
+        ("autotune_trials", "candidate"),
+        ("autotune_studies", "request"),
+        ("autotune_workloads", "document"),
+        ("autotune_environments", "document"),
+    ):
+        path = Path(shutil.copy(copy, copy.with_name("damaged.db")))
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"UPDATE {table} SET {column} = substr({column}, 1, 20)")
+        ran = run("show", "first", "--storage", str(path))
+        assert ran.code == 5, (table, column)
+        assert "is damaged" in ran.stderr
+        assert len(ran.stderr.splitlines()) == 2
+
+
+def test_no_length_of_time_depends_on_a_clock_that_jumps() -> None:
+    """The clock on the wall only says when something was."""
+    package = Path(__file__).parents[2] / "autotune"
+    sources = {path: path.read_text() for path in package.rglob("*.py")}
+    assert not [path for path, text in sources.items() if "time.time()" in text]
+    assert [path.name for path, text in sources.items() if "datetime.now" in text] == ["records.py"]

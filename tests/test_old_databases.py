@@ -1,0 +1,93 @@
+"""Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with.
+
+``tests/databases/search_REVISION.sql`` was written by the autotune of that revision: the search of
+``searching.request`` over the recorded landscape, two trials completed, one out of memory, one running.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import search
+
+from autotune.report import load_report, report_document, summary_lines
+from autotune.store import current_revision, migrations_folder, open_store
+from autotune.store.migrate import head_revision
+from autotune.trial import Arm, Candidate, Failed
+
+FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))
+
+_SCRIPT = """
+import sqlalchemy as sa
+from alembic import op
+
+revision = "9999"
+down_revision = "{head}"
+
+
+def upgrade():
+    op.create_table("autotune_extra", sa.Column("id", sa.Integer, primary_key=True))
+    with op.batch_alter_table("autotune_trials", recreate="always") as batch:
+        batch.add_column(sa.Column("comment", sa.Text()))
+    op.execute("UPDATE autotune_trials SET comment = stage")
+    op.execute("INSERT INTO autotune_nowhere VALUES (1)")
+"""
+
+
+@pytest.fixture(params=FROZEN, ids=lambda path: path.stem)
+def frozen(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(request.param.read_text())
+    return path
+
+
+def go_on(path: Path) -> None:
+    """The same search again ends as one that was never killed; nothing that was recorded is lost or run again."""
+    with open_store(str(path)) as store:
+        study = store.study("bert")
+        assert study is not None
+        before = store.trials(study.id)
+        assert [trial.state for trial in before] == ["completed", "completed", "out_of_memory", "running"]
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner)
+        assert run.study.state == "finished"
+        assert run.best.candidate == Candidate(Arm("bf16"), 32, 2)
+        assert run.trials[:3] == before[:3]
+        assert isinstance(run.trials[3].outcome, Failed)
+        assert runner.candidates.count(before[3].candidate) == 1
+        assert not {trial.candidate for trial in before[:3]} & set(runner.candidates)
+        report = load_report(store, "bert")
+        assert report_document(report)["best"]["precision"] == "bf16"
+        assert summary_lines(report)
+    assert len(set(current_revision(str(path)))) == 1
+
+
+def test_there_is_one_of_the_first_revision() -> None:
+    assert "search_0001" in [path.stem for path in FROZEN]
+
+
+def test_an_old_search_is_gone_on_with(frozen: Path) -> None:
+    go_on(frozen)
+
+
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_a_migration_that_fails_leaves_every_byte_and_the_search_can_be_gone_on_with(
+    frozen: Path, tmp_path: Path, journal: str
+) -> None:
+    with closing(sqlite3.connect(frozen)) as connection:
+        connection.execute(f"PRAGMA journal_mode={journal}")
+    before = frozen.read_bytes()
+    scripts = tmp_path / "scripts"
+    shutil.copytree(migrations_folder(), scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    (scripts / "versions" / "9999_fails.py").write_text(_SCRIPT.format(head=head_revision(scripts)))
+    with pytest.raises(Exception, match="autotune_nowhere"):
+        open_store(str(frozen), migrations=scripts)
+    assert frozen.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith("frozen")] == ["frozen.db"]
+    go_on(frozen)

@@ -1,0 +1,339 @@
+"""What earlier studies save a later one, and what they must not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, measurement, out_of_memory
+from searching import ceiling_of, new_store, prepared, search, with_environment
+
+from autotune.device import Ceiling
+from autotune.report import load_report, notes, report_document, summary_lines
+from autotune.request import MAX_BATCH_EFFORT
+from autotune.reuse import Library, derive, holds_under
+from autotune.store import PastTrial, Store, TrialRecord
+from autotune.trial import (
+    Arm,
+    Candidate,
+    Completed,
+    Effort,
+    Failed,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    outcome_document,
+    outcome_from_document,
+    source_of,
+)
+from autotune.units import GIB
+
+BF16 = Arm("bf16")
+CAP_BYTES = 20 * GIB
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+def measured(candidate: Candidate, gib: float = 10.0, allocated_gib: float | None = None, **changes: Any) -> Completed:
+    """A measurement of a second a step, a tenth of it the optimizer's, with these peaks."""
+    allocated = gib if allocated_gib is None else allocated_gib
+    found = measurement(candidate, 1.0, int(allocated * GIB), int(gib * GIB))
+    return Completed(dataclasses.replace(found, **{"optimizer_seconds": 0.1, **changes}))
+
+
+def past(candidate: Candidate, outcome: Outcome, cap_bytes: int = CAP_BYTES, number: int = 0) -> PastTrial:
+    """A trial of another study."""
+    trial = TrialRecord("study", number, candidate, "workload", "environment", outcome=outcome)
+    return PastTrial(trial, "earlier", ceiling_of(cap_bytes).document())
+
+
+def library(*trials: PastTrial, ceiling: Ceiling | None = None) -> Library:
+    return Library(trials, ceiling or ceiling_of(CAP_BYTES))
+
+
+class TestHoldsUnder:
+    """The cap of the trial, its peaks, the cap now: does it count?"""
+
+    @pytest.mark.parametrize(
+        ("reserved", "allocated", "retries", "cap", "now", "holds"),
+        [
+            (10, 9, 0, 20, 20, True),
+            (10, 9, 0, 20, 40, True),
+            (10, 9, None, 20, 12, True),
+            # Between the two peaks nobody knows: cached segments could have been given back.
+            (10, 8, 0, 20, 9, False),
+            # What was allocated alone is over the line.
+            (10, 9, 0, 20, 8, True),
+            # The cap was met: under another one the trial would have been another.
+            (19.9, 15, 3, 20, 20, True),
+            (19.9, 15, 3, 20, 40, False),
+            (19.9, 15, 3, 20, 18, False),
+            (19.9, 15, 3, 20, 15, True),
+            # Over the line as it was, and with a little more no less so.
+            (19.9, 15, 3, 20, 20.1, True),
+        ],
+    )
+    def test_each(
+        self, reserved: float, allocated: float, retries: int | None, cap: float, now: float, holds: bool
+    ) -> None:
+        found = measured(Candidate(BF16, 8), reserved, allocated, allocation_retries=retries).measurement
+        assert holds_under(found, int(cap * GIB), ceiling_of(int(now * GIB))) is holds
+
+
+class TestAnswers:
+    def test_exactly_what_was_measured_with_its_source(self) -> None:
+        candidate = Candidate(BF16, 32, 2)
+        earlier = past(candidate, measured(candidate), number=3)
+        found = library(earlier).answer(candidate, Effort())
+        assert isinstance(found, Completed)
+        assert found.measurement == earlier.trial.outcome.measurement  # type: ignore[union-attr]
+        source = source_of(found)
+        assert source is not None
+        assert (source.trial_id, source.derived, source.describe()) == (earlier.trial.id, False, "trial 3 of earlier")
+        assert outcome_from_document(outcome_document(found)) == found
+
+    def test_nothing_of_what_was_not_measured(self) -> None:
+        known = library(past(Candidate(BF16, 32), measured(Candidate(BF16, 32))))
+        for other in (Candidate(BF16, 16), Candidate(BF16, 32, 2), Candidate(Arm("tf32"), 32)):
+            assert known.answer(other, Effort()) is None
+
+    @pytest.mark.parametrize("outcome", [Failed("error", "broken"), Failed("timeout", "slow")])
+    def test_faults_say_nothing(self, outcome: Outcome) -> None:
+        candidate = Candidate(BF16, 32)
+        assert library(past(candidate, outcome)).answer(candidate, Effort()) is None
+
+    def test_host_memory_says_nothing(self) -> None:
+        candidate = Candidate(BF16, 32)
+        assert library(past(candidate, OutOfMemory("killed", where="host"))).answer(candidate, Effort()) is None
+
+    def test_the_latest_of_several_and_one_in_full_before_all(self) -> None:
+        candidate = Candidate(BF16, 8, 8)
+        partly = [past(candidate, measured(candidate, micro_steps_run=3), number=number) for number in (1, 3)]
+        in_full = past(candidate, measured(candidate), number=2)
+        source = source_of(library(*partly).answer(candidate, Effort()))
+        assert source is not None
+        assert source.number == 3
+        assert library(*partly).answer(candidate, Effort(), in_full=True) is None
+        source = source_of(library(partly[0], in_full, partly[1]).answer(candidate, Effort(), in_full=True))
+        assert source is not None
+        assert source.number == 2
+
+    def test_once_over_the_line_is_over(self) -> None:
+        candidate = Candidate(BF16, 8, 8)
+        trials = [past(candidate, measured(candidate, gib)) for gib in (19.9, 10.0)]
+        found = library(*trials).answer(candidate, Effort())
+        assert isinstance(found, Completed)
+        assert found.measurement.peak_reserved_bytes > 19 * GIB
+
+    def test_fewer_steps_than_are_asked_for_say_too_little(self) -> None:
+        candidate = Candidate(BF16, 32)
+        one_step = measured(candidate, step_seconds_each=(1.0,), relative_spread=0.0)
+        two_wide = measured(candidate, step_seconds_each=(0.5, 0.4), relative_spread=0.2)
+        for little in (one_step, two_wide):
+            known = library(past(candidate, little))
+            assert known.answer(candidate, Effort()) is None
+            assert known.answer(candidate, MAX_BATCH_EFFORT) is not None
+        # Far behind the best, two are enough now as they were then.
+        assert library(past(candidate, two_wide)).answer(candidate, Effort(behind_step_seconds=0.3)) is not None
+        assert library(past(candidate, two_wide)).answer(candidate, Effort(behind_step_seconds=0.45)) is None
+
+    def test_running_out_counts_up_to_the_cap_it_ran_out_under(self) -> None:
+        candidate = Candidate(BF16, 64)
+        trial = past(candidate, out_of_memory())
+        for now, counts in ((10, True), (20, True), (20.5, True), (21, False), (40, False)):
+            found = library(trial, ceiling=ceiling_of(int(now * GIB))).answer(candidate, Effort())
+            assert isinstance(found, OutOfMemory) is counts, now
+
+    def test_running_out_speaks_of_all_that_needs_no_less(self) -> None:
+        known = library(past(Candidate(Arm("bf16", gradient_checkpointing=True), 64), out_of_memory(), number=7))
+        for more in (Candidate(BF16, 64), Candidate(BF16, 64, 2), Candidate(BF16, 80)):
+            found = known.answer(more, Effort())
+            assert isinstance(found, OutOfMemory)
+            assert "64 × 1  bf16, checkpointing" in found.message
+            assert found.source is not None
+            assert found.source.describe() == "derived from trial 7 of earlier"
+        assert known.answer(Candidate(BF16, 56), Effort()) is None
+
+
+class TestDerived:
+    def test_another_accumulation_is_worked_out(self) -> None:
+        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4)), number=2))
+        wanted = Candidate(BF16, 16, 8)
+        found = known.answer(wanted, Effort())
+        assert isinstance(found, Completed)
+        # 0.1 s of optimizer, 0.9 s of four micro-steps.
+        assert found.measurement.step_seconds == pytest.approx(1.9)
+        assert found.measurement.samples_per_second == pytest.approx(128 / 1.9)
+        assert found.source is not None
+        assert found.source.derived
+        assert known.answer(wanted, Effort(), in_full=True) is None
+
+    @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1)])
+    def test_but_not_where_only_one_of_the_two_accumulates(self, then: int, now: int) -> None:
+        known = library(past(Candidate(BF16, 16, then), measured(Candidate(BF16, 16, then))))
+        assert known.answer(Candidate(BF16, 16, now), Effort()) is None
+
+    def test_nor_without_the_optimizers_own_time(self) -> None:
+        candidate = Candidate(BF16, 16, 4)
+        known = library(past(candidate, measured(candidate, optimizer_seconds=None)))
+        assert known.answer(Candidate(BF16, 16, 8), Effort()) is None
+
+    def test_what_was_measured_goes_before(self) -> None:
+        exact = Candidate(BF16, 16, 8)
+        trials = [past(c, measured(c), number=c.gradient_accumulation_steps) for c in (exact, Candidate(BF16, 16, 4))]
+        source = source_of(library(*trials).answer(exact, Effort()))
+        assert source is not None
+        assert (source.number, source.derived) == (8, False)
+
+    @given(st.floats(1e-4, 10), st.floats(0, 5), st.integers(2, 64), st.integers(2, 64))
+    def test_there_and_back_again(self, micro: float, optimizer: float, then: int, now: int) -> None:
+        first, second = Candidate(BF16, 8, then), Candidate(BF16, 8, now)
+        original = dataclasses.replace(
+            measurement(first, micro * then + optimizer, GIB, GIB), optimizer_seconds=optimizer
+        )
+        there = derive(original, first, second)
+        assert isinstance(there, Measurement)
+        assert there.step_seconds == pytest.approx(micro * now + optimizer)
+        back = derive(there, second, first)
+        assert back is not None
+        assert back.step_seconds == pytest.approx(original.step_seconds)
+
+
+class TestSearches:
+    def test_repeated_under_another_name_nothing_is_run(self, store: Store) -> None:
+        first = search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        runner = RecordedRunner(EFFECTIVE_64)
+        second = search(store, runner, study="second")
+        assert runner.jobs == []
+        assert [t.candidate for t in second.trials] == [t.candidate for t in first.trials if t.stage != "final"]
+        assert {trial.stage for trial in second.trials} == {"reused"}
+        assert second.best.candidate == first.best.candidate
+        assert second.study.state == "finished"
+        report = load_report(store, "second")
+        assert any("of earlier searches (first) reused" in note for note in notes(report))
+        document = report_document(report)
+        assert {trial["reused_from"]["study"] for trial in document["trials"]} == {"first"}
+        assert document["baseline"]["number"] == 0
+
+    def test_the_dashboard_has_them_all(self, store: Store) -> None:
+        first = search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        search(store, RecordedRunner(EFFECTIVE_64), study="second")
+        theirs = optuna.load_study(study_name="second", storage=store.optuna)
+        assert {trial.user_attrs["stage"] for trial in theirs.trials} == {"reused"}
+        assert all(trial.user_attrs["reused_from"].endswith(" of first") for trial in theirs.trials)
+        values = [trial.value for trial in theirs.trials if trial.value is not None]
+        best = first.best.outcome
+        assert isinstance(best, Completed)
+        assert max(values) == pytest.approx(best.measurement.samples_per_second, rel=0.02)
+
+    def test_fresh_measures_everything_anew(self, store: Store) -> None:
+        first, second = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
+        search(store, first, study="first")
+        search(store, second, study="second", fresh=True)
+        assert second.candidates == first.candidates
+
+    @pytest.mark.parametrize(
+        "changed", [{"driver": "600"}, {"measurement_revision": 99}, {"packages": {"torch": "2.14.0"}}]
+    )
+    def test_another_environment_measures_everything_anew(self, store: Store, changed: dict[str, Any]) -> None:
+        first, second = RecordedRunner(EFFECTIVE_64), RecordedRunner(EFFECTIVE_64)
+        search(store, first, study="first")
+        search(store, second, given=with_environment(prepared(study="second"), **changed))
+        assert second.candidates == first.candidates
+
+    def test_reused_trials_are_no_source_themselves(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        search(store, RecordedRunner(EFFECTIVE_64), study="second")
+        third = search(store, RecordedRunner(EFFECTIVE_64), study="third")
+        assert {source.study for t in third.trials if (source := source_of(t.outcome))} == {"first"}
+
+    def test_a_budget_counts_what_is_run(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first", trials=3)
+        runner = RecordedRunner(EFFECTIVE_64)
+        second = search(store, runner, study="second", trials=2)
+        assert len(runner.jobs) == 2
+        assert [trial.stage == "reused" for trial in second.trials] == [True, True, True, False, False]
+
+    @pytest.mark.parametrize("sampler", ["grid", "tpe", "random"])
+    def test_with_any_sampler(self, store: Store, sampler: str) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first", sampler="grid")
+        runner = RecordedRunner(EFFECTIVE_64)
+        second = search(store, runner, study="second", sampler=sampler)
+        assert runner.jobs == []
+        assert second.study.state == "finished"
+
+    def test_a_smaller_ceiling_uses_what_still_fits_and_what_surely_does_not(self, store: Store) -> None:
+        search(store, RecordedRunner(EFFECTIVE_64), study="first", sampler="grid")
+        options: dict[str, Any] = {"memory_limit_bytes": 16 * GIB, "fresh": True}
+        alone = search(store, RecordedRunner(EFFECTIVE_64), study="alone", **options)
+        runner = RecordedRunner(EFFECTIVE_64)
+        second = search(store, runner, study="second", memory_limit_bytes=16 * GIB)
+        assert second.best.candidate == alone.best.candidate
+        assert len(runner.jobs) < len(alone.trials) / 2
+
+    def test_a_larger_ceiling_tries_again_what_ran_out(self, store: Store) -> None:
+        small = ComputedRunner(lambda candidate: candidate.per_device_train_batch_size * GIB)
+        search(store, small, study="first", memory_limit_bytes=12 * GIB)
+        large = ComputedRunner(lambda candidate: candidate.per_device_train_batch_size * GIB)
+        second = search(store, large, study="second", memory_limit_bytes=40 * GIB)
+        assert large.jobs
+        assert all(job.candidate.per_device_train_batch_size > 8 for job in large.jobs)
+        assert second.best.candidate.per_device_train_batch_size > 8
+
+    def test_another_objective(self, store: Store) -> None:
+        options: dict[str, Any] = {"effective_batch": None, "precisions": ("bf16",)}
+        search(store, RecordedRunner(BATCHES, between=True), study="first", objective="max-batch", **options)
+        runner = RecordedRunner(BATCHES, between=True)
+        alone = search(
+            store, RecordedRunner(BATCHES, between=True), study="a", objective="max-batch", fresh=True, **options
+        )
+        again = search(store, runner, study="b", objective="max-batch", **options)
+        assert runner.jobs == []
+        assert again.best.candidate == alone.best.candidate
+        assert any("does not fit" in line for line in summary_lines(load_report(store, "b")))
+
+    def test_another_effective_batch_is_worked_out_and_its_winner_run_in_full(
+        self, store: Store, tmp_path: Path
+    ) -> None:
+        class Timed(ComputedRunner):
+            """Says apart what the optimizer takes."""
+
+            def answer(self, job: Any) -> tuple[Outcome, float]:
+                outcome, seconds = super().answer(job)
+                if isinstance(outcome, Completed):
+                    found = dataclasses.replace(outcome.measurement, optimizer_seconds=0.1)
+                    outcome = dataclasses.replace(outcome, measurement=found)
+                return outcome, seconds
+
+        def peak(candidate: Candidate) -> float:
+            return candidate.per_device_train_batch_size * (0.5 if candidate.arm.gradient_checkpointing else 1) * GIB
+
+        def step(candidate: Candidate) -> float:
+            slow = 1.3 if candidate.arm.gradient_checkpointing else 1.0
+            micro = 0.2 + 0.01 * candidate.per_device_train_batch_size
+            return 0.1 + micro * slow * candidate.gradient_accumulation_steps
+
+        options: dict[str, Any] = {"precisions": ("bf16",), "effective_batch": 256}
+        with new_store(tmp_path, "alone.db") as other:
+            alone = Timed(peak, step)
+            expected = search(other, alone, study="alone", **options)
+        search(store, Timed(peak, step), study="first", **{**options, "effective_batch": 128})
+        runner = Timed(peak, step)
+        second = search(store, runner, study="second", **options)
+        assert second.best.candidate == expected.best.candidate
+        assert second.best.stage == "final"
+        assert len(runner.jobs) < len(alone.jobs)
+        derived = [source for trial in second.trials if (source := source_of(trial.outcome)) and source.derived]
+        assert derived
+        assert second.trials[0].stage == "reused"
+        assert any("baseline's speed is derived from trial" in note for note in notes(load_report(store, "second")))

@@ -1,0 +1,95 @@
+"""Several searches into one file while others read it, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from socket import create_server
+from typing import Any
+
+import optuna
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import new_store, search
+
+from autotune.dashboard import serve
+from autotune.errors import AutotuneError
+from autotune.report import load_report
+from autotune.store import open_store
+
+forks = multiprocessing.get_context("fork")
+Answers = Any
+
+
+def _search(path: str, name: str, start_at: float, answers: Answers) -> None:
+    try:
+        with open_store(path) as store:
+            time.sleep(max(0.0, start_at - time.time()))
+            for repeat in range(4):
+                run = search(store, RecordedRunner(EFFECTIVE_64), study=f"{name}-{repeat}", fresh=repeat % 2 == 0)
+                assert run.best.candidate.describe() == "32 × 2  bf16"
+        answers.put("")
+    except (AutotuneError, AssertionError) as error:
+        answers.put(f"{type(error).__name__}: {error}")
+
+
+def _read(path: str, end: Any, answers: Answers) -> None:
+    read = 0
+    try:
+        while not end.is_set():
+            with open_store(path, create=False) as store:
+                for summary in store.studies():
+                    load_report(store, summary.study.name)
+                    read += 1
+        answers.put("" if read else "there was nothing to read")
+    except AutotuneError as error:
+        answers.put(f"{type(error).__name__}: {error}")
+
+
+def _free_port() -> int:
+    with closing(create_server(("127.0.0.1", 0))) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path: Path) -> None:
+    new_store(tmp_path).close()
+    path, port = str(tmp_path / "autotune.db"), _free_port()
+    answers, end = forks.SimpleQueue(), forks.Event()
+    start_at = time.time() + 0.5
+    searches = [forks.Process(target=_search, args=(path, name, start_at, answers)) for name in ("one", "two", "three")]
+    reader = forks.Process(target=_read, args=(path, end, answers))
+    shown = forks.Process(target=serve, args=(path, "127.0.0.1", port), daemon=True)
+    for process in (shown, *searches, reader):
+        process.start()
+    pages = 0
+    try:
+        while any(process.is_alive() for process in searches):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=30) as page:
+                    pages += page.status == 200
+            except urllib.error.HTTPError:
+                raise
+            except OSError:
+                # Not listening yet.
+                time.sleep(0.05)
+        end.set()
+        assert [answers.get() for _ in (*searches, reader)] == ["", "", "", ""]
+        reader.join(30)
+    finally:
+        end.set()
+        shown.terminate()
+        shown.join(30)
+    assert pages
+    with open_store(path) as store:
+        studies = store.studies()
+        assert len(studies) == 12
+        for summary in studies:
+            trials = store.trials(summary.study.id)
+            theirs = optuna.load_study(study_name=summary.study.name, storage=store.optuna).trials
+            assert summary.study.state == "finished"
+            assert [trial.number for trial in trials] == [trial.number for trial in theirs]
+            assert all(trial.state.is_finished() for trial in theirs)
