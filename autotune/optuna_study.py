@@ -119,7 +119,8 @@ class OptunaStudy:
 
     def _tell(self, number: int, candidate: Candidate, outcome: Outcome) -> None:
         value = None
-        state = TrialState.PRUNED if isinstance(outcome, OutOfMemory) else TrialState.FAIL
+        is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+        state = TrialState.PRUNED if is_over else TrialState.FAIL
         if isinstance(outcome, Completed):
             batch = candidate.per_device_train_batch_size
             value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
@@ -150,7 +151,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling) -> float | None:
     """
     if isinstance(outcome, Completed):
         return (outcome.measurement.peak_reserved_bytes - ceiling.line_bytes) / GIB
-    if isinstance(outcome, OutOfMemory):
+    if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
         return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
     return None
 

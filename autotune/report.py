@@ -193,7 +193,7 @@ def notes(report: Report) -> list[str]:
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
     if report.study.state != "finished":
-        found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
+        found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
     return found
 
 

@@ -14,6 +14,7 @@ from autotune.history import History, Tried, ran_in_full
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
+from autotune.repeats import Repeats
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
@@ -91,6 +92,7 @@ class Search:
         self._forecast = forecast
         self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
         self._records: dict[str, TrialRecord] = {}
+        self._again = Repeats()
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
@@ -173,12 +175,17 @@ class Search:
         return next((t for t in reversed(tried) if t.measurement), None)
 
     def _remember(self, trial: TrialRecord) -> None:
-        """Take a trial into account, unless it was lost for the first time: then it may be run again."""
-        lost_before = any(r.candidate == trial.candidate and _is_lost(r) for r in self._records.values())
+        """Take a trial into account, unless it says nothing of its candidate and will be run again."""
         self._records[trial.id] = trial
-        if trial.outcome is not None and (lost_before or not _is_lost(trial)):
-            in_full = ran_in_full(trial.candidate, trial.outcome)
-            self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
+        counts = self._again.take(trial) if trial.outcome is not None else None
+        if counts is not None and counts.outcome is not None:
+            in_full = ran_in_full(counts.candidate, counts.outcome)
+            self._history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
+
+    @property
+    def _trials_spent(self) -> int:
+        """Trials that count against the budget: those that are run again do not."""
+        return len(self._records) - self._again.excused
 
     def _elapsed_seconds(self) -> float:
         return self._spent_seconds + self._clock() - self._started
@@ -223,7 +230,7 @@ class Search:
         if self._interruption.asked:
             return _INTERRUPTED
         most = request.most_trials
-        if most is not None and len(self._records) >= most:
+        if most is not None and self._trials_spent >= most:
             return f"the budget of {most} trials is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
@@ -237,7 +244,9 @@ class Search:
         return _NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
 
     def _next_forced(self) -> tuple[Stage, Candidate | None]:
-        """The baseline first; a winner that was measured in part again, in full and once, when all else is done."""
+        """What is owed another trial; the baseline; a winner that was measured in part again in full, at the end."""
+        if self._again.next is not None:
+            return self._again.next
         baseline = self._prepared.baseline
         wants_baseline = self._request.measure_baseline and self._request.objective == "throughput"
         if wants_baseline and not self._history.outcomes_of(baseline):
@@ -246,7 +255,7 @@ class Search:
         if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
             return "search", None
         most = self._request.most_trials
-        is_last = most is not None and len(self._records) == most - 1
+        is_last = most is not None and self._trials_spent == most - 1
         return ("final", best.candidate) if is_last or self._done() else ("search", None)
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
@@ -318,7 +327,7 @@ class Search:
             timeout_seconds=request.trial_timeout_seconds,
             log_path=record.log_path or "",
         )
-        outcome: Outcome = Failed("lost", "the search was stopped during this trial")
+        outcome: Outcome = Failed("interrupted", "the search was stopped during this trial")
         try:
             outcome = self._runner.run(job, self._observer.progress)
         finally:
@@ -330,8 +339,3 @@ class Search:
         ended = replace(record, outcome=outcome, seconds=seconds)
         self._remember(ended)
         self._observer.trial_ends(ended, self._history)
-
-
-def _is_lost(trial: TrialRecord) -> bool:
-    """Whether a trial ended for reasons of the search, not its own, so that it says nothing of the candidate."""
-    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "lost"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 
@@ -11,6 +12,9 @@ from autotune.device import Device, find_device
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
+os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)

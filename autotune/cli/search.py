@@ -17,6 +17,7 @@ from autotune.cli.options import (
     SectionedCommand,
     json_option,
     storage_option,
+    wait_option,
     words,
 )
 
@@ -47,7 +48,7 @@ class _SearchCommand(SectionedCommand):
             "sampler",
             "seed",
         ),
-        "Where it goes": ("study", "storage", "as_json"),
+        "Where it goes": ("study", "storage", "wait", "as_json"),
     }
 
 
@@ -128,6 +129,7 @@ class _SearchCommand(SectionedCommand):
 )
 @click.option("--study", metavar="NAME", help="Name of the study; an existing one is continued [default: made up].")
 @storage_option
+@wait_option
 @click.option(
     "--seed",
     type=SEED,
@@ -139,7 +141,7 @@ class _SearchCommand(SectionedCommand):
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
 @json_option
 @click.pass_context
-def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
+def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **options: Any) -> None:
     """Search for the fastest configuration by running real training steps.
 
     \b
@@ -149,9 +151,14 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
     """
     request = _request(options)
     request.check()
+    search_and_print(ctx, request, storage, wait=wait, as_json=as_json)
+
+
+def search_and_print(ctx: click.Context, request: SearchRequest, storage: str, *, wait: bool, as_json: bool) -> None:
+    """Run a search that is new or goes on, print its result, and say with the exit code whether it was interrupted."""
     from autotune.cli.session import print_result, run_search
 
-    study, report = run_search(request, storage)
+    study, report = run_search(request, storage, wait=wait)
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     print_result(report, as_json=as_json, storage=storage if is_named else None)
     if study.state == "interrupted":

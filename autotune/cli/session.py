@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,6 +17,7 @@ import click
 
 from autotune.cli.options import print_json
 from autotune.cli.view import View, open_view
+from autotune.device import find_device
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrialServerError
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report, report_document, summary_lines
@@ -23,11 +25,12 @@ from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.search import Interruption, Search
 from autotune.store import Store, StudyRecord, open_store, resolve_location
+from autotune.turns import take_turn
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
 
-def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Report]:
+def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
     """Run the search to its end; the study as it stands then, and all that is recorded of it.
 
     A database that is there is opened first, so that one that is no good costs no start of a
@@ -44,6 +47,10 @@ def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Repor
         request = request.named(study)
         folder = (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
         view = stack.enter_context(open_view())
+        database = str(path) if path is not None else storage
+        if stack.enter_context(take_turn(request.device, study, database, wait=wait, note=view.note)):
+            # What another search held is free by now.
+            request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
         runner = stack.enter_context(LocalRunner(request.device, request.workload, folder))
         view.note(f"starting a process for trials on {request.device.label} ({request.device.name}) …")
@@ -117,18 +124,22 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, view: View, f
             forecast = forecast_of(prepared, runner)
             return Search(prepared, runner, store, view, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError):
-        view.note(f"every trial is recorded in the study {prepared.request.study}")
+        study = shlex.quote(str(prepared.request.study))
+        view.note(f"every trial is recorded in the study {study}; autotune resume {study} goes on with it")
         raise
 
 
 @contextlib.contextmanager
 def _interrupts(interruption: Interruption, view: View) -> Iterator[None]:
-    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that."""
+    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
+
+    What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once.
+    """
     asked = 0
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal asked
-        asked += 1
+        asked += 1 if number == signal.SIGINT or asked > 1 else 2 - asked
         interruption.asked = True
         if asked == 1:
             # Where the signal came in the middle of a print, another one is refused.
@@ -137,11 +148,12 @@ def _interrupts(interruption: Interruption, view: View) -> Iterator[None]:
         elif asked == 2:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
@@ -155,5 +167,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     click.echo("\nNext:")
     if report.best is not None:
         click.echo(f"  autotune export {name}{where} > training_arguments.json")
+    if report.study.state != "finished":
+        click.echo(f"  autotune resume {name}{where}")
     click.echo(f"  autotune show {name}{where}")
     click.echo(f"  autotune dashboard{where}")

@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from autotune.device import Device
+from autotune.device.host import oom_kills
 from autotune.errors import TrialServerError
 from autotune.runner.environment import server_environment
-from autotune.trial import Candidate, Document, Effort, Failed, Outcome, outcome_from_document
+from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory, outcome_from_document
 from autotune.workload import Workload
 
 Progress = Callable[[Document], None]
@@ -293,7 +294,13 @@ class LocalRunner:
             "log_path": job.log_path,
             **self._device_facts(),
         }
-        return _outcome(self._run_job(document, progress), job)
+        kills = oom_kills()
+        outcome = _outcome(self._run_job(document, progress), job)
+        if isinstance(outcome, Failed) and outcome.reason == "killed" and kills != (now := oom_kills()):
+            # The kernel says so itself; what else it killed in these seconds is hardly another.
+            message = f"the kernel ended {(now or 0) - (kills or 0)} process for want of host memory, this trial"
+            return OutOfMemory(message, where="host", during=outcome.during)
+        return outcome
 
 
 def _how_it_ended(answer: Document, log_path: str) -> str:
