@@ -155,8 +155,14 @@ class LocalRunner:
         if self._server is None:
             self._start()
         deadline = time.monotonic() + _START_SECONDS
+        was_killed = False
         while not self._ready:
             messages = self._read(deadline)
+            if messages is None and not was_killed and self._was_killed():
+                was_killed = True
+                self.close()
+                self._start()
+                continue
             if messages is None or time.monotonic() > deadline:
                 self.close()
                 raise TrialServerError(
@@ -171,6 +177,13 @@ class LocalRunner:
                         "install torch and transformers into the environment that runs autotune",
                     )
                 self._ready = self._ready or "ready" in message
+
+    def _was_killed(self) -> bool:
+        """Whether a signal ended the server, which says nothing against another one."""
+        assert self._server is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._server.wait(timeout=_LEAVE_SECONDS) < 0
+        return False
 
     def _run_job(self, job: Document, progress: Progress) -> Document:
         """Send a job, wait for its end; ``result`` (if any) and how the process ended, as one document."""
@@ -272,6 +285,9 @@ class LocalRunner:
             **self._device_facts(),
         }
         answer = self._run_job(job, lambda _: None)
+        if answer.get("signal") or answer.get("lost"):
+            # Killed from outside, perhaps; a second time it is not chance.
+            answer = self._run_job(job, lambda _: None)
         if "result" not in answer:
             raise TrialServerError(
                 f"the device {self._device.label} could not be inspected: {_how_it_ended(answer, str(log_path))}",

@@ -37,7 +37,7 @@ _HOST_FRAGMENTS = (
     "unable to allocate",
 )
 # Xid errors of the driver, ECC errors and GPUs that fell off the bus, as CUDA words them (CUDA runtime API,
-# cudaError). An assertion in a kernel is not among them: that is an index out of range, and the GPU is well.
+# cudaError). A kernel's assertion or illegal access is not among them: that is a bug, and the GPU is well.
 _LOST_DEVICE_FRAGMENTS = (
     "uncorrectable ecc error",
     "uncorrectable nvlink error",
@@ -47,7 +47,6 @@ _LOST_DEVICE_FRAGMENTS = (
     "device(s) is/are busy or unavailable",
     "no cuda-capable device is detected",
     "unspecified launch failure",
-    "an illegal memory access was encountered",
     "hardware stack error",
     "the launch timed out and was terminated",
     "cuda error: unknown error",

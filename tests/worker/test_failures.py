@@ -106,7 +106,6 @@ LOST_DEVICE = [
         "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"
     ),
     RuntimeError("CUDA error: unspecified launch failure"),
-    RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
     RuntimeError("No CUDA GPUs: no CUDA-capable device is detected"),
     RuntimeError("CUDA error: unknown error"),
