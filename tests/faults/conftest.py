@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 from scene import TALLY, Scene
 
 SceneOf = Callable[..., Scene]
@@ -19,6 +24,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     assert len(scene.outputs) == 1
     scene.check_nothing_runs()
     assert len(scene.ended()) >= 5
+    return scene
+
+
+@pytest.fixture(scope="session")
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A search that was killed after three trials, its database in one file."""
+    scene = Scene(tmp_path_factory.mktemp("halfway"), "halfway")
+    scene.start()
+    assert wait_until(lambda: scene.is_recorded() and len(scene.ended()) >= 3, 60)
+    assert scene.pid is not None
+    os.kill(scene.pid, signal.SIGKILL)
+    scene.wait()
+    scene.check_nothing_runs()
+    with contextlib.closing(sqlite3.connect(scene.database)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return scene
 
 
