@@ -98,7 +98,7 @@ def test_trials_are_ended_by_signals(scene_of: SceneOf, reference: Scene, seed: 
     assert all("SIG" in outcome["message"] for outcome in killed)
 
 
-@seeds(1, 6)
+@seeds(0, 5)
 def test_everything_is_killed_while_a_model_trains(scene_of: SceneOf, reference: Scene, seed: int) -> None:
     """With torch and a real Trainer in the trials; only their figures are the formula's."""
     scene = scene_of("kills while a real model trains", seed, real=True)
