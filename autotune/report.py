@@ -85,6 +85,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     match trial.outcome:
         case None:
             return "running"
+        case Completed(disturbed=why) | OutOfMemory(disturbed=why) if why:
+            return f"disturbed: {'; '.join(why)}"
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason, message=message):
@@ -131,6 +133,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "seconds": trial.seconds,
         "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
+        "disturbed": list(outcome.disturbed) if isinstance(outcome, Completed | OutOfMemory) else [],
         "log_path": trial.log_path,
     }
 
@@ -192,8 +195,22 @@ def notes(report: Report) -> list[str]:
         found += _faster_ones(report, best, measured)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
+    found += _disturbances(report)
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
+    return found
+
+
+def _disturbances(report: Report) -> list[str]:
+    """How many trials others disturbed, and whether the winner is one of them."""
+    marked = [t for t in report.trials if isinstance(t.outcome, Completed | OutOfMemory) and t.outcome.disturbed]
+    if not marked:
+        return []
+    last = marked[-1].outcome
+    why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
+    found = [f"{len(marked)} trials were disturbed and run again as far as that helped; the last one: {why}"]
+    if report.best in marked:
+        found.append("the winner itself was measured under a disturbance: it may be faster than it looks")
     return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
+from machine import Machine, compile_library
 
 from autotune.device import Device, find_device
 
@@ -24,3 +26,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def cpu() -> Device:
     """This machine's CPU as a device."""
     return find_device("cpu")
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the compiled stand-in library."""
+    return compile_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine(library_folder: Path) -> Machine:
+    """The stand-in library with the installed binding."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    return Machine(library_folder, None)

@@ -26,6 +26,7 @@ from autotune.runner import LocalRunner
 from autotune.search import Interruption, Search
 from autotune.store import Store, StudyRecord, open_store, resolve_location
 from autotune.turns import take_turn
+from autotune.watch import WatchedRunner
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -122,7 +123,10 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, view: View, f
     try:
         with _interrupts(interruption, view):
             forecast = forecast_of(prepared, runner)
-            return Search(prepared, runner, store, view, folder, interruption, forecast=forecast).run()
+            device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
+            watched = WatchedRunner(runner, device, context_bytes, view.note, lambda: interruption.asked)
+            trials = watched if device.kind == "cuda" else runner
+            return Search(prepared, trials, store, view, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError):
         study = shlex.quote(str(prepared.request.study))
         view.note(f"every trial is recorded in the study {study}; autotune resume {study} goes on with it")

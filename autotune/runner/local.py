@@ -90,6 +90,11 @@ class LocalRunner:
         self.close()
 
     @property
+    def trial_pid(self) -> int | None:
+        """The process of the running trial, where there is one."""
+        return self._trial_pid
+
+    @property
     def server_log(self) -> Path:
         """Where the server's own output goes."""
         return self._log_folder / "server.log"
