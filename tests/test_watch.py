@@ -100,7 +100,9 @@ class TestMeasurements:
 
     def test_a_driver_with_the_old_name_of_the_reading(self, machine: Machine) -> None:
         errors = "nvmlDeviceGetCurrentClocksEventReasons=13"
-        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == ["thermal slowdown by the driver at 40 °C"]
+        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == [
+            "thermal slowdown by the driver at 40 °C"
+        ]
 
     @pytest.mark.parametrize(("events", "why"), [("0", ["clocks of 1200 MHz, not 1980 MHz as before"]), ("4", [])])
     def test_clocks_that_fell(self, machine: Machine, events: str, why: list[str]) -> None:

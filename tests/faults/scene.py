@@ -14,12 +14,11 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from processes import children, is_alive, wait_until
+from processes import is_alive, wait_until
 
 # Imported here once, so that a controller is forked in milliseconds.
 import autotune.cli.resume
@@ -40,6 +39,17 @@ OPTIONS = (
 )  # fmt: skip
 # Long enough for a busy machine; what is waited for takes milliseconds.
 PATIENCE_SECONDS = 60.0
+
+
+Victim = Literal["trial", "server"]
+
+
+def parent(pid: int) -> int | None:
+    """The parent of a living process."""
+    with contextlib.suppress(OSError):
+        state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        return None if state in "ZX" else int(number)
+    return None
 
 
 @dataclass
@@ -189,20 +199,14 @@ class Scene:
 
     # Who runs
 
-    def server(self) -> int | None:
-        """The process id of the trial server, if there is one."""
-        return next(iter(children(self.pid)), None) if self.pid and is_alive(self.pid) else None
-
-    def trial(self) -> int | None:
-        """The process id of the running trial, if there is one."""
-        server = self.server()
-        return next(iter(children(server)), None) if server else None
-
-    def running(self) -> str | None:
-        """The candidate of the trial that was begun last."""
+    def running(self) -> tuple[int, str] | None:
+        """Process id and candidate of the trial that was begun last."""
         runs = self.folder / "runs"
         lines = runs.read_text().splitlines() if runs.exists() else []
-        return lines[-1] if lines else None
+        if not lines:
+            return None
+        pid, _, candidate = lines[-1].partition(" ")
+        return int(pid), candidate
 
     def descendants(self) -> list[int]:
         """Every living process that was started for this scene, wherever it has gone."""
@@ -226,20 +230,24 @@ class Scene:
         while time.monotonic() < deadline and self.pid and is_alive(self.pid):
             time.sleep(0.002)
 
-    def strike(self, victim: Callable[[], int | None], number: int) -> bool:
-        """Send a signal to a process if it is there, but none to a candidate that was met before; whether it was sent.
+    def strike(self, victim: Victim, number: int, within_seconds: float = 20.0) -> bool:
+        """Send a signal to the running trial or its server, as soon as there is one; whether there was.
 
-        A trial that is killed a second time is a failed one, so that the answer might rightly be another.
+        None meets a candidate twice: a trial that is killed a second time is a failed one, so that the answer
+        might rightly be another.
         """
-        pid, candidate = victim(), self.running()
-        if pid is None or candidate in self.hit:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-            self.fault()
-            if candidate is not None:
-                self.hit.add(candidate)
-            return True
+        deadline = time.monotonic() + within_seconds
+        while time.monotonic() < deadline and self.pid and is_alive(self.pid):
+            running = self.running()
+            server = parent(running[0]) if running and running[1] not in self.hit else None
+            if running is None or server is None or server == 1:
+                time.sleep(0.001)
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running[0] if victim == "trial" else server, number)
+                self.fault()
+                self.hit.add(running[1])
+                return True
         return False
 
     # What is recorded

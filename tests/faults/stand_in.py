@@ -112,7 +112,7 @@ def begin(job: Document) -> int:
     runs = Path(os.environ["FAULTS_FOLDER"], "runs")
     number = len(runs.read_text().splitlines()) if runs.exists() else 0
     with runs.open("a") as file:
-        file.write(json.dumps(job["candidate"], sort_keys=True) + "\n")
+        file.write(f"{os.getpid()} {json.dumps(job['candidate'], sort_keys=True)}\n")
     return number
 
 
