@@ -38,7 +38,7 @@ class Repeats:
         if len(before) >= _MOST[kind] or (kind == "disturbed" and self._disturbances >= _MOST_DISTURBANCES_IN_ALL):
             self._owed.pop(trial.candidate, None)
             # Whatever disturbs a measurement makes it slower, so the fastest was disturbed least.
-            return max([*before, trial], key=_speed)
+            return max([trial, *before], key=_speed)
         before.append(trial)
         self._disturbances += kind == "disturbed"
         self.excused += 1
