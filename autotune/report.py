@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
-from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.store import Store, StudyRecord, TrialRecord, damaged
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
 from autotune.units import format_bytes, format_rate, format_seconds
 
@@ -70,13 +70,16 @@ def load_report(store: Store, name: str) -> Report:
             f"there is no study {name!r} in {store.label}",
             f"the newest are {', '.join(known)}" if known else "run autotune search first",
         )
-    return Report(
-        study,
-        store.workload(study.workload_id),
-        store.environment(study.environment_id),
-        Ceiling.from_document(study.ceiling),
-        tuple(store.trials(study.id)),
-    )
+    try:
+        return Report(
+            study,
+            store.workload(study.workload_id),
+            store.environment(study.environment_id),
+            Ceiling.from_document(study.ceiling),
+            tuple(store.trials(study.id)),
+        )
+    except ValueError as error:
+        raise damaged(store.label) from error
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:

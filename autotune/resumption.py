@@ -40,8 +40,9 @@ def recorded_request(
             f"there is no study {study!r} in {store.label}",
             f"the newest are {', '.join(known)}" if known else "run autotune search first",
         )
-    found = find_device(device) if device is not None else _device_of(store.environment(record.environment_id), study)
     try:
+        environment = store.environment(record.environment_id)
+        found = find_device(device) if device is not None else _device_of(environment, study)
         workload = workload_from_document(store.workload(record.workload_id))
         request = request_from_document(record.request, workload, found, study)
     except (ValueError, InvalidRequestError) as error:

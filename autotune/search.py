@@ -143,6 +143,8 @@ class Search:
             self._observer.note(note)
 
     def _close_study(self, reason: str, *, finished: bool) -> None:
+        # A signal may come between a trial's record and its run, or while its end is written.
+        self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         best, baseline = self.best(), self.baseline()
         self._study = replace(
             self._study,

@@ -27,7 +27,8 @@ SECONDS, REAL_SECONDS = 3.0, 9.0
 
 def seeds(few: int, all_of_them: int) -> Any:
     """A parametrisation: the first few always, the rest under ``make test-faults``."""
-    rest = [pytest.param(seed, marks=pytest.mark.faults) for seed in range(few, all_of_them)]
+    marks = [pytest.mark.faults, pytest.mark.timeout(900)]
+    rest = [pytest.param(seed, marks=marks) for seed in range(few, all_of_them)]
     return pytest.mark.parametrize("seed", [*range(few), *rest])
 
 
@@ -134,6 +135,7 @@ def test_the_search_is_asked_to_end(scene_of: SceneOf, reference: Scene, kind: s
         time.sleep(scene.random.uniform(0, 0.1))
     scene.fault()
     assert scene.wait() in (expected, 0)
+    # An orderly end leaves none for the next search to find.
     assert not [row for row in scene.trials() if row.state == "running"]
     if kind == "SIGINT once" and scene.ended():
         assert "autotune resume study" in scene.outputs[-1] or "no remaining candidate" in scene.outputs[-1]

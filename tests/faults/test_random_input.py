@@ -25,7 +25,9 @@ from autotune.resumption import request_from_document, workload_from_document
 from autotune.trial import Document
 
 FEW, MANY = 150, 10_000
-counts = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.faults)])
+counts = pytest.mark.parametrize(
+    "count", [FEW, pytest.param(MANY, marks=[pytest.mark.faults, pytest.mark.timeout(1800)])]
+)
 
 
 def at_random(count: int, test: Callable[..., None], **strategies: Any) -> None:
