@@ -9,14 +9,15 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-gpu bench install install-dev install-bench lint clean help
+.PHONY: search test test-faults test-gpu bench install install-dev install-bench lint clean help
 
 help:
-	@echo "make search    install and run the main job"
-	@echo "make test      install the development tools and run every check"
-	@echo "make test-gpu  run the tests that need an NVIDIA GPU"
-	@echo "make bench     the search against Optuna's samplers on recorded landscapes, no GPU needed"
-	@echo "make clean     remove the virtual environment and caches"
+	@echo "make search       install and run the main job"
+	@echo "make test         install the development tools and run every check"
+	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
+	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
+	@echo "make bench        the search against Optuna's samplers on recorded landscapes, no GPU needed"
+	@echo "make clean        remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
 # With torch pinned, pip takes a build for the CPU where one is at hand. An environment that has its own
@@ -56,7 +57,10 @@ lint: install-dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not faults"
+
+test-faults: install-dev
+	$(BIN)/python -m pytest tests/faults
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

@@ -88,7 +88,7 @@ class History:
     def is_over(self, tried: Tried) -> bool:
         """Known to need more than the line: out of memory, or completed above it."""
         if isinstance(tried.outcome, OutOfMemory):
-            return True
+            return not tried.outcome.disturbed
         return tried.measurement is not None and not self.is_feasible(tried)
 
     def ruled_out_by(self, candidate: Candidate) -> Tried | None:

@@ -16,6 +16,7 @@ from autotune.loader import next_loader, patience, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
+from autotune.repeats import Repeats
 from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
@@ -98,7 +99,7 @@ class Search:
         self._records: dict[str, TrialRecord] = {}
         self._library: Library | None = None
         self._in_space: set[Candidate] = set()
-        self._lost: set[Candidate] = set()
+        self._again = Repeats()
         self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
@@ -149,6 +150,8 @@ class Search:
             self._observer.note(note)
 
     def _close_study(self, reason: str, *, finished: bool) -> None:
+        # A signal may come between a trial's record and its run, or while its end is written.
+        self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         best, baseline = self.best(), self.baseline()
         self._study = replace(
             self._study,
@@ -181,16 +184,14 @@ class Search:
         return next((t for t in reversed(tried) if t.measurement), None)
 
     def _remember(self, trial: TrialRecord) -> None:
-        """Take a trial into account, unless it was lost for the first time: then it may be run again."""
-        lost_before = trial.candidate in self._lost
+        """Take a trial into account, unless it says nothing of its candidate and will be run again."""
         self._records[trial.id] = trial
-        if _is_lost(trial):
-            self._lost.add(trial.candidate)
-        if trial.outcome is not None and (lost_before or not _is_lost(trial)):
-            in_full = ran_in_full(trial.candidate, trial.outcome)
-            if self._prepared.space.contains(trial.candidate):
-                self._in_space.add(trial.candidate)
-            self._history.add(Tried(trial.id, trial.candidate, trial.outcome, in_full))
+        counts = self._again.take(trial) if trial.outcome is not None else None
+        if counts is not None and counts.outcome is not None:
+            in_full = ran_in_full(counts.candidate, counts.outcome)
+            if self._prepared.space.contains(counts.candidate):
+                self._in_space.add(counts.candidate)
+            self._history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
 
     def _elapsed_seconds(self) -> float:
         return self._spent_seconds + self._clock() - self._started
@@ -243,10 +244,10 @@ class Search:
 
     @property
     def _trials_spent(self) -> int:
-        """Trials that count against the budget: what is reused costs nothing, but a budget of our own is an end."""
-        if self._request.trials is None:
-            return len(self._records)
-        return sum(trial.stage != "reused" for trial in self._records.values())
+        """Trials that count against the budget: not those that are run again, nor against a budget that was given
+        what is reused; a budget of our own is an end."""
+        reused = sum(trial.stage == "reused" for trial in self._records.values()) if self._request.trials else 0
+        return len(self._records) - self._again.excused - reused
 
     def _done(self) -> str | None:
         """Why the sampler has nothing more to propose."""
@@ -256,7 +257,9 @@ class Search:
         return _NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
 
     def _next_forced(self) -> tuple[Stage, Candidate | None]:
-        """The baseline first; a winner that was measured in part again, in full and once, when all else is done."""
+        """What is owed another trial; the baseline; a winner that was measured in part again in full, at the end."""
+        if self._again.next is not None:
+            return self._again.next
         baseline = self._prepared.baseline
         wants_baseline = self._request.measure_baseline and self._request.objective == "throughput"
         if wants_baseline and not self._history.outcomes_of(baseline):
@@ -352,7 +355,7 @@ class Search:
             log_path=record.log_path or "",
             unmodified=stage == "baseline" and request.workload.source is not None,
         )
-        outcome: Outcome = Failed("lost", "the search was stopped during this trial")
+        outcome: Outcome = Failed("interrupted", "the search was stopped during this trial")
         try:
             outcome = self._runner.run(job, self._observer.progress)
         finally:
@@ -382,8 +385,3 @@ class Search:
         self._optuna.tell(asked, ended.candidate, outcome)
         self._remember(ended)
         self._observer.trial_ends(ended, self._history)
-
-
-def _is_lost(trial: TrialRecord) -> bool:
-    """Whether a trial ended for reasons of the search, not its own, so that it says nothing of the candidate."""
-    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "lost"

@@ -123,7 +123,8 @@ class OptunaStudy:
 
     def _tell(self, number: int, candidate: Candidate, outcome: Outcome) -> None:
         value = None
-        state = TrialState.PRUNED if isinstance(outcome, OutOfMemory) else TrialState.FAIL
+        is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+        state = TrialState.PRUNED if is_over else TrialState.FAIL
         if isinstance(outcome, Completed):
             batch = candidate.per_device_train_batch_size
             value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
@@ -154,7 +155,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
     """
     if isinstance(outcome, Completed):
         return (outcome.measurement.judged_bytes(arm or Arm()) - ceiling.line_bytes) / GIB
-    if isinstance(outcome, OutOfMemory):
+    if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
         return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
     return None
 

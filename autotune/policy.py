@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried
 from autotune.memory import memory_class
 from autotune.space import DEFAULT_MULTIPLE, LARGEST_FREE_BATCH, Space
-from autotune.trial import Arm, Candidate, Failed
+from autotune.trial import TRANSIENT, Arm, Candidate, Failed
 
 Objective = Literal["throughput", "max-batch"]
 
@@ -67,7 +67,9 @@ class _ArmView:
         self.space, self.arm, self.history = space, arm, history
         self.tried = {_batch(t): t for t in history.tried if self._counts(t)}
         self.feasible = {_batch(t): t for t in history.believed() if self._counts(t)}
-        self.broken = any(isinstance(t.outcome, Failed) for t in self.tried.values())
+        self.failed = {batch: t.outcome for batch, t in self.tried.items() if isinstance(t.outcome, Failed)}
+        # One fault says little of the arm; one that came again when it was run again, or at two batches, does.
+        self.broken = len(self.failed) > 1 or any(found.reason in TRANSIENT for found in self.failed.values())
 
     def _counts(self, tried: Tried) -> bool:
         return tried.candidate.arm == self.arm and self.space.contains(tried.candidate)
@@ -308,7 +310,10 @@ class MaxBatchPolicy:
             aimed = least
         else:
             aimed = max(multiple, _FREE_START) if over is None else over // 2
-        return max(least, min(aimed // multiple * multiple, most))
+        aimed = max(least, min(aimed // multiple * multiple, most))
+        # A batch that failed says nothing of memory, so the one beside it is asked instead.
+        beside = aimed - multiple if aimed > least else aimed + multiple
+        return aimed if aimed not in view.failed else beside if beside <= most else None
 
     def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""

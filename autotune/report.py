@@ -12,7 +12,7 @@ from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.loader import LOADER_BOUND, waits_for_data
-from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.store import Store, StudyRecord, TrialRecord, damaged
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds
 
@@ -84,13 +84,16 @@ def load_report(store: Store, name: str) -> Report:
             f"there is no study {name!r} in {store.label}",
             f"the newest are {', '.join(known)}" if known else "run autotune search first",
         )
-    return Report(
-        study,
-        store.workload(study.workload_id),
-        store.environment(study.environment_id),
-        Ceiling.from_document(study.ceiling),
-        tuple(store.trials(study.id)),
-    )
+    try:
+        return Report(
+            study,
+            store.workload(study.workload_id),
+            store.environment(study.environment_id),
+            Ceiling.from_document(study.ceiling),
+            tuple(store.trials(study.id)),
+        )
+    except ValueError as error:
+        raise damaged(store.label) from error
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
@@ -99,6 +102,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     match trial.outcome:
         case None:
             return "running"
+        case Completed(disturbed=why) | OutOfMemory(disturbed=why) if why:
+            return f"disturbed: {'; '.join(why)}"
         case OutOfMemory(where=where):
             ran_out = "out of memory" if where == "device" else "out of host memory"
             return f"{ran_out} ({source.describe()})" if source else ran_out
@@ -157,6 +162,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "reused_from": dataclasses.asdict(source) if source else None,
         "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
         "reason": outcome.reason if isinstance(outcome, Failed) else None,
+        "disturbed": list(outcome.disturbed) if isinstance(outcome, Completed | OutOfMemory) else [],
         "log_path": trial.log_path,
     }
 
@@ -243,8 +249,22 @@ def notes(report: Report) -> list[str]:
     found += _reused(report)
     if request["world_size"] > 1:
         found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
+    found += _disturbances(report)
     if report.study.state != "finished":
-        found.append(f"the search is {report.study.state}: autotune search with the same --study continues it")
+        found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
+    return found
+
+
+def _disturbances(report: Report) -> list[str]:
+    """How many trials others disturbed, and whether the winner is one of them."""
+    marked = [t for t in report.trials if isinstance(t.outcome, Completed | OutOfMemory) and t.outcome.disturbed]
+    if not marked:
+        return []
+    last = marked[-1].outcome
+    why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
+    found = [f"{len(marked)} trials were disturbed and run again as far as that helped; the last one: {why}"]
+    if report.best in marked:
+        found.append("the winner itself was measured under a disturbance: it may be faster than it looks")
     return found
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from autotune.device import find_device
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
 from autotune.inspection import inspection_key
 from autotune.loop import Interruption, Observer, Search
@@ -21,11 +24,15 @@ from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.store import Store, StudyRecord, open_store, resolve_location
 from autotune.trial import Document
+from autotune.turns import take_turn
+from autotune.watch import WatchedRunner
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
 
-def run_search(request: SearchRequest, storage: str, observer: Observer) -> tuple[StudyRecord, Report]:
+def run_search(
+    request: SearchRequest, storage: str, observer: Observer, *, wait: bool = False
+) -> tuple[StudyRecord, Report]:
     """Run the search to its end; the study as it stands then, and all that is recorded of it.
 
     A database that is there is opened first, so that one that is no good costs no start of a
@@ -41,6 +48,10 @@ def run_search(request: SearchRequest, storage: str, observer: Observer) -> tupl
         study = request.study or free_name(request, store)
         request = request.named(study)
         folder = log_folder(storage, study)
+        database = str(path) if path is not None else storage
+        if stack.enter_context(take_turn(request.device, study, database, wait=wait, note=observer.note)):
+            # What another search held is free by now.
+            request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
         starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
         runner = LocalRunner(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
@@ -141,9 +152,13 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Obs
     try:
         with _interrupts(interruption, observer):
             forecast = forecast_of(prepared, runner)
-            return Search(prepared, runner, store, observer, folder, interruption, forecast=forecast).run()
+            device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
+            watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
+            trials = watched if device.kind == "cuda" else runner
+            return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError):
-        observer.note(f"every trial is recorded in the study {prepared.request.study}")
+        study = shlex.quote(str(prepared.request.study))
+        observer.note(f"every trial is recorded in the study {study}; autotune resume {study} goes on with it")
         raise
 
 
@@ -151,7 +166,8 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Obs
 def _interrupts(interruption: Interruption, observer: Observer) -> Iterator[None]:
     """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
 
-    Only the main thread may take signals; a search in another one is ended by whoever started that.
+    What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once. Only the main thread may
+    take signals; a search in another one is ended by whoever started that.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,7 +176,7 @@ def _interrupts(interruption: Interruption, observer: Observer) -> Iterator[None
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal asked
-        asked += 1
+        asked += 1 if number == signal.SIGINT or asked > 1 else 2 - asked
         interruption.asked = True
         if asked == 1:
             # Where the signal came in the middle of a print, another one is refused.
@@ -169,8 +185,9 @@ def _interrupts(interruption: Interruption, observer: Observer) -> Iterator[None
         elif asked == 2:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

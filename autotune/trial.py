@@ -191,6 +191,8 @@ class Completed:
 
     measurement: Measurement
     phase_seconds: PhaseSeconds = field(default_factory=dict)
+    disturbed: tuple[str, ...] = ()
+    """What came from outside while it was measured, each in a few words: such a trial is run again."""
     state: Literal["completed"] = "completed"
     source: Source | None = None
     """``None`` for a trial that was run."""
@@ -207,12 +209,27 @@ class OutOfMemory:
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     phase_seconds: PhaseSeconds = field(default_factory=dict)
+    disturbed: tuple[str, ...] = ()
+    """Why less than the cap was there: then nothing follows for the candidate."""
     state: Literal["out_of_memory"] = "out_of_memory"
     source: Source | None = None
     """``None`` for a trial that was run."""
 
 
-FailureReason = Literal["error", "timeout", "killed", "lost", "malformed", "non_finite"]
+FailureReason = Literal[
+    "error",
+    "timeout",
+    "killed",
+    "lost",
+    "device_lost",
+    "malformed",
+    "interrupted",
+    "non_finite",
+]
+"""``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended."""
+
+TRANSIENT: frozenset[str] = frozenset({"killed", "lost", "device_lost", "malformed"})
+"""Ends that may come from outside, so that the candidate has a second trial. A timeout would only time out again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +268,10 @@ def outcome_from_document(document: Document) -> Outcome:
                 measured = dict(fields.pop("measurement"))
                 for name in ("step_seconds_each", "warmup_step_seconds"):
                     measured[name] = tuple(float(s) for s in measured.get(name, ()))
+                fields["disturbed"] = tuple(fields.get("disturbed", ()))
                 return Completed(Measurement(**measured), **fields)
             case "out_of_memory":
+                fields["disturbed"] = tuple(fields.get("disturbed", ()))
                 return OutOfMemory(**fields)
             case "failed":
                 return Failed(**fields)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
+from machine import Machine, compile_library
 
 from autotune.device import Device, find_device
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
+os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,3 +26,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def cpu() -> Device:
     """This machine's CPU as a device."""
     return find_device("cpu")
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the compiled stand-in library."""
+    return compile_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine(library_folder: Path) -> Machine:
+    """The stand-in library with the installed binding."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    return Machine(library_folder, None)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine import PROJECT, STAND_INS, Machine, uuid_of
 
-from autotune import device as device_module
 from autotune.device import Device, device_used_bytes, find_device
 from autotune.device.facts import Precision as DevicePrecision
 from autotune.device.nvml import visible_gpus
@@ -22,69 +19,6 @@ from autotune.errors import InvalidRequestError
 from autotune.trial import PRECISIONS
 from autotune.trial import Precision as TrialPrecision
 from autotune.units import GIB, MIB
-
-STAND_INS = Path(__file__).parent / "stand_ins"
-PROJECT = Path(device_module.__file__).parents[2]
-
-
-def uuid_of(number: int) -> str:
-    """The UUID that the stand-in library gives GPU ``number``."""
-    return f"GPU-{number:08x}-1111-2222-3333-444444444444"
-
-
-class Machine:
-    """A machine with the stand-in library and one of the two bindings; questions are asked in a child process."""
-
-    def __init__(self, library_folder: Path, binding_folder: Path | None) -> None:
-        self.library_folder = library_folder
-        self.folders = [str(PROJECT)] if binding_folder is None else [str(binding_folder), str(PROJECT)]
-
-    def ask(self, code: str, **settings: str) -> Any:
-        """What ``answer`` holds after ``code`` ran, with ``settings`` in its environment."""
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(self.folders)}
-        program = f"import json, os\nfrom autotune.device import *\n{code}\nprint(json.dumps(answer))"
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment | settings,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def devices(self, **settings: str) -> list[dict[str, Any]]:
-        """The documents of all devices."""
-        found: list[dict[str, Any]] = self.ask("answer = [d.document() for d in list_devices()]", **settings)
-        return found
-
-    def listing(self, **settings: str) -> tuple[list[tuple[str, str]], str | None]:
-        """Label and beginning of the UUID of every GPU, and the problem."""
-        devices, problem = self.ask("answer = [d.document() for d in list_devices()], nvml_problem()", **settings)
-        assert devices[-1]["label"] == "cpu"
-        return [(found["label"], found["uuid"][:12]) for found in devices[:-1]], problem
-
-
-@pytest.fixture(scope="session")
-def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the compiled stand-in library."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the stand-in library is found through LD_LIBRARY_PATH, which only Linux has")
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("no C compiler (cc, gcc or clang) to build the stand-in NVML library with")
-    folder = tmp_path_factory.mktemp("nvml")
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(folder / "libnvidia-ml.so.1")]
-    subprocess.run([*command, str(STAND_INS / "nvml.c")], check=True, timeout=60)
-    return folder
-
-
-@pytest.fixture
-def machine(library_folder: Path) -> Machine:
-    """The stand-in library with the installed binding."""
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    return Machine(library_folder, None)
 
 
 @pytest.fixture

@@ -159,10 +159,17 @@ class TestOnFormulas:
         runner = peaks(lambda batch: (4000 + 100 * batch) * MIB)
         bf16, fp16 = (Arm(p, gradient_checkpointing=True) for p in ("bf16", "fp16"))  # type: ignore[arg-type]
         space = Space((bf16, fp16), Batches(None))
-        runner.faults[Candidate(bf16, 32, 1)] = [fault()]
+        runner.faults = {Candidate(bf16, batch, 1): [fault()] for batch in (24, 32)}
         history = search(space, runner)
         assert answer(history) == 192
-        assert [t.candidate.arm for t in history.tried].count(bf16) == 1
+        assert [t.candidate.arm for t in history.tried].count(bf16) == 2
+
+    def test_one_fault_does_not_break_an_arm(self) -> None:
+        runner = peaks(lambda batch: (4000 + 100 * batch) * MIB)
+        bf16 = Arm("bf16", gradient_checkpointing=True)
+        runner.faults[Candidate(bf16, 32, 1)] = [fault()]
+        history = search(Space((bf16,), Batches(None)), runner)
+        assert answer(history) == 192
 
     def test_an_arm_with_less_to_keep_can_beat_the_first(self) -> None:
         """The eager arm comes first here, though it needs more."""

@@ -19,6 +19,7 @@ INTERRUPTED = 130
 
 _COMMANDS = {
     "search": "autotune.cli.search",
+    "resume": "autotune.cli.resume",
     "predict": "autotune.cli.predict",
     "show": "autotune.cli.studies",
     "studies": "autotune.cli.studies",

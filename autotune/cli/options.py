@@ -97,6 +97,7 @@ storage_option = click.option(
     show_default=True,
     help="SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.",
 )
+wait_option = click.option("--wait", is_flag=True, help="Wait while another search holds the device or the study.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 

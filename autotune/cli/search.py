@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -18,9 +18,13 @@ from autotune.cli.options import (
     SectionedCommand,
     json_option,
     storage_option,
+    wait_option,
     words,
 )
 from autotune.data import DATA_OPTIONS
+
+if TYPE_CHECKING:
+    from autotune.request import SearchRequest
 
 _TASKS = (
     "sequence-classification",
@@ -70,7 +74,7 @@ class _SearchCommand(SectionedCommand):
             "sampler",
             "seed",
         ),
-        "Where it goes": ("study", "storage", "as_json"),
+        "Where it goes": ("study", "storage", "wait", "as_json"),
     }
 
 
@@ -182,6 +186,7 @@ class _SearchCommand(SectionedCommand):
 )
 @click.option("--study", metavar="NAME", help="Name of the study; an existing one is continued [default: made up].")
 @storage_option
+@wait_option
 @click.option(
     "--seed",
     type=SEED,
@@ -196,7 +201,7 @@ class _SearchCommand(SectionedCommand):
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
 @click.pass_context
-def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -> None:
+def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **options: Any) -> None:
     """Search for the fastest configuration by running real training steps.
 
     \b
@@ -212,9 +217,22 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, **options: Any) -
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     request = build_request(options, given)
     request.check()
+    search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
+
+
+def search_and_print(
+    ctx: click.Context,
+    request: SearchRequest,
+    storage: str,
+    *,
+    wait: bool,
+    as_json: bool,
+    verifies: bool = False,
+) -> None:
+    """Run a search that is new or goes on, print its result, and say with the exit code whether it was interrupted."""
     from autotune.cli.session import print_result, run_search
 
-    study, report = run_search(request, storage)
+    study, report = run_search(request, storage, wait=wait)
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
     if study.state == "interrupted":

@@ -14,10 +14,10 @@ from autotune.session import run_search as run_observed_search
 from autotune.store import StudyRecord
 
 
-def run_search(request: SearchRequest, storage: str) -> tuple[StudyRecord, Report]:
+def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
     """Run the search to its end, shown on stderr; see ``autotune.session.run_search``."""
     with open_view() as view:
-        return run_observed_search(request, storage, view)
+        return run_observed_search(request, storage, view, wait=wait)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
@@ -31,5 +31,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     click.echo("\nNext:")
     if report.best is not None:
         click.echo(f"  autotune export {name}{where} > training_arguments.json")
+    if report.study.state != "finished":
+        click.echo(f"  autotune resume {name}{where}")
     click.echo(f"  autotune show {name}{where}")
     click.echo(f"  autotune dashboard{where}")

@@ -14,7 +14,7 @@ from autotune.history import History, Tried
 from autotune.preparation import Prepared
 from autotune.report import describe_data, times
 from autotune.store import Stage, StudyRecord, TrialRecord
-from autotune.trial import Candidate, Completed, Document, Failed
+from autotune.trial import Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.units import format_bytes, format_count, format_rate, format_seconds
 
 # Eighty columns hold a line of the widest default arm.
@@ -108,6 +108,13 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
         f"study   {study.name}",
     ]
+    held = request.device.neighbours
+    if held and request.device.memory_used_bytes:
+        who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in held[:3])
+        lines.append(
+            f"note    {format_bytes(request.device.memory_used_bytes)} of {request.device.label} are held by "
+            f"{who}{' and others' if len(held) > 3 else ''}; trials have what is left"
+        )
     if ceiling.limit_bytes is not None and ceiling.limit_bytes > ceiling.free_bytes:
         lines.append(
             f"note    --memory-limit is {format_bytes(ceiling.limit_bytes)}, but only "
@@ -125,6 +132,8 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
     outcome = trial.outcome
     if isinstance(outcome, Failed):
         return " ".join(outcome.message.split())[:80]
+    if isinstance(outcome, Completed | OutOfMemory) and outcome.disturbed:
+        return f"disturbed: {'; '.join(outcome.disturbed)}"[:80]
     if not isinstance(outcome, Completed):
         return ""
     if not history.ceiling.fits(outcome.measurement.judged_bytes(trial.candidate.arm)):

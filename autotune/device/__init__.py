@@ -8,19 +8,23 @@ Importing this loads nothing but the standard library; NVML is opened by the fir
 from __future__ import annotations
 
 from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
+from autotune.device.condition import Condition
 from autotune.device.facts import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.device.listing import find_device, list_devices
-from autotune.device.nvml import device_energy_joules, device_used_bytes, nvml_problem
+from autotune.device.nvml import busy_pids, device_condition, device_energy_joules, device_used_bytes, nvml_problem
 
 __all__ = [
     "CAPABILITY_VARIABLE",
     "CPU_UUID",
     "Ceiling",
+    "Condition",
     "Device",
     "DeviceKind",
     "Headroom",
     "Neighbour",
     "Precision",
+    "busy_pids",
+    "device_condition",
     "device_energy_joules",
     "device_used_bytes",
     "find_device",

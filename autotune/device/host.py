@@ -40,18 +40,21 @@ class _MemoryGroup:
     usage: str
     inactive_file: str
     """The line of ``memory.stat`` that counts the file cache of the group and of all below it."""
+    events: str
+    """The file with a line ``oom_kill``."""
 
 
 # Linux kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; the folders are those on which
 # systemd, Docker and Kubernetes mount them. Where both versions are mounted, the limit may be kept in either.
 _MEMORY_GROUPS = (
-    _MemoryGroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    _MemoryGroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "memory.events"),
     _MemoryGroup(
         "memory",
         "sys/fs/cgroup/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_inactive_file",
+        "memory.oom_control",
     ),
 )
 
@@ -84,6 +87,21 @@ def host_memory(root: Path = ROOT) -> HostMemory:
         total_bytes = min(total_bytes, limit_bytes)
         free_bytes = left_bytes if free_bytes is None else min(free_bytes, left_bytes)
     return HostMemory(total_bytes, None if free_bytes is None else max(0, min(free_bytes, total_bytes)))
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
+    """How many processes the kernel has killed for want of memory, in this control group or else on the machine.
+
+    Control groups and /proc/vmstat count them; ``None`` where neither is there.
+    """
+    for group in _MEMORY_GROUPS:
+        top = root / group.folder
+        levels = [*_levels(_group_path(root, group.controller) or "/")]
+        for folder in (*(top / level for level in reversed(levels)), top):
+            kills = _numbers_by_name(folder / group.events, separator=" ").get("oom_kill")
+            if kills is not None:
+                return kills
+    return _numbers_by_name(root / "proc/vmstat", separator=" ").get("oom_kill")
 
 
 def _machine_memory(root: Path) -> HostMemory:

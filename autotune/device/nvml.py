@@ -13,8 +13,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from autotune.device.condition import Condition
 from autotune.device.facts import Device, Neighbour
 from autotune.device.host import host_memory
+
+# nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlReturn_t.
+_SM_CLOCK, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
+_GPU_IS_LOST = 15
 
 
 class NvmlSession:
@@ -92,6 +97,38 @@ class NvmlSession:
             return None
         millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", self._handles[uuid])
         return None if millijoules is None else float(millijoules) / 1000
+
+    def condition(self, uuid: str) -> Condition | None:
+        """How a GPU is now; ``None`` without NVML and for a GPU that it does not know."""
+        if self._binding is None:
+            return None
+        try:
+            if uuid not in self._handles:
+                self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
+            handle = self._handles[uuid]
+            memory = self._memory(handle)
+        except self._errors as error:
+            return Condition(is_lost=True) if _code(error) == _GPU_IS_LOST else None
+        events = self._optional("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if events is None:
+            # What the same reading was called before release 535.
+            events = self._optional("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return Condition(
+            free_bytes=None if memory is None else memory[3],
+            pids=frozenset(self._memory_by_process(handle)),
+            clock_events=events,
+            sm_clock_mhz=self._optional("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            temperature_celsius=self._optional("nvmlDeviceGetTemperature", handle, _GPU_SENSOR),
+            uncorrected_errors=self._optional("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
+        )
+
+    def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
+        """Processes that computed on a GPU since a moment (as ``time.time`` counts), with the most per cent of it."""
+        handle = self._handles.get(uuid)
+        busy: dict[int, int] = {}
+        for sample in self._optional("nvmlDeviceGetProcessUtilization", handle, int(since_seconds * 1e6)) or ():
+            busy[int(sample.pid)] = max(int(sample.smUtil), busy.get(int(sample.pid), 0))
+        return busy
 
     def _handle_at(self, position: int) -> Any:
         """The handle of the GPU that nvidia-smi shows at a position; ``None``, with a note, if it cannot be had."""
@@ -177,15 +214,19 @@ class NvmlSession:
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
-    def _neighbours(self, handle: Any) -> tuple[Neighbour, ...]:
+    def _memory_by_process(self, handle: Any) -> dict[int, int | None]:
         """The processes with memory on a GPU, this one left out; a process may both compute and draw."""
         used_bytes: dict[int, int | None] = {}
         for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
             for process in self._optional(function, handle) or ():
                 used_bytes[int(process.pid)] = process.usedGpuMemory
         used_bytes.pop(self.process_id, None)
+        return used_bytes
+
+    def _neighbours(self, handle: Any) -> tuple[Neighbour, ...]:
+        """The same with their names."""
         found = []
-        for pid, size_bytes in sorted(used_bytes.items()):
+        for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
             found.append(Neighbour(pid, _text(name) or None if name is not None else None, size_bytes))
         return tuple(found)
@@ -230,6 +271,16 @@ def device_energy_joules(uuid: str) -> float | None:
     The difference of two readings is what was used between them, by all processes.
     """
     return current_session().energy_joules(uuid)
+
+
+def device_condition(uuid: str) -> Condition | None:
+    """How a GPU is now; ``None`` for the CPU and where NVML gives no answer."""
+    return current_session().condition(uuid)
+
+
+def busy_pids(uuid: str, since_seconds: float) -> dict[int, int]:
+    """Processes that computed on a GPU since a moment of ``time.time``, with the most per cent of it that each took."""
+    return current_session().busy_pids(uuid, since_seconds)
 
 
 def nvml_problem() -> str | None:

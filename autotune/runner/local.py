@@ -19,9 +19,10 @@ from typing import Any, Self
 
 from autotune.data import facts_from_document
 from autotune.device import Device
+from autotune.device.host import oom_kills
 from autotune.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.runner.environment import server_environment
-from autotune.trial import Candidate, Document, Effort, Failed, Outcome, outcome_from_document
+from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory, outcome_from_document
 from autotune.workload import Workload
 
 Progress = Callable[[Document], None]
@@ -100,6 +101,11 @@ class LocalRunner:
         self.close()
 
     @property
+    def trial_pid(self) -> int | None:
+        """The process of the running trial, where there is one."""
+        return self._trial_pid
+
+    @property
     def server_log(self) -> Path:
         """Where the server's own output goes."""
         return self._log_folder / "server.log"
@@ -176,8 +182,14 @@ class LocalRunner:
         if self._server is None:
             self._start()
         deadline = time.monotonic() + _START_SECONDS
+        was_killed = False
         while not self._ready:
             messages = self._read(deadline)
+            if messages is None and not was_killed and self._was_killed():
+                was_killed = True
+                self.close()
+                self._start()
+                continue
             if messages is None or time.monotonic() > deadline:
                 self.close()
                 raise TrialServerError(
@@ -192,6 +204,13 @@ class LocalRunner:
                         "install torch and transformers into the environment that runs autotune",
                     )
                 self._ready = self._ready or "ready" in message
+
+    def _was_killed(self) -> bool:
+        """Whether a signal ended the server, which says nothing against another one."""
+        assert self._server is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._server.wait(timeout=_LEAVE_SECONDS) < 0
+        return False
 
     def _run_job(self, job: Document, progress: Progress) -> Document:
         """Send a job, wait for its end; ``result`` (if any) and how the process ended, as one document."""
@@ -319,6 +338,9 @@ class LocalRunner:
             **self._device_facts(),
         }
         answer = self._run_job(job, lambda _: None)
+        if answer.get("signal") or answer.get("lost"):
+            # Killed from outside, perhaps; a second time it is not chance.
+            answer = self._run_job(job, lambda _: None)
         if self._workload.source is not None:
             _check_own_code(self._workload.source.name, answer, log_path, timeout_seconds)
         if "result" not in answer:
@@ -345,7 +367,13 @@ class LocalRunner:
             "data_folder": str(self._data_folder) if self._data_folder else None,
             **self._device_facts(),
         }
-        return _outcome(self._run_job(document, progress), job)
+        kills = oom_kills()
+        outcome = _outcome(self._run_job(document, progress), job)
+        if isinstance(outcome, Failed) and outcome.reason == "killed" and kills != (now := oom_kills()):
+            # The kernel says so itself; what else it killed in these seconds is hardly another.
+            message = f"the kernel ended {(now or 0) - (kills or 0)} process for want of host memory, this trial"
+            return OutOfMemory(message, where="host", during=outcome.during)
+        return outcome
 
 
 def _check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds: float) -> None:

@@ -4,7 +4,7 @@
 process of a search writes.
 """
 
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS, storage_errors
+from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
 from autotune.store.migrate import migrations_folder
 from autotune.store.opening import current_revision, open_store, upgrade
@@ -38,6 +38,7 @@ __all__ = [
     "TrialState",
     "close_optuna",
     "current_revision",
+    "damaged",
     "migrations_folder",
     "new_id",
     "now",

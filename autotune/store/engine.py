@@ -90,6 +90,23 @@ def storage_errors(label: str) -> Iterator[None]:
         SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError
     ) as error:  # fmt: skip
         raise _translate(label, error) from error
+    except (ValueError, LookupError) as error:
+        if not _is_damage(error):
+            raise
+        raise damaged(label) from error
+
+
+def damaged(label: str) -> StorageError:
+    """The error for a database whose content makes no sense."""
+    message, hint = next((message, hint) for start, message, hint in _SQLITE_ERRORS if start == "SQLITE_CORRUPT")
+    return StorageError(f"{label} {message}", hint)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a value could not be read as what its column holds: text, JSON, a time, one of a few words."""
+    if isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or type(error) is LookupError:
+        return True
+    return str(error).startswith(("Couldn't parse", "Invalid isoformat"))
 
 
 def _translate(label: str, error: BaseException) -> StorageError:

@@ -142,11 +142,11 @@ class Store:
                 raise ValueError(f"no trial with the id {trial_id} is running")
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
-        """Marks every trial of the study that still counts as running as lost; returns how many there were.
+        """Marks every trial of the study that still counts as running as interrupted; returns how many there were.
 
         For a search that resumes after having been killed. The time they took is not known.
         """
-        lost = Failed(reason="lost", message=message)
+        lost = Failed(reason="interrupted", message=message)
         running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
         values = {"state": lost.state, "outcome": outcome_document(lost)}
         with self._transaction(writes=True) as connection:

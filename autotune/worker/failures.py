@@ -36,6 +36,22 @@ _HOST_FRAGMENTS = (
     "std::bad_alloc",
     "unable to allocate",
 )
+# Xid errors of the driver, ECC errors and GPUs that fell off the bus, as CUDA words them (CUDA runtime API,
+# cudaError). A kernel's assertion or illegal access is not among them: that is a bug, and the GPU is well.
+_LOST_DEVICE_FRAGMENTS = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "gpu is lost",
+    "fallen off the bus",
+    "devices are busy or unavailable",
+    "device(s) is/are busy or unavailable",
+    "no cuda-capable device is detected",
+    "unspecified launch failure",
+    "hardware stack error",
+    "the launch timed out and was terminated",
+    "cuda error: unknown error",
+    "contained to this gpu",
+)
 # Near the limit: cuDNN asks for workspaces of a few hundred MiB, a tenth of a small card.
 _NEAR_LIMIT = 0.9
 
@@ -49,6 +65,12 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
         return True
     near = fraction_used >= _NEAR_LIMIT
     return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
+
+
+def is_lost_device(error: BaseException) -> bool:
+    """Whether ``error`` says that the GPU itself, or this process's hold on it, has failed."""
+    text = str(error).lower()
+    return "cuda" in text and any(fragment in text for fragment in _LOST_DEVICE_FRAGMENTS)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -79,7 +101,7 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     fraction = reserved / cap if reserved and cap else 0.0
     culprit = next((e for e in _chain(error) if is_out_of_memory(e, fraction)), None)
     if culprit is None:
-        reason: FailureReason = "error"
+        reason: FailureReason = "device_lost" if any(map(is_lost_device, _chain(error))) else "error"
         text = "".join(traceback.format_exception(error))[-20_000:]
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()

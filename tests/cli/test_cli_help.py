@@ -17,6 +17,7 @@ from autotune.cli.search import search
 
 COMMANDS = [
     ("predict",),
+    ("resume",),
     ("search",),
     ("show",),
     ("studies",),

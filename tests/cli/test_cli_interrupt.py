@@ -97,7 +97,9 @@ def test_once_ends_after_the_running_trial(search: Search) -> None:
     code, stdout = search.end()
     assert code == 130
     assert any(line.startswith("ending after the running trial") for line in search.lines)
-    assert "note: the search is interrupted" in stdout
+    assert "note: the search is interrupted: autotune resume slow continues it" in stdout
+    for next_one in ("export slow >", "resume slow", "show slow"):
+        assert f"  autotune {next_one}" in stdout
     document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
     assert document["state"] == "interrupted"
     assert {trial["state"] for trial in document["trials"]} == {"completed"}
@@ -113,11 +115,11 @@ def test_twice_ends_at_once(search: Search) -> None:
     code, stdout = search.end()
     assert code == 130
     assert not stdout
-    assert "every trial is recorded in the study slow\n" in search.lines
+    assert "every trial is recorded in the study slow; autotune resume slow goes on with it\n" in search.lines
     document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
     assert document["state"] == "interrupted"
     assert document["trials"][-1]["state"] == "failed"
-    assert document["trials"][-1]["reason"] == "lost"
+    assert document["trials"][-1]["reason"] == "interrupted"
 
 
 def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:

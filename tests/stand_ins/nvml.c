@@ -5,6 +5,12 @@
  *   STAND_IN_CAPABILITY  compute capability of each (9.0)
  *   STAND_IN_PROCESSES   pid=name=MiB, comma-separated; a size of - is one that the driver does not know
  *   STAND_IN_ERRORS      function=code or function:gpu=code, comma-separated: what shall fail, and how
+ *   STAND_IN_USED        GiB in use on each (2)
+ *   STAND_IN_EVENTS      why clocks are low, as NVML's bits (0)
+ *   STAND_IN_CLOCK       MHz of the multiprocessors (1980)
+ *   STAND_IN_CELSIUS     temperature (40)
+ *   STAND_IN_ECC         uncorrectable memory errors so far (0)
+ *   STAND_IN_BUSY        pid=per cent, comma-separated: who computes
  *   STAND_IN_LOG         a file that gets the name of every function called, one a line
  *
  * GPU n has the UUID GPU-0000000n-..., n GiB of memory more than 79, and 1 GiB reserved. MIG-1 is an instance
@@ -27,6 +33,8 @@ typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
 typedef struct { unsigned pid; unsigned long long used; } Process;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process3;
+
+typedef struct { unsigned pid; unsigned long long time; unsigned multiprocessors, memory, encoder, decoder; } Sample;
 
 static Device devices[MOST_GPUS + 1];
 static pid_t owner;
@@ -140,10 +148,12 @@ static unsigned long long total(const Device *device) {
     return (device->number == MIG ? 10 : 79 + device->number) * GIB;
 }
 
+static unsigned long long used_bytes(void) { return strtoull(setting("STAND_IN_USED", "2"), NULL, 10) * GIB; }
+
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
     BEGIN(device->number);
     memory->total = total(device);
-    memory->used = 3 * GIB;
+    memory->used = used_bytes() + GIB;
     memory->free = memory->total - memory->used;
     return SUCCESS;
 }
@@ -153,7 +163,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device *device, Memory2 *memory) {
     if (memory->version != (sizeof *memory | 2U << 24)) return INVALID_ARGUMENT;
     memory->total = total(device);
     memory->reserved = 1 * GIB;
-    memory->used = 2 * GIB;
+    memory->used = used_bytes();
     memory->free = memory->total - memory->reserved - memory->used;
     return SUCCESS;
 }
@@ -216,6 +226,53 @@ int nvmlDeviceGetGraphicsRunningProcesses(Device *device, unsigned *count, Proce
 int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned *count, Process3 *list) {
     BEGIN(device->number);
     LIST_PROCESSES(count, list);
+}
+
+int nvmlDeviceGetCurrentClocksEventReasons(Device *device, unsigned long long *reasons) {
+    BEGIN(device->number);
+    *reasons = strtoull(setting("STAND_IN_EVENTS", "0"), NULL, 10);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(Device *device, unsigned long long *reasons) {
+    BEGIN(device->number);
+    *reasons = strtoull(setting("STAND_IN_EVENTS", "0"), NULL, 10);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetClockInfo(Device *device, int type, unsigned *mhz) {
+    BEGIN(device->number);
+    if (type != 1) return INVALID_ARGUMENT;
+    *mhz = atoi(setting("STAND_IN_CLOCK", "1980"));
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTemperature(Device *device, int sensor, unsigned *celsius) {
+    BEGIN(device->number);
+    if (sensor) return INVALID_ARGUMENT;
+    *celsius = atoi(setting("STAND_IN_CELSIUS", "40"));
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTotalEccErrors(Device *device, int type, int counter, unsigned long long *errors) {
+    BEGIN(device->number);
+    if (type != 1 || counter != 0) return INVALID_ARGUMENT;
+    *errors = strtoull(setting("STAND_IN_ECC", "0"), NULL, 10);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetProcessUtilization(Device *device, Sample *list, unsigned *count, unsigned long long since) {
+    char busy[1024];
+    unsigned found = 0, room = list ? *count : 0;
+    BEGIN(device->number);
+    if (!since) return INVALID_ARGUMENT;
+    snprintf(busy, sizeof busy, "%s", setting("STAND_IN_BUSY", ""));
+    for (char *entry = strtok(busy, ","); entry; entry = strtok(NULL, ","), found++) {
+        if (found >= room) continue;
+        list[found] = (Sample){.pid = atoi(entry), .time = since, .multiprocessors = atoi(strchr(entry, '=') + 1)};
+    }
+    *count = found;
+    return !found ? NOT_FOUND : found > room ? TOO_SMALL : SUCCESS;
 }
 
 int nvmlSystemGetProcessName(unsigned pid, char *text, unsigned size) {

@@ -158,7 +158,7 @@ def test_running_trials_of_a_killed_search_are_lost(store: Store, new_study: New
     lost = store.trial(running.id)
     assert lost is not None
     assert isinstance(lost.outcome, Failed)
-    assert (lost.state, lost.outcome.reason, lost.seconds) == ("failed", "lost", None)
+    assert (lost.state, lost.outcome.reason, lost.seconds) == ("failed", "interrupted", None)
     assert [trial.state for trial in store.trials(study.id)] == ["completed", "failed"]
     assert [trial.state for trial in store.trials(elsewhere.study_id)] == ["running"]
 

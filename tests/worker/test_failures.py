@@ -101,6 +101,39 @@ def test_look_alikes_fail_even_near_the_cap(error: Exception) -> None:
     assert str(error) in outcome.message
 
 
+LOST_DEVICE = [
+    RuntimeError(
+        "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported"
+    ),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+    RuntimeError("No CUDA GPUs: no CUDA-capable device is detected"),
+    RuntimeError("CUDA error: unknown error"),
+]
+# The user's own doing: an index out of range, on the CPU and on a GPU.
+NOT_LOST = [
+    IndexError("index out of range in self"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    ValueError("the GPU is lost on me"),
+]
+
+
+@pytest.mark.parametrize("error", LOST_DEVICE, ids=lambda error: str(error)[:40])
+def test_the_device_was_lost(error: Exception) -> None:
+    for seen in (error, raised(RuntimeError("backward failed"), error)):
+        outcome = outcome_of(seen)
+        assert isinstance(outcome, Failed)
+        assert (outcome.reason, outcome.during) == ("device_lost", "train")
+        assert str(error) in outcome.traceback
+
+
+@pytest.mark.parametrize("error", NOT_LOST, ids=lambda error: str(error)[:40])
+def test_what_sounds_like_a_lost_device(error: Exception) -> None:
+    outcome = outcome_of(error)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "error"
+
+
 def raised(error: Exception, cause: Exception) -> Exception:
     """``error`` as it comes out of ``raise error from cause``, with a traceback."""
     try:

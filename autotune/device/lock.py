@@ -1,0 +1,133 @@
+"""One search at a time on a device: a lock file that says who holds it and is gone with the process that does."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+FOLDER_VARIABLE = "AUTOTUNE_LOCKS"
+"""The environment variable that names another folder for the locks."""
+# One for all users of the machine, whatever TMPDIR says: a batch system gives each job a TMPDIR of its own.
+_FOLDER = "/tmp/autotune-locks"
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock, as far as the file says it."""
+
+    pid: int | None = None
+    user: str | None = None
+    study: str | None = None
+    since: str | None = None
+    """ISO 8601, UTC."""
+
+    def describe(self) -> str:
+        """``process 71 of ada (study bert-64, since 2026-11-21 10:00 UTC)``."""
+        who = f"process {self.pid}" if self.pid else "another process"
+        who += f" of {self.user}" if self.user else ""
+        facts = [f"study {self.study}"] if self.study else []
+        facts += [f"since {self.since[:16].replace('T', ' ')} UTC"] if self.since else []
+        return f"{who} ({', '.join(facts)})" if facts else who
+
+
+class Lock:
+    """A lock by name; the kernel lets go of it when this process ends, however that happens."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:80]
+        digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
+        self._path = (folder or Path(os.environ.get(FOLDER_VARIABLE) or _FOLDER)) / f"{plain}-{digest}.lock"
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self, study: str) -> Holder | None:
+        """Take the lock if it is free; else who holds it.
+
+        Where no lock can be kept (no folder that can be written) there is none: that is no reason not to search.
+        """
+        try:
+            fd = _open(self._path)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _holder(fd)
+            os.close(fd)
+            return holder
+        self._fd = fd
+        document = {"pid": os.getpid(), "user": _user(), "study": study, "since": datetime.now(UTC).isoformat()}
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(document).encode(), 0)
+        return None
+
+    def wait(self, study: str, on_wait: Callable[[Holder], None]) -> None:
+        """Take the lock, however long that lasts; ``on_wait`` is told once who holds it."""
+        told = False
+        while (holder := self.acquire(study)) is not None:
+            if not told:
+                on_wait(holder)
+                told = True
+            time.sleep(_POLL_SECONDS)
+
+    def release(self) -> None:
+        """Let go; the file stays, since removing it would let two others hold it at once."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, 0)
+            os.close(self._fd)
+            self._fd = None
+
+
+def _open(path: Path) -> int:
+    """The lock file, made where it is missing; every user may lock it, none may remove another's."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(FileNotFoundError):
+        # Without O_CREAT: the kernel may refuse to "create" what another user has made in such a folder.
+        return os.open(path, flags)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.chmod(0o1777)
+    fd = os.open(path, flags | os.O_CREAT, 0o666)
+    with contextlib.suppress(OSError):
+        os.fchmod(fd, 0o666)
+    return fd
+
+
+def _holder(fd: int) -> Holder:
+    """What the file says; a file that is being written says nothing."""
+    try:
+        document: Any = json.loads(os.pread(fd, 4096, 0))
+        pid, *words = (document[name] for name in ("pid", "user", "study", "since"))
+        return Holder(int(pid), *(str(word)[:120] for word in words))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Holder()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return str(os.getuid())

@@ -1,0 +1,157 @@
+"""The request of a recorded study, so that it can be gone on with by its name alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+from autotune.device import Device, Headroom, find_device, list_devices
+from autotune.errors import DeviceError, InvalidRequestError, StorageError, UnknownStudyError
+from autotune.policy import Objective
+from autotune.request import SearchRequest
+from autotune.sampler import SamplerName
+from autotune.space import CheckpointingChoice
+from autotune.store import Store
+from autotune.trial import PRECISIONS, Document
+from autotune.workload import DTYPES, TASKS, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What may be spent when a study goes on; ``None`` leaves it as it was recorded."""
+
+    trials: int | None = None
+    time_budget_seconds: float | None = None
+    trial_timeout_seconds: float | None = None
+
+
+def recorded_request(
+    store: Store, study: str, device: str | None = None, budget: Budget | None = None
+) -> SearchRequest:
+    """The request that continues the study of this name on the device that it ran on, or on ``device``.
+
+    Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, and ``StorageError`` for
+    a record that makes no request.
+    """
+    record = store.study(study)
+    if record is None:
+        known = [summary.study.name for summary in store.studies()[:5]]
+        raise UnknownStudyError(
+            f"there is no study {study!r} in {store.label}",
+            f"the newest are {', '.join(known)}" if known else "run autotune search first",
+        )
+    try:
+        environment = store.environment(record.environment_id)
+        found = find_device(device) if device is not None else _device_of(environment, study)
+        workload = workload_from_document(store.workload(record.workload_id))
+        request = request_from_document(record.request, workload, found, study)
+    except (ValueError, InvalidRequestError) as error:
+        raise StorageError(
+            f"the request of the study {study!r} cannot be read: {error}",
+            "repeat the options of the search with autotune search and the same --study",
+        ) from error
+    spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
+    return dataclasses.replace(request, **spent)
+
+
+def _device_of(environment: Document, study: str) -> Device:
+    """The very device that the study ran on, else another of its name."""
+    devices = list_devices()
+    uuid, name = environment.get("device_uuid"), environment.get("device_name")
+    like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
+    for device in [*(device for device in like if device.uuid == uuid), *like]:
+        return device
+    raise DeviceError(
+        f"the study {study!r} was searched on {name} ({uuid}), which is not here",
+        "name a device of the same kind with --device, or search anew under another --study",
+    )
+
+
+def workload_from_document(document: Document) -> Workload:
+    """``Workload.from_document`` for a document that may be anything; ``ValueError`` where it is no workload."""
+    try:
+        workload = Workload.from_document(document)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(workload.config, dict) or not isinstance(workload.config.get("model_type"), str):
+        raise ValueError("its workload has no model_type")
+    _check("task", workload.task, one_of=TASKS)
+    _check("dtype", workload.dtype, one_of=DTYPES)
+    _check("seq_len", workload.seq_len, int, least=1)
+    _check("padding", workload.padding, int, float, least=0)
+    return workload
+
+
+# Names in the document and in the request, where they differ.
+_RENAMED = {"precision": "precisions", "attn_implementation": "attn_implementations", "optim": "optims"}
+# What the rest of the document says again.
+_ELSEWHERE = frozenset({"model", "headroom_fraction", "headroom_bytes"})
+
+
+def request_from_document(document: Document, workload: Workload, device: Device, study: str) -> SearchRequest:
+    """The inverse of ``SearchRequest.document``; ``ValueError`` on anything malformed.
+
+    ``InvalidRequestError`` for values that no request can have.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("it is no document")
+    known = {field.name for field in dataclasses.fields(SearchRequest)}
+    options = {_RENAMED.get(key, key): value for key, value in document.items() if key not in _ELSEWHERE}
+    unknown = sorted(name for name, value in options.items() if name not in known and value not in (None, False))
+    if unknown:
+        raise ValueError(f"it has options that this autotune does not know ({', '.join(unknown)})")
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    _check_options(options)
+    headroom = Headroom(**_headroom(document))
+    for name in ("workload", "device", "study", "headroom"):
+        options.pop(name, None)
+    return SearchRequest(
+        workload=workload,
+        device=device,
+        headroom=headroom,
+        study=study,
+        **{name: value for name, value in options.items() if name in known},
+    )
+
+
+def _headroom(document: Document) -> dict[str, Any]:
+    fraction, size = document.get("headroom_fraction", Headroom().fraction), document.get("headroom_bytes")
+    _check("headroom_fraction", fraction, int, float, least=0)
+    _check("headroom_bytes", size, int, type(None))
+    return {"fraction": fraction, "size_bytes": size}
+
+
+def _check_options(options: Document) -> None:
+    """Raise ``ValueError`` for a value of a type or range that no command line can give."""
+    for name in ("effective_batch", "batch_multiple", "memory_limit_bytes", "trials"):
+        _check(name, options.get(name), int, type(None), least=1)
+    for name in ("time_budget_seconds", "trial_timeout_seconds"):
+        if name in options:
+            _check(name, options[name], int, float, type(None), least=0)
+    for name, least in (("world_size", 1), ("seed", 0)):
+        if name in options:
+            _check(name, options[name], int, least=least)
+    if "measure_baseline" in options and not isinstance(options["measure_baseline"], bool):
+        raise ValueError("measure_baseline is neither true nor false")
+    for name, choices in (
+        ("objective", get_args(Objective)),
+        ("sampler", get_args(SamplerName)),
+        ("gradient_checkpointing", get_args(CheckpointingChoice)),
+    ):
+        if name in options:
+            _check(name, options[name], one_of=choices)
+    for name in ("precisions", "attn_implementations", "optims"):
+        words = options.get(name)
+        if words is None and name != "optims":
+            continue
+        if name in options and not (words and isinstance(words, tuple) and all(isinstance(w, str) for w in words)):
+            raise ValueError(f"{name} is {words!r:.80}, no list of words")
+    for precision in options.get("precisions") or ():
+        _check("precision", precision, one_of=PRECISIONS)
+
+
+def _check(name: str, value: Any, *types: type, least: float | None = None, one_of: tuple[str, ...] = ()) -> None:
+    is_right = value in one_of if one_of and isinstance(value, str) else isinstance(value, types) if types else False
+    # True is an int to Python, and nan is smaller than nothing.
+    if isinstance(value, bool) or not is_right or (least is not None and value is not None and not value >= least):
+        raise ValueError(f"{name} is {value!r:.80}")

@@ -1,0 +1,43 @@
+"""``autotune resume``: by the name alone, with the options that were recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from command_line import Run, Studied, run_process
+
+
+def test_an_unknown_study_is_named(run: Run, studied: Studied) -> None:
+    ran = run("resume", "nono", "--storage", studied.storage)
+    assert ran.code == 9
+    assert "there is no study 'nono'" in ran.stderr
+    assert "tiny" in ran.stderr
+
+
+def test_without_a_database(run: Run, folder: Path) -> None:
+    ran = run("resume", "tiny")
+    assert ran.code == 5
+    assert not list(folder.iterdir())
+
+
+def test_a_device_that_is_not_here(run: Run, studied: Studied) -> None:
+    ran = run("resume", "tiny", "--storage", studied.storage, "--device", "cuda:7")
+    assert ran.code == 4
+
+
+def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
+    """The trials that are there stay as they are; the new ones have the recorded options."""
+    storage = tmp_path / "copy.db"
+    shutil.copy(studied.storage, storage)
+    ran = run_process("resume", "tiny", "--trials", "4", "--storage", str(storage), "--json", folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert "continuing the study tiny, 3 trials recorded" in ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["trials"][:3] == studied.document["trials"]
+    assert len(document["trials"]) == 4
+    same = ("effective_batch", "precision", "optim", "seed", "objective")
+    assert {name: document["request"][name] for name in same} == {
+        name: studied.document["request"][name] for name in same
+    }

@@ -1,0 +1,157 @@
+"""A trial server whose trials answer from a formula, so that searches can be compared, and misbehave as planned.
+
+Everything but the body of a job is autotune's own: the loop, the fork, the pipes, the log. With ``FAULTS_REAL``
+set the bodies are its own, too: torch is imported, a model trains, and only the figures are replaced by the formula's.
+
+    FAULTS_FOLDER   where ``runs`` is kept, a line for each trial that was begun
+    FAULTS_PLAN     {"3": "garbage"}: what the trial does that is begun as number 3, counted over all searches
+    FAULTS_SECONDS  how long each trial lasts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from autotune.trial import Candidate, Completed, Document, Measurement, Outcome, OutOfMemory, outcome_document
+from autotune.worker import server
+
+MIB = 1024**2
+OUTPUT_BYTES = 100 * MIB
+
+
+def outcome(job: Document) -> Outcome:
+    """What the formula says of the job's candidate."""
+    candidate = Candidate.from_parameters(job["candidate"])
+    batch, arm = candidate.per_device_train_batch_size, candidate.arm
+    recomputes, frugal = arm.gradient_checkpointing, arm.optim == "adafactor"
+    peak_bytes = (300 + batch * (15 if recomputes else 40) - 50 * frugal) * MIB
+    if peak_bytes > job["cap_bytes"]:
+        return OutOfMemory(
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory", peak_reserved_bytes=peak_bytes // 2
+        )
+    micro_seconds = (0.05 + 0.004 * batch) * (1.3 if recomputes else 1.0) * (1.1 if frugal else 1.0)
+    seconds = micro_seconds * candidate.gradient_accumulation_steps
+    run = min(candidate.gradient_accumulation_steps, max(3, job["effort"]["max_micro_steps"]))
+    speed = candidate.samples_per_step / seconds
+    measured = Measurement(seconds, (seconds,) * 3, 0.005, speed, peak_bytes, peak_bytes, micro_steps_run=run)
+    return Completed(measured)
+
+
+FACTS = {
+    "context_bytes": 0,
+    "optims": ["adafactor", "adamw_torch", "adamw_torch_fused"],
+    "environment": {"python": "3.11", "packages": {"torch": "2", "transformers": "5"}, "cuda": None,
+                    "training_arguments_fields": ["bf16", "fp16"]},
+    "model": {"class": "BertForSequenceClassification", "parameters": 4_000_000, "trainable_parameters": 4_000_000,
+              "attn_implementations": ["eager", "sdpa"], "gradient_checkpointing": True, "num_labels": 2},
+}  # fmt: skip
+
+
+def leave_descendants() -> None:
+    """A child and a grandchild with sessions of their own that no polite signal ends."""
+    if os.fork():
+        return
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        if os.fork() == 0:
+            os.setsid()
+    time.sleep(600)
+    os._exit(0)
+
+
+def write_output() -> None:
+    """100 MB to the log."""
+    line = b"x" * (MIB - 1) + b"\n"
+    for _ in range(OUTPUT_BYTES // MIB):
+        os.write(1, line)
+
+
+def misbehave(behaviour: str, result_fd: int) -> None:
+    """Do as the words say; some of them end the trial."""
+    match behaviour.split(maxsplit=1):
+        case ["write", text]:
+            os.write(result_fd, text.encode() + b"\n")
+            os._exit(0)
+        case ["half"]:
+            os.write(result_fd, b'{"result": {"state"')
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["long"]:
+            data = memoryview(b"y" * (20 * MIB) + b"\n")
+            while data:
+                data = data[os.write(result_fd, data) :]
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["signal", name]:
+            os.kill(os.getpid(), getattr(signal, name))
+        case ["output"]:
+            write_output()
+        case ["descend"]:
+            leave_descendants()
+        case ["ignore"]:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        case ["hang"]:
+            misbehave("ignore", result_fd)
+            time.sleep(600)
+        case ["raise"]:
+            raise RuntimeError("an error in user code")
+        case _:
+            raise ValueError(behaviour)
+
+
+def begin(job: Document) -> int:
+    """Take down that a trial was begun; its number among all of them."""
+    runs = Path(os.environ["FAULTS_FOLDER"], "runs")
+    number = len(runs.read_text().splitlines()) if runs.exists() else 0
+    with runs.open("a") as file:
+        file.write(f"{os.getpid()} {json.dumps(job['candidate'], sort_keys=True)}\n")
+    return number
+
+
+def run_job(job: Document, result_fd: int, torch_threads: int) -> None:
+    """In place of the server's own."""
+
+    def send(kind: str, document: Any) -> None:
+        data = json.dumps({kind: document}).encode() + b"\n"
+        while data:
+            data = data[os.write(result_fd, data) :]
+
+    is_real = bool(os.environ.get("FAULTS_REAL"))
+    if job["kind"] == "inspect":
+        if not is_real:
+            send("result", FACTS)
+        else:
+            real_run_job(job, result_fd, torch_threads)
+        return
+    number = begin(job)
+    send("progress", {"phase": "train"})
+    behaviour = json.loads(os.environ.get("FAULTS_PLAN", "{}")).get(str(number))
+    if behaviour:
+        misbehave(behaviour, result_fd)
+    time.sleep(float(os.environ.get("FAULTS_SECONDS", "0.02")))
+    if is_real:
+        from autotune.worker.trial import run_trial
+
+        document = run_trial(job, lambda record: send("progress", record))
+        if document["state"] != "completed":
+            send("result", document)
+            return
+    send("result", outcome_document(outcome(job)))
+
+
+real_run_job = server._run_job
+
+if __name__ == "__main__":
+    server._run_job = run_job
+    if not os.environ.get("FAULTS_REAL"):
+        server._import_everything = lambda preload: 1
+    sys.argv[0] = "stand_in"
+    server.main()

@@ -1,0 +1,184 @@
+"""Neighbours, throttled clocks and lost GPUs: trials on a GPU of the stand-in library, which changes while they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import Machine, uuid_of
+
+GIB = 1024**3
+
+SET_UP = """
+import dataclasses, sys, time
+sys.path.insert(0, {tests!r})
+from recorded import job_of, measurement, out_of_memory
+from autotune import watch
+from autotune.errors import DeviceError
+from autotune.trial import Arm, Candidate, Completed, Failed
+from autotune.watch import WatchedRunner
+watch._INTERVAL_SECONDS = 0.01
+watch._RETURN_SECONDS, watch._NEIGHBOUR_SECONDS = 0.1, 0.3
+CANDIDATE = Candidate(Arm("bf16"), 8, 1)
+GIB = 1024**3
+notes = []
+
+class Trials:
+    trial_pid = None
+    def __init__(self, outcome, pid=500, seconds=0.1, **changes):
+        self.outcome, self.pid, self.seconds, self.changes = outcome, pid, seconds, changes
+    def run(self, job, progress):
+        before = dict(os.environ)
+        self.trial_pid = self.pid
+        os.environ.update(self.changes)
+        time.sleep(self.seconds)
+        self.trial_pid = None
+        os.environ.clear()
+        os.environ.update(before)
+        for name in self.changes.get("STAYS", "").split():
+            os.environ[name] = self.changes[name]
+        return self.outcome
+
+COMPLETED = Completed(measurement(CANDIDATE, 0.1, GIB, GIB))
+OVER = out_of_memory(GIB)
+
+def watched(trials, cap_gib=20):
+    runner = WatchedRunner(trials, find_device("cuda:0"), 0, notes.append)
+    return runner, lambda: runner.run(job_of(CANDIDATE, cap_gib * GIB), lambda _: None)
+"""
+
+
+def ask(machine: Machine, code: str, **settings: str) -> Any:
+    """What ``answer`` holds after the code ran with a watched runner at hand."""
+    return machine.ask(SET_UP.format(tests=str(Path(__file__).parent)) + code, **settings)
+
+
+def disturbed(machine: Machine, changes: str, outcome: str = "COMPLETED", **settings: str) -> list[str]:
+    """Why a trial is marked during which the stand-in changes so."""
+    code = f"_, run = watched(Trials({outcome}, {changes}))\nanswer = run().disturbed"
+    found: list[str] = ask(machine, code, **settings)
+    return found
+
+
+NEIGHBOUR = "71=python=512"
+
+
+class TestMeasurements:
+    def test_alone_is_not_disturbed(self, machine: Machine) -> None:
+        assert disturbed(machine, "STAND_IN_PROCESSES='500=python=9000'") == []
+
+    def test_nor_beside_one_that_only_holds_memory(self, machine: Machine) -> None:
+        changes = f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}', STAND_IN_BUSY='500=99,71=2'"
+        assert disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == []
+
+    def test_a_process_that_came(self, machine: Machine) -> None:
+        changes = f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}'"
+        assert disturbed(machine, changes) == ["process 71 came to the GPU"]
+
+    def test_one_trial_under_a_number_of_the_hosts(self, machine: Machine) -> None:
+        assert disturbed(machine, "pid=3, STAND_IN_PROCESSES='90500=python=9000'") == []
+
+    def test_a_process_that_computes(self, machine: Machine) -> None:
+        changes = (
+            f"STAND_IN_PROCESSES='500=python=9000,{NEIGHBOUR}', STAND_IN_BUSY='500=99,71=40', STAYS='STAND_IN_BUSY'"
+        )
+        assert disturbed(machine, changes, STAND_IN_PROCESSES=NEIGHBOUR) == ["process 71 took 40 % of the GPU"]
+
+    @pytest.mark.parametrize(
+        ("bits", "why"),
+        [
+            (0x04, []),
+            (0x01, []),
+            (0x20, ["thermal slowdown by the driver at 91 °C"]),
+            (0x48, ["hardware slowdown at 91 °C", "thermal slowdown by the hardware at 91 °C"]),
+            (0x84, ["power brake at 91 °C"]),
+        ],
+    )
+    def test_what_slows_it_down(self, machine: Machine, bits: int, why: list[str]) -> None:
+        assert disturbed(machine, f"STAND_IN_EVENTS='{bits}', STAND_IN_CELSIUS='91'") == why
+
+    def test_a_driver_with_the_old_name_of_the_reading(self, machine: Machine) -> None:
+        errors = "nvmlDeviceGetCurrentClocksEventReasons=13"
+        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == [
+            "thermal slowdown by the driver at 40 °C"
+        ]
+
+    @pytest.mark.parametrize(("events", "why"), [("0", ["clocks of 1200 MHz, not 1980 MHz as before"]), ("4", [])])
+    def test_clocks_that_fell(self, machine: Machine, events: str, why: list[str]) -> None:
+        code = f"""
+runner, run = watched(Trials(COMPLETED))
+first = run().disturbed
+runner._runner = Trials(COMPLETED, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
+answer = [first, run().disturbed]"""
+        assert ask(machine, code) == [[], why]
+
+    def test_a_driver_that_says_little_disturbs_nothing(self, machine: Machine) -> None:
+        names = ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons", "ClockInfo", "Temperature",
+                 "TotalEccErrors", "ProcessUtilization", "ComputeRunningProcesses", "ComputeRunningProcesses_v3",
+                 "GraphicsRunningProcesses", "GraphicsRunningProcesses_v3")  # fmt: skip
+        errors = ",".join(f"nvmlDeviceGet{name}=3" for name in names)
+        assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == []
+
+
+class TestMemory:
+    def test_out_of_memory_alone_is_a_result(self, machine: Machine) -> None:
+        assert disturbed(machine, "seconds=0", "OVER") == []
+
+    def test_while_others_hold_more_it_is_disturbed(self, machine: Machine) -> None:
+        changes = "STAND_IN_USED='70', STAYS='STAND_IN_USED'"
+        (why,) = disturbed(machine, changes, "OVER")
+        assert why == "other processes held 12.0 GiB of what a trial may reserve"
+
+    def test_a_trial_waits_until_its_memory_is_back(self, machine: Machine) -> None:
+        code = """
+import threading
+_, run = watched(Trials(OVER))
+os.environ["STAND_IN_USED"] = "70"
+threading.Timer(0.2, lambda: os.environ.pop("STAND_IN_USED")).start()
+answer = run().disturbed, notes"""
+        why, notes = ask(machine, code)
+        assert why == []
+        assert notes == ["waiting up to 0 s for 12.0 GiB that other processes hold on cuda:0"]
+
+    def test_but_not_for_ever_and_less_the_second_time(self, machine: Machine) -> None:
+        code = """
+os.environ["STAND_IN_USED"] = "70"
+_, run = watched(Trials(OVER))
+answer = [run().disturbed, run().disturbed, len(notes)]"""
+        first, second, notes = ask(machine, code)
+        assert first == second == ["other processes held 12.0 GiB of what a trial may reserve"]
+        assert notes == 1
+
+
+class TestLost:
+    def test_a_gpu_that_is_lost_ends_the_search(self, machine: Machine) -> None:
+        code = """
+_, run = watched(Trials(COMPLETED))
+os.environ["STAND_IN_ERRORS"] = "nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15"
+try:
+    run()
+except DeviceError as error:
+    answer = str(error)"""
+        assert "cuda:0 (Stand-in GPU) is lost" in ask(machine, code)
+
+    def test_a_trial_that_lost_it_says_so(self, machine: Machine) -> None:
+        errors = "STAND_IN_ERRORS='nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15', STAYS='STAND_IN_ERRORS'"
+        code = f"_, run = watched(Trials(Failed('error', 'RuntimeError: CUDA error'), {errors}))\nfound = run()\n"
+        answer = ask(machine, code + "answer = [found.reason, found.message]")
+        assert answer == ["device_lost", "NVML says that the GPU is lost; RuntimeError: CUDA error"]
+
+    def test_memory_errors_are_the_gpus(self, machine: Machine) -> None:
+        changes = "STAND_IN_ECC='2', STAYS='STAND_IN_ECC'"
+        code = f"_, run = watched(Trials(Failed('killed', 'killed by SIGABRT'), {changes}))\nfound = run()\n"
+        reason, message = ask(machine, code + "answer = [found.reason, found.message]")
+        assert reason == "device_lost"
+        assert "2 uncorrectable memory errors" in message
+
+
+def test_without_nvml_nothing_is_watched(machine: Machine) -> None:
+    code = f"""
+device = dataclasses.replace(find_device("cuda:0"), uuid="GPU-no-such")
+runner = WatchedRunner(Trials(COMPLETED), device, 0, notes.append)
+answer = [runner.run(job_of(CANDIDATE, GIB), lambda _: None).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
+    assert ask(machine, code) == [[], 76 * GIB]
