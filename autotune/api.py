@@ -24,12 +24,13 @@ from autotune.options import build_request
 from autotune.plot import plot_trials
 from autotune.policy import Objective
 from autotune.preparation import Prepared
-from autotune.report import Report, load_report, measurement, report_document, summary_lines, trial_document, verdict
+from autotune.report import Report, load_report, measurement, verdict
 from autotune.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
+from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Candidate, Completed, Document, Measurement
 from autotune.units import format_rate, parse_bytes, parse_seconds
 from autotune.verification import DEFAULT_STEPS, Verification, device_of, subject_of, verify

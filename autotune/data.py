@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -144,6 +145,18 @@ def facts_from_document(document: dict[str, Any]) -> DataFacts:
     if fields.get("lengths") is not None:
         fields["lengths"] = Lengths(**{**fields["lengths"], "histogram": tuple(fields["lengths"]["histogram"])})
     return DataFacts(**fields)
+
+
+FACTS_FILE = "facts.json"
+"""In a folder of data that was read: its facts."""
+
+
+def facts_in(folder: Path) -> DataFacts | None:
+    """What is known of data that was read into a folder; ``None`` where none was, or what is there makes no sense."""
+    try:
+        return facts_from_document(json.loads((folder / FACTS_FILE).read_text()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def locate(name: str, split: str) -> tuple[str, DataKind, str]:

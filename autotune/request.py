@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
-from autotune.levers import FLASH_ATTENTION, LeverChoice, optim_package, packages_of_workload, require
+from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
@@ -155,8 +155,7 @@ class SearchRequest:
 
     def _levers_asked(self) -> dict[str, Any]:
         """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
-        names = ("expandable_segments", "torch_compile", "liger")
-        asked = {name: getattr(self, name) for name in names}
+        asked = {name: getattr(self, name) for name in LEVERS}
         return {name: choice for name, choice in asked.items() if choice != "off"}
 
     def named(self, study: str) -> SearchRequest:

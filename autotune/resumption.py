@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from autotune.device import Device, Headroom, find_device, list_devices
 from autotune.errors import DeviceError, InvalidRequestError, StorageError, UnknownStudyError
+from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective
 from autotune.request import SearchRequest
 from autotune.sampler import SamplerName
@@ -44,6 +45,8 @@ def recorded_request(
         environment = store.environment(record.environment_id)
         found = find_device(device) if device is not None else _device_of(environment, study)
         workload = workload_from_document(store.workload(record.workload_id))
+        if workload.source is not None:
+            workload = dataclasses.replace(workload, source=workload.source.as_it_is_now())
         request = request_from_document(record.request, workload, found, study)
     except (ValueError, InvalidRequestError) as error:
         raise StorageError(
@@ -73,11 +76,12 @@ def workload_from_document(document: Document) -> Workload:
         workload = Workload.from_document(document)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    if not isinstance(workload.config, dict) or not isinstance(workload.config.get("model_type"), str):
+    is_own = workload.source is not None
+    if not isinstance(workload.config, dict) or not (is_own or isinstance(workload.config.get("model_type"), str)):
         raise ValueError("its workload has no model_type")
-    _check("task", workload.task, one_of=TASKS)
+    _check("task", workload.task, one_of=("own",) if is_own else TASKS)
     _check("dtype", workload.dtype, one_of=DTYPES)
-    _check("seq_len", workload.seq_len, int, least=1)
+    _check("seq_len", workload.seq_len, int, least=0 if is_own else 1)
     _check("padding", workload.padding, int, float, least=0)
     return workload
 
@@ -131,9 +135,11 @@ def _check_options(options: Document) -> None:
     for name, least in (("world_size", 1), ("seed", 0)):
         if name in options:
             _check(name, options[name], int, least=least)
-    if "measure_baseline" in options and not isinstance(options["measure_baseline"], bool):
-        raise ValueError("measure_baseline is neither true nor false")
+    for name in ("measure_baseline", "fresh"):
+        if name in options and not isinstance(options[name], bool):
+            raise ValueError(f"{name} is neither true nor false")
     for name, choices in (
+        *((lever, get_args(LeverChoice)) for lever in LEVERS),
         ("objective", get_args(Objective)),
         ("sampler", get_args(SamplerName)),
         ("gradient_checkpointing", get_args(CheckpointingChoice)),

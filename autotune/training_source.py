@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.machinery
 import os
@@ -47,6 +48,12 @@ class TrainingSource:
         if self.kind == "build":
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
+
+    def as_it_is_now(self) -> TrainingSource:
+        """The same with the digest of today's file; ``InvalidRequestError`` where that is gone."""
+        if not Path(self.file).is_file():
+            raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
+        return dataclasses.replace(self, digest=_digest(Path(self.file)))
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> TrainingSource:

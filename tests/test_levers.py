@@ -35,9 +35,9 @@ from autotune.levers import (
     with_expandable_segments,
 )
 from autotune.memory import prediction_class
+from autotune.notes import compiled_notes
 from autotune.policy import ThroughputPolicy
 from autotune.preparation import training_state_bytes
-from autotune.report import compiled_notes
 from autotune.space import Batches, Space, choose_arms
 from autotune.trial import Arm, Candidate, Completed
 from autotune.units import GIB

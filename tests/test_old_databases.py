@@ -15,9 +15,10 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
-from autotune.report import load_report, report_document, summary_lines
+from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
+from autotune.summary import report_document, summary_lines
 from autotune.trial import Arm, Candidate, Failed
 
 FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))

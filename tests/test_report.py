@@ -11,18 +11,10 @@ import pytest
 
 from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
-from autotune.report import (
-    Report,
-    describe_data,
-    load_report,
-    notes,
-    report_document,
-    summary_lines,
-    times,
-    trial_document,
-    verdict,
-)
+from autotune.notes import notes
+from autotune.report import Report, describe_data, load_report, times, verdict
 from autotune.store import Stage, StudyRecord, TrialRecord, now, open_store
+from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.units import GIB
 

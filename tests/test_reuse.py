@@ -15,10 +15,12 @@ from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, meas
 from searching import ceiling_of, new_store, prepared, search, with_environment
 
 from autotune.device import Ceiling
-from autotune.report import load_report, notes, report_document, summary_lines
+from autotune.notes import notes
+from autotune.report import load_report
 from autotune.request import MAX_BATCH_EFFORT
 from autotune.reuse import Library, derive, holds_under
 from autotune.store import PastTrial, Store, TrialRecord
+from autotune.summary import report_document, summary_lines
 from autotune.trial import (
     Arm,
     Candidate,

@@ -8,10 +8,11 @@ import click
 
 from autotune.cli.options import print_json
 from autotune.cli.view import open_view
-from autotune.report import Report, report_document, summary_lines
+from autotune.report import Report
 from autotune.request import SearchRequest
 from autotune.session import run_search as run_observed_search
 from autotune.store import StudyRecord
+from autotune.summary import report_document, summary_lines
 
 
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 @json_option
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
-    from autotune.report import load_report, report_document
+    from autotune.report import load_report
     from autotune.store import open_store
+    from autotune.summary import report_document
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
@@ -32,7 +33,8 @@ def show(study: str, storage: str, as_json: bool) -> None:
 
 
 def _print_report(report: Report) -> None:
-    from autotune.report import describe_data, summary_lines, verdict
+    from autotune.report import describe_data, verdict
+    from autotune.summary import summary_lines
 
     workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]

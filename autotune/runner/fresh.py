@@ -16,8 +16,8 @@ from select import select
 
 from autotune.device import Device
 from autotune.errors import TrialServerError
+from autotune.runner.ending import tail
 from autotune.runner.environment import server_environment
-from autotune.runner.local import tail
 from autotune.trial import Document
 
 

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from autotune.data import facts_from_document
+from autotune.data import DataFacts, facts_from_document, facts_in
 from autotune.device import Device
 from autotune.device.host import oom_kills
-from autotune.errors import InvalidRequestError, TrainingSourceError, TrialServerError
+from autotune.errors import InvalidRequestError, TrialServerError
+from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
 from autotune.runner.environment import server_environment
-from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory, outcome_from_document
+from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
 from autotune.workload import Workload
 
 Progress = Callable[[Document], None]
@@ -51,18 +52,6 @@ class TrialJob:
     log_path: str
     unmodified: bool = False
     """Run the user's own code with its own settings, whatever the candidate says."""
-
-
-def tail(path: str | Path, lines: int = 3) -> str:
-    """The last non-empty lines of a log, joined; empty where there is none."""
-    try:
-        with open(path, "rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 8192))
-            text = log.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
 
 
 class LocalRunner:
@@ -302,6 +291,14 @@ class LocalRunner:
 
         Raises ``InvalidRequestError`` where the data is no good, ``TrialServerError`` when no answer comes.
         """
+        facts = facts_in(folder)
+        if facts is None:
+            facts = self._read_anew(folder)
+        self._data_folder = folder
+        self._workload = self._workload.with_facts(facts)
+        return self._workload
+
+    def _read_anew(self, folder: Path) -> DataFacts:
         log_path = self._log_folder / "read_data.log"
         job = {
             "id": "read_data",
@@ -314,14 +311,12 @@ class LocalRunner:
         answer = self._run_job(job, lambda _: None)
         if "result" not in answer:
             raise TrialServerError(
-                f"the data could not be read: {_how_it_ended(answer, str(log_path))}",
+                f"the data could not be read: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
         if "error" in answer["result"]:
             raise InvalidRequestError(*answer["result"]["error"])
-        self._data_folder = folder
-        self._workload = self._workload.with_facts(facts_from_document(answer["result"]["facts"]))
-        return self._workload
+        return facts_from_document(answer["result"]["facts"])
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
         """What ``autotune.worker.facts.inspect`` says of this environment and workload.
@@ -342,10 +337,10 @@ class LocalRunner:
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_job(job, lambda _: None)
         if self._workload.source is not None:
-            _check_own_code(self._workload.source.name, answer, log_path, timeout_seconds)
+            check_own_code(self._workload.source.name, answer, log_path, timeout_seconds)
         if "result" not in answer:
             raise TrialServerError(
-                f"the device {self._device.label} could not be inspected: {_how_it_ended(answer, str(log_path))}",
+                f"the device {self._device.label} could not be inspected: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
         facts: Document = answer["result"]
@@ -368,63 +363,9 @@ class LocalRunner:
             **self._device_facts(),
         }
         kills = oom_kills()
-        outcome = _outcome(self._run_job(document, progress), job)
+        outcome = outcome_of(self._run_job(document, progress), job.timeout_seconds, job.log_path)
         if isinstance(outcome, Failed) and outcome.reason == "killed" and kills != (now := oom_kills()):
             # The kernel says so itself; what else it killed in these seconds is hardly another.
             message = f"the kernel ended {(now or 0) - (kills or 0)} process for want of host memory, this trial"
             return OutOfMemory(message, where="host", during=outcome.during)
         return outcome
-
-
-def _check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds: float) -> None:
-    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training."""
-    result = answer.get("result", {})
-    if "source_error" in result:
-        message, hint = result["source_error"], result.get("source_hint", "")
-    elif "result" in answer or answer.get("lost"):
-        return
-    elif answer.get("timed_out"):
-        message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
-        hint = "give it more time with --trial-timeout"
-    elif answer.get("signal"):
-        message, hint = f"{name} was killed by {_signal_name(answer['signal'])} before it called Trainer.train", ""
-    else:
-        message, hint = f"{name} ended its process before it called Trainer.train", "run it by itself to see why"
-    last = tail(log_path)
-    where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
-    raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
-
-
-def _how_it_ended(answer: Document, log_path: str) -> str:
-    if answer.get("lost"):
-        return "the trial server died"
-    if answer.get("signal"):
-        return f"killed by {_signal_name(answer['signal'])}"
-    return tail(log_path) or f"it ended with exit code {answer.get('exit_code')} and said nothing"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _outcome(answer: dict[str, Any], job: TrialJob) -> Outcome:
-    """The outcome of a job's end: the child's own words where there are any, else how it died."""
-    if "result" in answer:
-        try:
-            return outcome_from_document(answer["result"])
-        except ValueError as error:
-            return Failed("malformed", str(error))
-    during = answer.get("during", "")
-    if answer.get("timed_out"):
-        return Failed("timeout", f"stopped after the time limit of {job.timeout_seconds:.3g} s", during)
-    if answer.get("lost"):
-        return Failed("lost", "the trial server died during the trial", during)
-    if answer.get("signal"):
-        hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
-        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}", during)
-    if "malformed" in answer:
-        return Failed("malformed", f"not a result: {answer['malformed']!r}", during)
-    return Failed("error", _how_it_ended(answer, job.log_path), during)

@@ -26,7 +26,7 @@ from datasets.table import InMemoryTable
 from datasets.utils.logging import disable_progress_bar
 from transformers import AutoTokenizer
 
-from autotune.data import DataFacts, DataSpec, Lengths, data_files
+from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, data_files, facts_in
 from autotune.errors import AutotuneError, InvalidRequestError
 from autotune.trial import Document
 from autotune.worker.failures import first_line
@@ -47,7 +47,6 @@ _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
 # How datasets says of files without rows that there are none.
 _NO_DATA = "corresponds to no data"
-_FACTS_FILE = "facts.json"
 _BINS = 16
 # The batch for which the share of padding is told.
 _SHOWN_BATCH = 8
@@ -59,15 +58,17 @@ def read_data(job: Document) -> Document:
     """The facts of the job's data, which then lies in ``folder``; ``error`` with its hint where it is no good."""
     workload = Workload.from_document(job["workload"])
     folder = Path(job["folder"])
-    if (folder / _FACTS_FILE).exists():
-        return {"facts": json.loads((folder / _FACTS_FILE).read_text())}
+    known = facts_in(folder)
+    if known is not None:
+        # Another search was quicker.
+        return {"facts": dataclasses.asdict(known)}
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
         partial.mkdir(parents=True)
         facts = dataclasses.asdict(_Reading(workload, partial).run())
-        (partial / _FACTS_FILE).write_text(json.dumps(facts))
+        (partial / FACTS_FILE).write_text(json.dumps(facts))
         shutil.rmtree(partial / "cache", ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

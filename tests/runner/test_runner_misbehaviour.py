@@ -18,7 +18,7 @@ from tiny import tiny_workload
 from autotune.device import Device
 from autotune.errors import TrialServerError
 from autotune.runner import LocalRunner
-from autotune.runner.local import tail
+from autotune.runner.ending import tail
 from autotune.trial import Completed, Document, Failed
 
 

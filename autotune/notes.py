@@ -1,0 +1,127 @@
+"""What a study's reader should know of how far its numbers reach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autotune.report import Report, measurement
+from autotune.store import TrialRecord
+from autotune.trial import Completed, Measurement, OutOfMemory, source_of
+from autotune.units import format_seconds
+
+# The median of a few steps and that of 150 differed by no more than this where a step takes long
+# enough; a wider interval than that deserves a word.
+_WIDE_SPREAD = 0.03
+
+
+def notes(report: Report) -> list[str]:
+    """What the reader should know of how far the numbers reach."""
+    found: list[str] = []
+    request = report.study.request
+    best, measured = report.best, measurement(report.best)
+    if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
+        found.append(
+            f"the per-device batch is {best.candidate.per_device_train_batch_size}, no multiple of 8: "
+            + _why_no_multiple_of_8(request)
+        )
+    if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
+        found.append(
+            f"the winner's steps were measured with {measured.micro_steps_run} of its "
+            f"{best.candidate.gradient_accumulation_steps} micro-steps and added up"
+        )
+    if measured and measured.relative_spread > _WIDE_SPREAD:
+        found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
+    if best is not None and measured and request["objective"] == "throughput":
+        found += _faster_ones(report, best, measured)
+    found += compiled_notes(report)
+    found += _own_batch_notes(report)
+    found += _reused(report)
+    if request["world_size"] > 1:
+        found.append(f"measured on one device; {request['world_size']} of them also spend time on exchanging gradients")
+    found += _disturbances(report)
+    if report.study.state != "finished":
+        found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
+    return found
+
+
+def _disturbances(report: Report) -> list[str]:
+    """How many trials others disturbed, and whether the winner is one of them."""
+    marked = [t for t in report.trials if isinstance(t.outcome, Completed | OutOfMemory) and t.outcome.disturbed]
+    if not marked:
+        return []
+    last = marked[-1].outcome
+    why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
+    found = [f"{len(marked)} trials were disturbed and run again as far as that helped; the last one: {why}"]
+    if report.best in marked:
+        found.append("the winner itself was measured under a disturbance: it may be faster than it looks")
+    return found
+
+
+def compiled_notes(report: Report) -> list[str]:
+    """When the fastest compiled trial pays for its start-up, against the best that starts at once."""
+    found = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
+    compiled = [(m, t) for m, t in found if t.candidate.arm.torch_compile]
+    plain = [(m, t) for m, t in found if not t.candidate.arm.torch_compile]
+    if not compiled or not plain:
+        return []
+    (fast, trial), (usual, other) = (max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (compiled, plain))
+    start = fast.compile_seconds or 0.0
+    name = f"{trial.candidate.describe()} takes {format_seconds(start)} to compile"
+    # Both in seconds a sample, since their steps need not be of the same size.
+    gain = 1 / usual.samples_per_second - 1 / fast.samples_per_second
+    if gain <= 0:
+        return [f"{name} and is then no faster than {other.candidate.describe()}"]
+    steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
+    return [f"{name}, which pays after {steps:,} optimizer steps against {other.candidate.describe()}"]
+
+
+def _own_batch_notes(report: Report) -> list[str]:
+    """That the user's own settings train at another effective batch than the search."""
+    baseline, request = report.baseline, report.study.request
+    if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
+        return []
+    own = baseline.candidate.samples_per_step * request["world_size"]
+    if own == request["effective_batch"]:
+        return []
+    return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
+
+
+def _reused(report: Report) -> list[str]:
+    """How much was measured by earlier searches, and what of the answer was worked out from them."""
+    sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
+    if not sources:
+        return []
+    names = sorted({source.study for source in sources})
+    where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    found = [f"{_plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures anew"]
+    for name, trial in (("winner", report.best), ("baseline", report.baseline)):
+        source = source_of(trial.outcome) if trial else None
+        if source is not None and source.derived:
+            found.append(f"the {name}'s speed is {source.describe()}, of another accumulation")
+    return found
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """Why a trial that measured more samples a second is not the winner."""
+    feasible = [
+        (found.samples_per_second, t) for t in report.trials if report.feasible(t) and (found := measurement(t))
+    ]
+    speed, fastest = max(feasible, key=lambda pair: pair[0])
+    gain = speed / measured.samples_per_second - 1
+    if fastest.candidate == best.candidate or gain <= 0:
+        return []
+    if fastest.id == report.study.baseline_trial_id:
+        return [f"the baseline was faster, by {gain:.1%}, but the options leave it out of the search"]
+    return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
+
+
+def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
+    effective = request["effective_batch"]
+    if effective and (effective // request["world_size"]) % 8:
+        return "none divides the effective batch"
+    return "those that divide the effective batch need too much memory" if effective else "none fits"

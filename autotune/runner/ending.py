@@ -1,0 +1,77 @@
+"""What a job's end says: the child's own words where there are any, else how its process died."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from autotune.errors import TrainingSourceError
+from autotune.trial import Document, Failed, Outcome, outcome_from_document
+
+
+def tail(path: str | Path, lines: int = 3) -> str:
+    """The last non-empty lines of a log, joined; empty where there is none."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 8192))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+
+
+def check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds: float) -> None:
+    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training."""
+    result = answer.get("result", {})
+    if "source_error" in result:
+        message, hint = result["source_error"], result.get("source_hint", "")
+    elif "result" in answer or answer.get("lost"):
+        return
+    elif answer.get("timed_out"):
+        message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
+        hint = "give it more time with --trial-timeout"
+    elif answer.get("signal"):
+        message, hint = f"{name} was killed by {_signal_name(answer['signal'])} before it called Trainer.train", ""
+    else:
+        message, hint = f"{name} ended its process before it called Trainer.train", "run it by itself to see why"
+    last = tail(log_path)
+    where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
+    raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
+
+
+def how_it_ended(answer: Document, log_path: str) -> str:
+    """A few words for a process that gave no result."""
+    if answer.get("lost"):
+        return "the trial server died"
+    if answer.get("signal"):
+        return f"killed by {_signal_name(answer['signal'])}"
+    return tail(log_path) or f"it ended with exit code {answer.get('exit_code')} and said nothing"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def outcome_of(answer: Document, timeout_seconds: float, log_path: str) -> Outcome:
+    """The outcome of a job's end: the child's own words where there are any, else how it died."""
+    if "result" in answer:
+        try:
+            return outcome_from_document(answer["result"])
+        except ValueError as error:
+            return Failed("malformed", str(error))
+    during = answer.get("during", "")
+    if answer.get("timed_out"):
+        return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
+    if answer.get("lost"):
+        return Failed("lost", "the trial server died during the trial", during)
+    if answer.get("signal"):
+        hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
+        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}", during)
+    if "malformed" in answer:
+        return Failed("malformed", f"not a result: {answer['malformed']!r}", during)
+    return Failed("error", how_it_ended(answer, log_path), during)

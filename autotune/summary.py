@@ -1,0 +1,203 @@
+"""A study for a terminal, a file or a program: a few sentences, one JSON document."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autotune.loader import LOADER_BOUND, waits_for_data
+from autotune.notes import notes
+from autotune.report import Report, lengths_of, measurement, verdict
+from autotune.store import TrialRecord
+from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.units import format_bytes, format_rate, format_seconds
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The answer in a few lines, for a terminal or a file."""
+    best, measured = report.best, measurement(report.best)
+    request = report.study.request
+    if best is None or measured is None:
+        return [f"No feasible trial in the study {report.study.name}: {_counts(report)}", *_note_lines(report)]
+    lines = [
+        f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
+        f"{best.candidate.gradient_accumulation_steps}"
+        + (f" × {request['world_size']} devices" if request["world_size"] > 1 else "")
+        + f", {best.candidate.arm.describe()}"
+    ]
+    tokens = _tokens_per_second(report, measured)
+    lines.append(
+        f"  {format_rate(measured.samples_per_second)} samples/s ± {measured.relative_spread:.1%}"
+        + (f", {format_rate(tokens)} tokens/s" if tokens else "")
+        + f"; {format_seconds(measured.step_seconds)} an optimizer step"
+    )
+    speedup, baseline = report.speedup(), measurement(report.baseline)
+    if speedup is not None and baseline is not None and report.baseline is not None:
+        lines.append(
+            f"  {speedup:.2f} × {report.baseline_name} "
+            f"({report.baseline.candidate.describe()}: {format_rate(baseline.samples_per_second)} samples/s)"
+        )
+    elif request["measure_baseline"] and request["objective"] == "throughput":
+        lines.append(f"  {report.baseline_name} did not complete, so there is no speed-up to tell")
+    lines.append(_memory_line(report, best, measured))
+    if measured.joules_per_sample is not None:
+        watts = measured.joules_per_sample * measured.samples_per_second
+        lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
+    lines += _data_lines(measured)
+    if request["objective"] == "max-batch":
+        lines += _boundary_lines(report, best)
+    return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+
+
+def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
+    """The winner's peak and headroom; where segments expand, what proves that it fits."""
+    cap, spare = report.ceiling.cap_bytes, _headroom_bytes(report, best) or 0
+    headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
+    if best.candidate.arm.expandable_segments:
+        return (
+            f"  {format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
+            f"{format_bytes(report.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
+        )
+    reserved = format_bytes(measured.peak_reserved_bytes)
+    return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
+
+
+def _data_lines(measured: Measurement) -> list[str]:
+    """What the user's own data adds: the worst batches, and whether the loader keeps up."""
+    if measured.worst_batch_peak_reserved_bytes is None:
+        return []
+    lines = []
+    if measured.worst_batch_tokens is not None:
+        seconds = measured.worst_batch_step_seconds
+        lines.append(
+            f"  after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "
+            f"{format_bytes(measured.worst_batch_peak_reserved_bytes)}"
+            + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
+            + "the speed is that of an epoch's mean batch"
+        )
+    share = waits_for_data(measured)
+    which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
+    return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
+
+
+def _counts(report: Report) -> str:
+    """How many trials were run and what became of them, how long it took and why it ended."""
+    study = report.study
+    states = [trial.state for trial in report.trials]
+    others = [
+        f"{states.count(state)} {word}"
+        for state, word in (("out_of_memory", "out of memory"), ("failed", "failed"), ("running", "running"))
+        if state in states
+    ]
+    text = f"{len(states)} trial{'' if len(states) == 1 else 's'}"
+    if others:
+        text += f" ({', '.join(others)})"
+    if study.ended_at is None:
+        return text
+    return f"{text} in {format_seconds(study.seconds)}; {study.stopped_because}"
+
+
+def _note_lines(report: Report) -> list[str]:
+    return [f"  note: {note}" for note in notes(report)]
+
+
+def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
+    """What proves that nothing larger fits: the smallest batch of the same arm that does not."""
+    over = [
+        trial
+        for trial in report.trials
+        if trial.candidate.arm == best.candidate.arm
+        and trial.candidate.per_device_train_batch_size > best.candidate.per_device_train_batch_size
+        and isinstance(trial.outcome, OutOfMemory | Completed)
+    ]
+    if not over:
+        return ["  no larger batch was tried in this arm"]
+    nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
+    return [f"  batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
+
+
+def report_document(report: Report) -> Document:
+    """The whole study as ``--json`` prints it."""
+    study = report.study
+
+    def of(trial: TrialRecord | None) -> Document | None:
+        return trial_document(report, trial) if trial else None
+
+    environment = {k: v for k, v in report.environment.items() if k != "training_arguments_fields"}
+    return {
+        "study": study.name,
+        "state": study.state,
+        "stopped_because": study.stopped_because,
+        "request": study.request,
+        "workload": report.workload,
+        "environment": environment,
+        "ceiling_bytes": report.ceiling.cap_bytes,
+        "ceiling": {
+            **study.ceiling,
+            "cap_bytes": report.ceiling.cap_bytes,
+            "line_bytes": report.ceiling.line_bytes,
+        },
+        "seconds": study.seconds,
+        "speedup": report.speedup(),
+        "best": of(report.best),
+        "baseline": of(report.baseline),
+        "trials": [trial_document(report, trial) for trial in report.trials],
+        "notes": notes(report),
+    }
+
+
+def trial_document(report: Report, trial: TrialRecord) -> Document:
+    """One trial under the fixed names of ``--json``; what was not measured is ``None``."""
+    measured = measurement(trial)
+    outcome = trial.outcome
+    peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
+    reserved = peaks.peak_reserved_bytes if peaks else None
+    source = source_of(outcome)
+    return {
+        "number": trial.number,
+        "stage": trial.stage,
+        **trial.candidate.parameters(),
+        "state": trial.state,
+        "feasible": report.feasible(trial),
+        "samples_per_second": measured.samples_per_second if measured else None,
+        "tokens_per_second": _tokens_per_second(report, measured),
+        "step_seconds": measured.step_seconds if measured else None,
+        "relative_spread": measured.relative_spread if measured else None,
+        "micro_steps_run": measured.micro_steps_run if measured else None,
+        "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
+        "peak_reserved_bytes": reserved,
+        "headroom_bytes": _headroom_bytes(report, trial),
+        "device_used_bytes": measured.device_used_bytes if measured else None,
+        "compile_seconds": measured.compile_seconds if measured else None,
+        "allocation_retries": measured.allocation_retries if measured else None,
+        "skipped_steps": measured.skipped_steps if measured else None,
+        "joules_per_sample": measured.joules_per_sample if measured else None,
+        "data_seconds": measured.data_seconds if measured else None,
+        "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
+        "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
+        "worst_batch_peak_reserved_bytes": measured.worst_batch_peak_reserved_bytes if measured else None,
+        "step_seconds_each": list(measured.step_seconds_each) if measured else [],
+        "phase_seconds": outcome.phase_seconds if outcome else {},
+        "seconds": trial.seconds,
+        "reused_from": dataclasses.asdict(source) if source else None,
+        "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
+        "reason": outcome.reason if isinstance(outcome, Failed) else None,
+        "disturbed": list(outcome.disturbed) if isinstance(outcome, Completed | OutOfMemory) else [],
+        "log_path": trial.log_path,
+    }
+
+
+def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
+    """What a completed trial left free of the cap; at least so much where it could reserve no more than the line."""
+    measured = measurement(trial)
+    if measured is None:
+        return None
+    if trial.candidate.arm.expandable_segments:
+        return report.ceiling.headroom_bytes
+    return report.ceiling.cap_bytes - measured.peak_reserved_bytes
+
+
+def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
+    if measured is None or not report.is_text:
+        return None
+    lengths = lengths_of(report.workload)
+    return measured.samples_per_second * (lengths.mean if lengths else int(report.workload["seq_len"]))
