@@ -218,6 +218,7 @@ def search(
     seed: int = DEFAULT_SEED,
     study: str | None = None,
     storage: str = DEFAULT_STORAGE,
+    wait: bool = False,
     progress: bool | Observer = True,
 ) -> Result:
     """Search for the fastest configuration by running real training steps; as the command ``autotune search``.
@@ -277,7 +278,7 @@ def search(
     observer: Any = progress
     if isinstance(progress, bool):
         observer = _Lines() if progress else _Silence()
-    _, report = run_search(request, storage, observer)
+    _, report = run_search(request, storage, observer, wait=wait)
     return Result(report, storage)
 
 

@@ -181,7 +181,7 @@ class ThroughputPolicy:
             return None
         peak = view.fastest()
         if self._can_gain(view, peak):
-            above = [batch for batch in rungs if batch > peak and self._may_fit(view, batch)]
+            above = [batch for batch in rungs if batch > peak and self._may_fit(view, batch, ladder)]
             larger = above[0] if above else self._between(view, peak)
             if larger is not None:
                 return larger
@@ -216,10 +216,13 @@ class ThroughputPolicy:
         faster = [twin for twin in twins if twin != view.arm]
         return any(t.candidate.arm in faster and _batch(t) >= batch for t in view.history.believed())
 
-    def _may_fit(self, view: _ArmView, batch: int) -> bool:
+    def _may_fit(self, view: _ArmView, batch: int, ladder: Sequence[int]) -> bool:
         """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
         over = [b for b, tried in view.tried.items() if view.history.is_over(tried) and b < batch]
-        return not over or batch <= 2 * min(over)
+        if not over:
+            return True
+        following = min(rung for rung in ladder if rung > min(over))
+        return batch <= max(following, 2 * min(over))
 
     def _can_gain(self, view: _ArmView, peak: int) -> bool:
         """Whether a batch above the arm's best can beat it and come near the best of all.

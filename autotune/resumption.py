@@ -74,7 +74,7 @@ def workload_from_document(document: Document) -> Workload:
     """``Workload.from_document`` for a document that may be anything; ``ValueError`` where it is no workload."""
     try:
         workload = Workload.from_document(document)
-    except TypeError as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(str(error)) from error
     is_own = workload.source is not None
     if not isinstance(workload.config, dict) or not (is_own or isinstance(workload.config.get("model_type"), str)):

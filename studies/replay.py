@@ -243,6 +243,8 @@ def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared
         effective_batch=64,
         memory_limit_bytes=ceiling.limit_bytes,
         seed=seed,
+        # The runs of other seeds are in the same database.
+        fresh=True,
         study=study,
     )
     inspected = {"environment": environment, "model": meta["model"], "chip": CHIPS["h200"].document()}

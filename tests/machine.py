@@ -33,7 +33,8 @@ class Machine:
     def ask(self, code: str, **settings: str) -> Any:
         """What ``answer`` holds after ``code`` ran, with ``settings`` in its environment."""
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(self.folders)}
+        folders = [*self.folders, str(PROJECT / "studies")]
+        environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(folders)}
         program = f"import json, os\nfrom autotune.device import *\n{code}\nprint(json.dumps(answer))"
         done = subprocess.run(
             [sys.executable, "-c", program],

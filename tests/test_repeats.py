@@ -116,7 +116,7 @@ class TestInASearch:
         whole = search(store, RecordedRunner(EFFECTIVE_64), trials=4, study="whole")
         runner = RecordedRunner(EFFECTIVE_64)
         runner.faults[BEST] = [KILLED]
-        run = search(store, runner, trials=4)
+        run = search(store, runner, trials=4, fresh=True)
         at = runner.candidates.index(BEST)
         assert runner.candidates[at + 1] == BEST
         assert len(run.trials) == 5

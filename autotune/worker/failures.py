@@ -36,6 +36,8 @@ _HOST_FRAGMENTS = (
     "std::bad_alloc",
     "unable to allocate",
 )
+# How oneDNN words it on a CPU. Of what it has no kernel for it says "could not create a primitive descriptor …".
+_ONEDNN_LINE = "could not create a primitive"
 # Xid errors of the driver, ECC errors and GPUs that fell off the bus, as CUDA words them (CUDA runtime API,
 # cudaError). A kernel's assertion or illegal access is not among them: that is a bug, and the GPU is well.
 _LOST_DEVICE_FRAGMENTS = (
@@ -63,8 +65,14 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
     text = str(error).lower()
     if any(fragment in text for fragment in (*_DEVICE_FRAGMENTS, *_HOST_FRAGMENTS)):
         return True
+    if _is_onednns(text):
+        return True
     near = fraction_used >= _NEAR_LIMIT
     return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
+
+
+def _is_onednns(text: str) -> bool:
+    return text.strip().partition("\n")[0] == _ONEDNN_LINE
 
 
 def is_lost_device(error: BaseException) -> bool:
@@ -106,6 +114,7 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()
     on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in _HOST_FRAGMENTS)
+    on_host = on_host or _is_onednns(text)
     return OutOfMemory(
         first_line(culprit),
         where="host" if on_host and not on_cpu else "device",

@@ -43,6 +43,7 @@ ON_THE_HOST = [
     MemoryError("Unable to allocate 3.00 GiB for an array with shape (805306368,) and data type float32"),
     OSError(12, "Cannot allocate memory"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("could not create a primitive"),
 ]
 NEAR_THE_LIMIT_ONLY = [
     RuntimeError(
@@ -53,6 +54,7 @@ NEAR_THE_LIMIT_ONLY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
 ]
 LOOK_ALIKES = [
+    RuntimeError("could not create a primitive descriptor for the matmul primitive"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),

@@ -68,4 +68,7 @@ def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: py
     before = torch.cuda.get_device_capability
     with server._cuda_not_started():
         assert torch.cuda.get_device_capability(torch.cuda.device(0)) == (8, 6)
+        # As torchao does, through triton.
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.get_device_properties(0).major == 8
     assert torch.cuda.get_device_capability is before
