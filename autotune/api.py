@@ -17,7 +17,7 @@ from typing import Any, get_args
 from autotune.device import Headroom, parse_headroom
 from autotune.errors import InvalidRequestError, NoResultError
 from autotune.export import make_export
-from autotune.history import History
+from autotune.history import DEFAULT_TOLERANCE, History
 from autotune.levers import LeverChoice
 from autotune.loop import Observer
 from autotune.options import build_request
@@ -32,7 +32,7 @@ from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Candidate, Completed, Document, Measurement
-from autotune.units import format_rate, parse_bytes, parse_seconds
+from autotune.units import format_rate, parse_bytes, parse_seconds, parse_share
 from autotune.verification import DEFAULT_STEPS, Verification, device_of, subject_of, verify
 from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
@@ -214,6 +214,7 @@ def search(
     trial_timeout: float | str = DEFAULT_TRIAL_TIMEOUT_SECONDS,
     baseline: bool = True,
     fresh: bool = False,
+    tolerance: float | str = DEFAULT_TOLERANCE,
     sampler: SamplerName = "autotune",
     seed: int = DEFAULT_SEED,
     study: str | None = None,
@@ -268,6 +269,7 @@ def search(
         "trial_timeout": _parsed(trial_timeout, parse_seconds, "trial_timeout"),
         "no_baseline": not baseline,
         "fresh": fresh,
+        "tolerance": _parsed(tolerance, parse_share, "tolerance"),
         "sampler": sampler,
         "seed": seed,
         "study": study,

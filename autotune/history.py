@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
     return outcome.measurement.micro_steps_run == candidate.gradient_accumulation_steps
 
 
+DEFAULT_TOLERANCE = 0.01
+
 # Two measurements closer than this are the same, whatever their own spreads say: the recorded
 # noise between repeated trials on an H200 (5 % where a micro-step is under 60 ms).
 NOISE = 0.02
@@ -66,7 +69,9 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """What is predicted, where anything is."""
-    _summed_up: tuple[tuple[int, Ceiling], list[Tried], list[Tried]] | None = field(
+    tolerance: float = DEFAULT_TOLERANCE
+    """What could be faster by no more than this, as a fraction, is not worth a trial."""
+    _summed_up: tuple[tuple[int, Ceiling], list[Tried], list[Tried], Counter[Candidate]] | None = field(
         default=None, repr=False, compare=False
     )
 
@@ -75,6 +80,10 @@ class History:
         self.tried.append(tried)
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
+
+    def times_measured(self, candidate: Candidate) -> int:
+        """How many trials of exactly this candidate completed."""
+        return self._summary()[2][candidate]
 
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
         """Every trial of exactly this candidate."""
@@ -139,8 +148,8 @@ class History:
     def _all_believed(self) -> list[Tried]:
         return self._summary()[1]
 
-    def _summary(self) -> tuple[list[Tried], list[Tried]]:
-        """What ran over and what is believed, worked out once a trial: a long study is asked many times between."""
+    def _summary(self) -> tuple[list[Tried], list[Tried], Counter[Candidate]]:
+        """What ran over, what is believed and how often each completed, once a trial: a long study is asked often."""
         if self._summed_up is None or self._summed_up[0] != (len(self.tried), self.ceiling):
             latest: dict[Candidate, Tried] = {}
             over = [tried for tried in self.tried if self.is_over(tried)]
@@ -149,7 +158,8 @@ class History:
                 known = latest.get(tried.candidate)
                 if tried.candidate not in candidates_over and (known is None or tried.in_full or not known.in_full):
                     latest[tried.candidate] = tried
-            self._summed_up = (len(self.tried), self.ceiling), over, list(latest.values())
+            completed = Counter(tried.candidate for tried in self.tried if tried.measurement)
+            self._summed_up = (len(self.tried), self.ceiling), over, list(latest.values()), completed
         return self._summed_up[1:]
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
@@ -166,8 +176,13 @@ class History:
         fastest = max(believed, key=_speed, default=None)
         if fastest is None:
             return None
-        enough = _speed(fastest) * (1 - noise(fastest))
-        return min((t for t in believed if _speed(t) >= enough), key=_comfort)
+        return min((t for t in believed if self._is_as_fast(t, fastest)), key=_comfort)
+
+    def _is_as_fast(self, tried: Tried, fastest: Tried) -> bool:
+        """Within the noise; within the tolerance where both were measured in turn."""
+        is_compared = min(self.times_measured(t.candidate) for t in (tried, fastest)) > 1
+        share = min(self.tolerance, noise(fastest)) if is_compared else noise(fastest)
+        return _speed(tried) >= _speed(fastest) * (1 - share)
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The feasible trial with the largest per-device batch, the fastest of several."""

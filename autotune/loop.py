@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from autotune.effort import effort_of
 from autotune.errors import AutotuneError
+from autotune.finals import finals
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.levers import compiles
-from autotune.loader import next_loader, patience, usable_cores
+from autotune.loader import next_loader, usable_cores
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.policy import is_premature
 from autotune.preparation import Prepared
@@ -20,6 +22,7 @@ from autotune.repeats import Repeats
 from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
+from autotune.speed import Speeds
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome
@@ -30,12 +33,8 @@ _MOST_REPEATS = 64
 # A prediction takes 3 to 6 s of a free core. Trials that are timed beside some were wrong by 10 % and more where
 # images are fed, so they wait; what takes longer than this is not waited for.
 _MOST_PREDICTION_SECONDS = 20.0
-# A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
-_BASELINE_SPREAD = 0.03
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
-# A candidate slower than this fraction of the best is measured no further; noise is 2 %, at most 6 %.
-_BEHIND = 0.85
 _INTERRUPTED = "interrupted"
 _NOTHING_LEFT = "no remaining candidate is worth a trial"
 
@@ -95,7 +94,8 @@ class Search:
         self._log_folder = log_folder
         self._interruption = interruption or Interruption()
         self._forecast = forecast
-        self._history = History(prepared.ceiling, memory=forecast.model if forecast else None)
+        memory = forecast.model if forecast else None
+        self._history = History(prepared.ceiling, memory=memory, tolerance=prepared.request.tolerance)
         self._records: dict[str, TrialRecord] = {}
         self._library: Library | None = None
         self._in_space: set[Candidate] = set()
@@ -156,13 +156,20 @@ class Search:
         self._study = replace(
             self._study,
             state="finished" if finished else "interrupted",
-            stopped_because=reason,
+            stopped_because="\n".join([reason, *self._left_out(reason)]),
             best_trial_id=best.trial_id if best else None,
             baseline_trial_id=baseline.trial_id if baseline else None,
             ended_at=now(),
             seconds=self._elapsed_seconds(),
         )
         self._store.update_study(self._study)
+
+    def _left_out(self, reason: str) -> list[str]:
+        """Which arms had no trial, and why, where the search ended because nothing was worth one."""
+        if reason != _NOTHING_LEFT or self._request.objective != "throughput":
+            return []
+        found = Speeds(self._prepared.space, self._history).reasons()
+        return [f"{'; '.join(arm.describe() for arm in arms)}: {why}" for why, arms in found.items()]
 
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""
@@ -257,7 +264,7 @@ class Search:
         return _NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
 
     def _next_forced(self) -> tuple[Stage, Candidate | None]:
-        """What is owed another trial; the baseline; a winner that was measured in part again in full, at the end."""
+        """What is owed another trial; the baseline; at the end what must be measured once more."""
         if self._again.next is not None:
             return self._again.next
         baseline = self._prepared.baseline
@@ -268,11 +275,15 @@ class Search:
         loading = self._next_loader(best) if best and self._request.workload.data else None
         if loading is not None:
             return "search", loading
-        if best is None or best.in_full or len(self._history.outcomes_of(best.candidate)) > 1:
+        if best is None or self._request.objective != "throughput":
             return "search", None
+        owed = finals(self._history, self._in_space)
         most = self._request.most_trials
-        is_last = most is not None and self._trials_spent == most - 1
-        return ("final", best.candidate) if is_last or self._done() else ("search", None)
+        if most is not None and self._trials_spent == most - 1:
+            # The last trial is the winner's, unless it was measured in full.
+            owed = [best.candidate] if best.candidate in owed and not best.in_full else []
+            return ("final", owed[0]) if owed else ("search", None)
+        return ("final", owed[0]) if owed and self._done() else ("search", None)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
         """The winner with more loading processes, once all else is done, where it waits for data."""
@@ -309,25 +320,9 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _effort(self, candidate: Candidate, stage: Stage) -> Effort:
-        """How long to measure: a winner in full, the defaults roughly, one far behind no longer than to see that."""
-        effort = patience(self._request.effort, candidate.arm)
-        if stage == "final" or candidate.arm.torch_compile:
-            # What compiles is measured in full at once: a second trial would compile again.
-            return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
-        if self._request.objective == "max-batch":
-            return effort
-        if stage == "baseline":
-            return replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
-        best = self.best()
-        if best is None or best.measurement is None:
-            return effort
-        behind = candidate.samples_per_step / (_BEHIND * best.measurement.samples_per_second)
-        return replace(effort, behind_step_seconds=behind)
-
     def _run_trial(self, asked: Asked, candidate: Candidate, stage: Stage) -> None:
         study, request = self._study, self._request
-        effort = self._effort(candidate, stage)
+        effort = effort_of(request, candidate, stage, self.best())
         record = TrialRecord(
             study_id=study.id,
             number=asked.number,

@@ -47,6 +47,7 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
         trial_timeout_seconds=options["trial_timeout"],
         measure_baseline=not options["no_baseline"],
         fresh=options["fresh"],
+        tolerance=options["tolerance"],
         study=options["study"],
     )
 

@@ -6,23 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried
+from autotune.history import History
 from autotune.memory import memory_class
 from autotune.space import DEFAULT_MULTIPLE, LARGEST_FREE_BATCH, Space
-from autotune.trial import TRANSIENT, Arm, Candidate, Failed
+from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
+from autotune.trial import Candidate, Failed
 
 Objective = Literal["throughput", "max-batch"]
 
-# An arm whose best trial is this far behind is not followed to smaller batches, which do not get
-# faster: on recorded landscapes halving a batch gained at most 3 %.
-_HOPELESS = 0.75
-# An arm this far behind is not asked for larger batches at the price of recomputation: on recorded
-# landscapes they gained at most 33 % once a micro-step took 60 ms, and recomputing cost 17 % or more.
-_FAR_BEHIND = 0.7
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
-# Two batches nearer to each other than this tell more of the noise than of the slope between them.
-_FAR_ENOUGH = 0.75
 
 
 class Policy(Protocol):
@@ -32,20 +25,12 @@ class Policy(Protocol):
         """The next candidate to run; ``None`` when none is worth it."""
 
 
-def _speed(tried: Tried) -> float:
-    return tried.measurement.samples_per_second if tried.measurement else 0.0
-
-
-def _batch(tried: Tried) -> int:
-    return tried.candidate.per_device_train_batch_size
-
-
 def _something_fits(space: Space, history: History, multiple: int) -> bool:
     """Whether a batch of this level or a higher one fits, so that lower levels are not looked at.
 
     The baseline may be on a lower level than the batches that are searched; it says nothing of those.
     """
-    return any(space.contains(t.candidate) and _batch(t) % multiple == 0 for t in history.believed())
+    return any(space.contains(t.candidate) and batch_of(t) % multiple == 0 for t in history.believed())
 
 
 def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
@@ -58,40 +43,6 @@ def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
         and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
         for other in (space.candidate(arm, batch) for arm in arms for batch in higher)
     )
-
-
-class _ArmView:
-    """One arm's trials among those of a history, by batch."""
-
-    def __init__(self, space: Space, arm: Arm, history: History) -> None:
-        self.space, self.arm, self.history = space, arm, history
-        self.tried = {_batch(t): t for t in history.tried if self._counts(t)}
-        self.feasible = {_batch(t): t for t in history.believed() if self._counts(t)}
-        self.failed = {batch: t.outcome for batch, t in self.tried.items() if isinstance(t.outcome, Failed)}
-        # One fault says little of the arm; one that came again when it was run again, or at two batches, does.
-        self.broken = len(self.failed) > 1 or any(found.reason in TRANSIENT for found in self.failed.values())
-
-    def _counts(self, tried: Tried) -> bool:
-        return tried.candidate.arm == self.arm and self.space.contains(tried.candidate)
-
-    def open(self, batch: int) -> bool:
-        """Whether the batch was neither tried nor ruled out."""
-        return batch not in self.tried and not self.history.is_ruled_out(self.space.candidate(self.arm, batch))
-
-    def predicted_to_fit(self, batches: Sequence[int]) -> list[int]:
-        """Those of the batches that are predicted to fit; none where nothing is predicted."""
-        memory = self.history.memory
-        return [b for b in batches if memory and memory.likely_fits(self.space.candidate(self.arm, b))]
-
-    def fastest(self) -> int:
-        """The feasible batch with the most samples a second."""
-        return max(self.feasible, key=lambda batch: _speed(self.feasible[batch]))
-
-    def micro_step_seconds(self, batch: int) -> float:
-        """One of the micro-steps of a feasible batch."""
-        measured = self.feasible[batch].measurement
-        assert measured is not None
-        return measured.step_seconds / self.space.batches.accumulation(batch)
 
 
 class ThroughputPolicy:
@@ -108,44 +59,22 @@ class ThroughputPolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. A lower multiple is only looked at when nothing above it fits."""
+        speeds = Speeds(self._space, history)
         for multiple in self._space.batches.levels():
             ladder = self._space.batches.at_level(multiple)
             for arm in self._space.arms:
-                view = _ArmView(self._space, arm, history)
+                view = speeds.view(arm)
                 if self._space.is_last_resort(arm):
                     batch = self._compiled_batch(view, ladder)
                 else:
-                    batch = None if view.broken or self._outclassed(arm, history) else self._next_batch(view, ladder)
+                    batch = None if view.broken or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
             if _something_fits(self._space, history, multiple):
                 return None
         return None
 
-    def _outclassed(self, arm: Arm, history: History) -> bool:
-        """Whether what was measured of a like arm leaves this one no chance.
-
-        fp32 does on slower units what tf32 does, and fp16 is bf16 with loss scaling on top; both
-        need the memory of the other. Recomputing costs time at the same batch, and what the larger
-        batches that it allows can gain is bounded where a micro-step already fills the GPU.
-        """
-        better = {"fp32": "tf32", "fp16": "bf16"}.get(arm.precision)
-        if better is not None:
-            faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
-            if faster in self._space.arms and (history.feasible(faster) or self._outclassed(faster, history)):
-                return True
-        if arm.expandable_segments and self._has_room(arm, history):
-            return True
-        if not arm.gradient_checkpointing:
-            return False
-        twin = _ArmView(self._space, dataclasses.replace(arm, gradient_checkpointing=False), history)
-        if not any(self._was_chosen(tried) for tried in twin.feasible.values()):
-            return False
-        peak = twin.fastest()
-        fills = twin.micro_step_seconds(peak) >= LAUNCH_BOUND_SECONDS
-        return fills and _speed(twin.feasible[peak]) < _FAR_BEHIND * self._best_speed(twin)
-
-    def _compiled_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
+    def _compiled_batch(self, view: ArmView, ladder: Sequence[int]) -> int | None:
         """The winner's batch, once nothing else is left to try; the next smaller one where that ran over.
 
         A trial that compiles takes a minute, so that only the winner's own arm is worth one.
@@ -155,44 +84,25 @@ class ThroughputPolicy:
         winner = view.history.winner(c for c in uncompiled if self._space.contains(c))
         if winner is None or winner.candidate.arm != plain or view.broken or view.feasible:
             return None
-        rungs = [batch for batch in ladder if batch <= _batch(winner)] or [_batch(winner)]
+        rungs = [batch for batch in ladder if batch <= batch_of(winner)] or [batch_of(winner)]
         return next((batch for batch in rungs[-2:][::-1] if view.open(batch)), None)
 
-    def _has_room(self, arm: Arm, history: History) -> bool:
-        """Whether the same arm with torch's default allocator shows that expanding segments cannot help.
-
-        They are never faster at the same batch, so only the best arm can win by them, and only where it was
-        memory that kept it from a larger batch.
-        """
-        plain = dataclasses.replace(arm, expandable_segments=False)
-        fastest = history.fastest(t.candidate for t in history.tried if self._space.contains(t.candidate))
-        if plain not in self._space.arms or fastest is None:
-            return False
-        if fastest.candidate.arm not in (plain, arm):
-            return True
-        twin = _ArmView(self._space, plain, history)
-        return bool(twin.feasible) and not self._can_gain(twin, twin.fastest())
-
-    def _next_batch(self, view: _ArmView, ladder: Sequence[int]) -> int | None:
-        rungs = [batch for batch in ladder if view.open(batch) and not self._is_beaten(view, batch)]
-        if rungs and not any(self._was_chosen(tried) for tried in view.feasible.values()):
+    def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
+        rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]
+        if rungs and not any(view.was_chosen(tried) for tried in view.feasible.values()):
             return self._first_batch(view, rungs)
         if not view.feasible:
             return None
         peak = view.fastest()
-        if self._can_gain(view, peak):
+        if speeds.can_gain(view, peak):
             above = [batch for batch in rungs if batch > peak and self._may_fit(view, batch, ladder)]
-            larger = above[0] if above else self._between(view, peak)
+            larger = above[0] if above else self._between(speeds, view, peak)
             if larger is not None:
                 return larger
         below = [batch for batch in ladder if batch < peak][-1:]
-        return below[0] if below and below[0] in rungs and not self._is_hopeless(view, peak) else None
+        return below[0] if below and below[0] in rungs and not speeds.is_hopeless(view, peak) else None
 
-    def _was_chosen(self, tried: Tried) -> bool:
-        """The baseline's batch was not chosen for its speed, so climbing does not start from there."""
-        return tried.candidate != self._space.baseline(tried.candidate.arm.attn_implementation)
-
-    def _first_batch(self, view: _ArmView, rungs: list[int]) -> int:
+    def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
         """Near the best of the arms that recompute as this one does; in the middle where there is none."""
         fitting = view.predicted_to_fit(rungs)
         if fitting and not self._is_free:
@@ -201,22 +111,13 @@ class ThroughputPolicy:
         like = [
             tried
             for tried in view.history.believed()
-            if tried.candidate.arm.gradient_checkpointing == recomputes and self._was_chosen(tried)
+            if tried.candidate.arm.gradient_checkpointing == recomputes and view.was_chosen(tried)
         ]
         middle = _FREE_START if self._is_free else rungs[len(rungs) // 2]
-        start = _batch(max(like, key=_speed)) if like else middle
+        start = batch_of(max(like, key=speed_of)) if like else middle
         return min(rungs, key=lambda batch: max(batch / start, start / batch))
 
-    def _is_beaten(self, view: _ArmView, batch: int) -> bool:
-        """Whether the same arm without recomputation or expanding, never slower, measured the batch or a larger one."""
-        twins = [
-            dataclasses.replace(view.arm, gradient_checkpointing=False),
-            dataclasses.replace(view.arm, expandable_segments=False),
-        ]
-        faster = [twin for twin in twins if twin != view.arm]
-        return any(t.candidate.arm in faster and _batch(t) >= batch for t in view.history.believed())
-
-    def _may_fit(self, view: _ArmView, batch: int, ladder: Sequence[int]) -> bool:
+    def _may_fit(self, view: ArmView, batch: int, ladder: Sequence[int]) -> bool:
         """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
         over = [b for b, tried in view.tried.items() if view.history.is_over(tried) and b < batch]
         if not over:
@@ -224,37 +125,14 @@ class ThroughputPolicy:
         following = min(rung for rung in ladder if rung > min(over))
         return batch <= max(following, 2 * min(over))
 
-    def _can_gain(self, view: _ArmView, peak: int) -> bool:
-        """Whether a batch above the arm's best can beat it and come near the best of all.
-
-        A step's time is affine in the batch above a floor, so that two batches give the most samples
-        a second that any batch can reach.
-        """
-        if max(view.feasible) > peak:
-            return False
-        own = _speed(view.feasible[peak])
-        wanted = max(own * (1 + NOISE), self._best_speed(view) * (1 - NOISE))
-        smaller = [batch for batch in view.feasible if batch <= _FAR_ENOUGH * peak]
-        if not smaller:
-            return view.micro_step_seconds(peak) < LAUNCH_BOUND_SECONDS or not self._is_hopeless(view, peak)
-        seconds = view.micro_step_seconds(peak) - view.micro_step_seconds(max(smaller))
-        return peak - max(smaller) > wanted * seconds
-
-    def _is_hopeless(self, view: _ArmView, peak: int) -> bool:
-        return _speed(view.feasible[peak]) < _HOPELESS * self._best_speed(view)
-
-    def _best_speed(self, view: _ArmView) -> float:
-        """The most samples a second so far; a baseline outside the space is nothing to be measured by."""
-        return max((_speed(t) for t in view.history.believed() if self._space.contains(t.candidate)), default=0.0)
-
-    def _between(self, view: _ArmView, peak: int) -> int | None:
+    def _between(self, speeds: Speeds, view: ArmView, peak: int) -> int | None:
         """A free batch about halfway to the smallest one known not to fit, while that is an eighth or more away."""
         limit = view.history.smallest_over(view.arm, accumulates=False)
         if not self._is_free or limit is None:
             return None
         multiple = self._space.batches.multiple or DEFAULT_MULTIPLE
         middle = (peak + limit) // 2 // multiple * multiple
-        is_new = peak < middle < limit and view.open(middle) and not self._is_beaten(view, middle)
+        is_new = peak < middle < limit and view.open(middle) and not speeds.is_beaten(view, middle)
         return middle if is_new and (limit - peak) * 8 > peak else None
 
 
@@ -277,7 +155,7 @@ class MaxBatchPolicy:
             for arm in self._arms:
                 if memory_class(arm) in seen:
                     continue
-                view = _ArmView(self._space, arm, history)
+                view = ArmView(self._space, arm, history)
                 if not view.broken:
                     seen.add(memory_class(arm))
                     batch = self._next_batch(view, multiple)
@@ -287,10 +165,10 @@ class MaxBatchPolicy:
                 return None
         return None
 
-    def _next_batch(self, view: _ArmView, multiple: int) -> int | None:
+    def _next_batch(self, view: ArmView, multiple: int) -> int | None:
         among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
         largest = view.history.largest(among)
-        floor = _batch(largest) if largest else 0
+        floor = batch_of(largest) if largest else 0
         if self._space.batches.effective_batch is not None:
             rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and view.open(b)]
             return rungs[len(rungs) // 2] if rungs else None
@@ -318,12 +196,12 @@ class MaxBatchPolicy:
         beside = aimed - multiple if aimed > least else aimed + multiple
         return aimed if aimed not in view.failed else beside if beside <= most else None
 
-    def _aim(self, view: _ArmView, multiple: int, fits: int, over: int | None) -> int:
+    def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""
         known: dict[int, int] = {
             b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
         }
-        far = [b for b in known if b <= _FAR_ENOUGH * fits]
+        far = [b for b in known if b <= FAR_ENOUGH * fits]
         above = [b for b in known if b > fits]
         other = min(above) if above else max(far, default=None)
         middle = fits * 2 if over is None else (fits + over) // 2

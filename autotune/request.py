@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
+from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
@@ -64,6 +65,8 @@ class SearchRequest:
     measure_baseline: bool = True
     fresh: bool = False
     """Measure everything anew, whatever earlier studies have measured."""
+    tolerance: float = DEFAULT_TOLERANCE
+    """A gain in samples a second that is not worth a trial, as a fraction."""
     study: str | None = None
     """The study's name; ``None`` makes one up."""
 
@@ -126,6 +129,8 @@ class SearchRequest:
             "trial_timeout_seconds": self.trial_timeout_seconds,
             "measure_baseline": self.measure_baseline,
             **self._levers_asked(),
+            # Absent by itself, as in studies from before it could be chosen.
+            **({} if self.tolerance == DEFAULT_TOLERANCE else {"tolerance": self.tolerance}),
             "fresh": self.fresh,
         }
 

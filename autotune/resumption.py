@@ -129,6 +129,8 @@ def _check_options(options: Document) -> None:
     """Raise ``ValueError`` for a value of a type or range that no command line can give."""
     for name in ("effective_batch", "batch_multiple", "memory_limit_bytes", "trials"):
         _check(name, options.get(name), int, type(None), least=1)
+    if "tolerance" in options:
+        _check("tolerance", options["tolerance"], int, float, least=0)
     for name in ("time_budget_seconds", "trial_timeout_seconds"):
         if name in options:
             _check(name, options[name], int, float, type(None), least=0)

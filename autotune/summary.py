@@ -7,7 +7,7 @@ import dataclasses
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
 from autotune.report import Report, lengths_of, measurement, verdict
-from autotune.store import TrialRecord
+from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds
 
@@ -45,7 +45,8 @@ def summary_lines(report: Report) -> list[str]:
     lines += _data_lines(measured)
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
-    return [*lines, f"  {_counts(report)}", *_note_lines(report)]
+    left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
+    return [*lines, f"  {_counts(report)}", *left_out, *_note_lines(report)]
 
 
 def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
@@ -79,6 +80,11 @@ def _data_lines(measured: Measurement) -> list[str]:
     return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
 
 
+def _why_it_ended(study: StudyRecord) -> list[str]:
+    """Why the search ended, then a line for each reason to leave arms out."""
+    return (study.stopped_because or "").split("\n")
+
+
 def _counts(report: Report) -> str:
     """How many trials were run and what became of them, how long it took and why it ended."""
     study = report.study
@@ -93,7 +99,7 @@ def _counts(report: Report) -> str:
         text += f" ({', '.join(others)})"
     if study.ended_at is None:
         return text
-    return f"{text} in {format_seconds(study.seconds)}; {study.stopped_because}"
+    return f"{text} in {format_seconds(study.seconds)}; {_why_it_ended(study)[0]}"
 
 
 def _note_lines(report: Report) -> list[str]:
@@ -126,7 +132,8 @@ def report_document(report: Report) -> Document:
     return {
         "study": study.name,
         "state": study.state,
-        "stopped_because": study.stopped_because,
+        "stopped_because": _why_it_ended(study)[0] if study.stopped_because else None,
+        "left_out": _why_it_ended(study)[1:],
         "request": study.request,
         "workload": report.workload,
         "environment": environment,

@@ -69,6 +69,18 @@ def format_bytes(size_bytes: float) -> str:
     return f"{sign}{size:.0f} B"
 
 
+def parse_share(text: str) -> float:
+    """``0.05`` or ``5%`` as a fraction from 0 to below 1; ``ValueError`` on anything else."""
+    number, is_per_cent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text, False)
+    try:
+        share = float(number) / (100 if is_per_cent else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f"{text!r} is not a number from 0 to below 1, nor a percentage")
+    return share
+
+
 def parse_seconds(text: str) -> float:
     """Seconds written as ``90``, ``90s``, ``10m``, ``1h30m`` or ``500ms``; ``ValueError`` otherwise."""
     parts = re.findall(_NUMBER + r"\s*([a-zA-Z]*)\s*", text.strip(), flags=re.ASCII)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.errors import InvalidRequestError
-from autotune.units import parse_bytes, parse_seconds
+from autotune.units import parse_bytes, parse_seconds, parse_share
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -66,16 +66,6 @@ def _whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise ValueError(f"{text!r} is not a number from 0 to below 1")
-    return share
-
-
 def _headroom(text: str) -> Any:
     from autotune.device import parse_headroom
 
@@ -86,7 +76,7 @@ BYTES = _Parsed("size", parse_bytes)
 SECONDS = _Parsed("duration", parse_seconds)
 COUNT = _Parsed("n", _whole(1))
 SEED = _Parsed("n", _whole(0))
-SHARE = _Parsed("share", _share)
+SHARE = _Parsed("share", parse_share)
 HEADROOM = _Parsed("share|size", _headroom)
 
 storage_option = click.option(

@@ -71,6 +71,7 @@ class _SearchCommand(SectionedCommand):
             "no_baseline",
             "verify",
             "fresh",
+            "tolerance",
             "sampler",
             "seed",
         ),
@@ -197,6 +198,13 @@ class _SearchCommand(SectionedCommand):
 @click.option("--pretrained", is_flag=True, help="Load real weights; speed and memory do not depend on them.")
 @click.option("--no-baseline", is_flag=True, help="Do not measure the TrainingArguments defaults for comparison.")
 @click.option("--verify", is_flag=True, help="At the end, have a stock Trainer show that the result is true.")
+@click.option(
+    "--tolerance",
+    type=SHARE,
+    default="0.01",
+    show_default=True,
+    help="A gain in samples/s that is not worth a trial; between two that were measured in turn, none at all.",
+)
 @click.option("--fresh", is_flag=True, help="Measure everything anew, reuse nothing that earlier searches measured.")
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")

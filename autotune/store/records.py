@@ -41,6 +41,7 @@ class StudyRecord:
     id: str = field(default_factory=new_id)
     state: StudyState = "running"
     stopped_because: str | None = None
+    """One line; then one for each reason to leave arms without a trial."""
     best_trial_id: str | None = None
     baseline_trial_id: str | None = None
     started_at: datetime = field(default_factory=now)
