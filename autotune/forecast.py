@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.device import Ceiling
@@ -26,22 +28,55 @@ class Submitter(Protocol):
         """Submitted jobs that have ended since the last call."""
 
 
+class Kept(Protocol):
+    """Where predictions are looked up before anybody is asked; see ``autotune.answers``."""
+
+    def find(self, question: Document) -> Document | None:
+        """What was predicted for ``Question.identity``, if anything was."""
+
+    def keep(self, question: Document, prediction: Document) -> None:
+        """Keeps what was predicted."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One GPU that memory is predicted for, and what is asked about it."""
+
+    chip: Chip
+    ceiling: Ceiling
+    questions: Sequence[Question]
+
+
+@dataclass
+class _Inquiry:
+    """A question as it is sent, with everybody who asks it."""
+
+    details: Document
+    identity: Document
+    askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
+
+
 class Forecast:
-    """Asks the questions in order and files the answers in ``model``."""
+    """Asks the questions about one GPU or several in order, each once, and files the answers in a model for each."""
 
     def __init__(
-        self, submitter: Submitter, questions: Sequence[Question], chip: Chip, ceiling: Ceiling, *, parallel: int
+        self, submitter: Submitter, targets: Sequence[Target], *, parallel: int, kept: Kept | None = None
     ) -> None:
-        self.model = MemoryModel(ceiling)
+        self.models = [MemoryModel(target.ceiling) for target in targets]
         self._submitter = submitter
-        self._waiting = list(questions)
-        self._asked: dict[str, Question] = {}
-        self._chip = chip
-        self._ceiling = ceiling
+        self._kept = kept
+        self._waiting = _inquiries(targets, self.models)
+        self._asked: dict[str, _Inquiry] = {}
         self._parallel = max(1, parallel)
         self._number = 0
         self.unanswered: list[Question] = []
         """Questions whose process failed: nothing is predicted there, and the search does without."""
+        self._recall()
+
+    @property
+    def model(self) -> MemoryModel:
+        """What is predicted for the first GPU."""
+        return self.models[0]
 
     @property
     def is_complete(self) -> bool:
@@ -54,13 +89,15 @@ class Forecast:
         if not self._asked:
             return
         for job_id, answer in self._submitter.ended(wait_seconds).items():
-            question = self._asked.pop(job_id, None)
-            if question is None:
+            inquiry = self._asked.pop(job_id, None)
+            if inquiry is None:
                 continue
             if "result" in answer:
-                self.model.add(question, answer["result"])
+                _file(inquiry, answer["result"])
+                if self._kept is not None:
+                    self._kept.keep(inquiry.identity, answer["result"])
             else:
-                self.unanswered.append(question)
+                self.unanswered += [question for _, question in inquiry.askers]
         self._ask()
 
     def complete(self, seconds: float = math.inf) -> None:
@@ -69,11 +106,39 @@ class Forecast:
         while not self.is_complete and (left := deadline - time.monotonic()) > 0:
             self.advance(wait_seconds=min(1.0, left))
 
+    def _recall(self) -> None:
+        """File what was predicted before."""
+        if self._kept is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for inquiry in waiting:
+            known = self._kept.find(inquiry.identity)
+            if known is None:
+                self._waiting.append(inquiry)
+            else:
+                _file(inquiry, known)
+
     def _ask(self) -> None:
         while self._waiting and len(self._asked) < self._parallel:
-            question = self._waiting.pop(0)
+            inquiry = self._waiting.pop(0)
             self._number += 1
             job_id = f"predict-{self._number}"
-            self._asked[job_id] = question
-            details = question.details(self._chip, self._ceiling)
-            self._submitter.submit(job_id, "predict", details, _TIMEOUT_SECONDS)
+            self._asked[job_id] = inquiry
+            self._submitter.submit(job_id, "predict", inquiry.details, _TIMEOUT_SECONDS)
+
+
+def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:
+    """Every question once, in order: GPUs that differ in nothing that matters share theirs."""
+    found: dict[str, _Inquiry] = {}
+    for target, model in zip(targets, models, strict=True):
+        for question in target.questions:
+            details = question.details(target.chip, target.ceiling)
+            identity = question.identity(target.chip, target.ceiling)
+            inquiry = found.setdefault(json.dumps(identity, sort_keys=True), _Inquiry(details, identity))
+            inquiry.askers.append((model, question))
+    return list(found.values())
+
+
+def _file(inquiry: _Inquiry, answer: Document) -> None:
+    for model, question in inquiry.askers:
+        model.add(question, answer)

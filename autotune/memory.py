@@ -69,10 +69,14 @@ class Question:
             "arm": dataclasses.asdict(self.arm),
             "batches": [list(batch) for batch in self.batches],
             "multiple": self.multiple,
-            "chip": chip.document(),
+            "chip": chip.decisive_document(),
             "cap_bytes": ceiling.cap_bytes,
             "line_bytes": ceiling.line_bytes,
         }
+
+    def identity(self, chip: Chip, ceiling: Ceiling) -> Document:
+        """The same for two questions exactly when their answers are: arms of one class need the same bytes."""
+        return {**self.details(chip, ceiling), "arm": dataclasses.asdict(prediction_class(self.arm))}
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:

@@ -19,7 +19,7 @@ from autotune.data import describe_lengths
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.forecast import Forecast, Submitter
+from autotune.forecast import Forecast, Kept, Submitter, Target
 from autotune.levers import (
     FLASH_ATTENTION,
     goes_together,
@@ -181,8 +181,8 @@ _MOST_PARALLEL = 8
 _MOST_RUNGS = 12
 
 
-def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
-    """Have memory predicted for every candidate of a search on a GPU.
+def forecast_of(prepared: Prepared, submitter: Submitter, kept: Kept | None = None) -> Forecast | None:
+    """Have memory predicted for every candidate of a search on a GPU, as far as it is not among what was ``kept``.
 
     ``None`` on a CPU, whose memory is another, and for the user's own code, which cannot run on fake tensors.
     """
@@ -197,7 +197,7 @@ def forecast_of(prepared: Prepared, submitter: Submitter) -> Forecast | None:
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
     parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 2))
-    return Forecast(submitter, asked, prepared.chip, prepared.ceiling, parallel=parallel)
+    return Forecast(submitter, [Target(prepared.chip, prepared.ceiling, asked)], parallel=parallel, kept=kept)
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from autotune.answers import KeptPredictions, inspection_key
 from autotune.device import find_device
 from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
-from autotune.inspection import inspection_key
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare, read_data
 from autotune.report import Report, load_report
@@ -58,12 +58,12 @@ def run_search(
         stack.enter_context(runner)
         request = read_data(request, runner, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload)
-        remembered = store.inspection(key) if store is not None and key is not None else None
+        remembered = store.answers.find(key) if store is not None and key is not None else None
         facts = remembered or _inspect(request, runner, observer)
         prepared = prepare(request, facts)
         store = store or stack.enter_context(open_store(storage))
         if remembered is None and key is not None:
-            store.keep_inspection(key, facts)
+            store.answers.keep(key, "inspection", facts)
         record = _search(prepared, runner, store, observer, folder)
         return record, load_report(store, study)
 
@@ -151,7 +151,7 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Obs
     interruption = Interruption()
     try:
         with _interrupts(interruption, observer):
-            forecast = forecast_of(prepared, runner)
+            forecast = forecast_of(prepared, runner, KeptPredictions(store.answers, prepared.request.workload))
             device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
             watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
             trials = watched if device.kind == "cuda" else runner

@@ -10,7 +10,7 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
 from autotune.device.chips import CHIPS, Chip
-from autotune.forecast import Forecast
+from autotune.forecast import Forecast, Target
 from autotune.loop import Search
 from autotune.memory import MemoryModel, Question, questions
 from autotune.preparation import Prepared, forecast_of, prepare
@@ -121,7 +121,7 @@ def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
     ready = prepared()
     asked = questions(ready.space.arms, [(64, 1), (32, 2)], None)
     answers = Answers(failing=1)
-    forecast = Forecast(answers, asked, CHIPS["h200"], ready.ceiling, parallel=2)
+    forecast = Forecast(answers, [Target(CHIPS["h200"], ready.ceiling, asked)], parallel=2)
     forecast.complete()
     assert forecast.is_complete
     assert answers.most_at_once == 2

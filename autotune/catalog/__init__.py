@@ -79,9 +79,18 @@ def find(name: str) -> CatalogEntry | None:
 
 
 def near_names(name: str, count: int = 3) -> tuple[str, ...]:
-    """Up to ``count`` names from the catalog that look like this one, most alike first."""
+    """Up to ``count`` names from the catalog that look like this one, most alike first.
+
+    A name also looks like what it begins with: who writes ``bert-lrge`` means ``bert-large-uncased``.
+    """
     spelling = {_without_organisation(known).lower(): known for entry in entries() for known in reversed(entry.names)}
     wanted = _without_organisation(name.rstrip("/")).lower()[:_LONGEST_COMPARED]
-    return tuple(
-        _without_organisation(spelling[match]) for match in difflib.get_close_matches(wanted, spelling, n=count)
-    )
+    beginnings: dict[str, list[str]] = {}
+    for known in spelling:
+        parts = known.split("-")
+        for end in range(1, len(parts) + 1):
+            beginnings.setdefault("-".join(parts[:end]), []).append(known)
+    # Shorter first: of names with one beginning the one without more to it is meant rather.
+    near = difflib.get_close_matches(wanted, beginnings, n=count)
+    found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
+    return tuple(_without_organisation(spelling[match]) for match in list(found)[:count])

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from autotune.cli.options import BYTES, HEADROOM, json_option, print_json, words
+from autotune.cli.options import BYTES, SectionedCommand, json_option, print_json, storage_option, words
 from autotune.cli.table import print_table
+from autotune.cli.workload_options import workload_options
 from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from autotune.device import Ceiling
+    from autotune.answers import AnswersBeside
     from autotune.device.chips import Chip
-    from autotune.memory import MemoryModel
+    from autotune.memory import MemoryModel, Question
+    from autotune.preparation import Prepared
+    from autotune.request import SearchRequest
     from autotune.space import Space
+    from autotune.workload import Workload
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
 ACCURACY = (
@@ -27,31 +32,55 @@ ACCURACY = (
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
 
-@click.command()
-@click.option("--model", required=True, help="Catalog name (autotune models), folder with a config.json, or hub name.")
-@click.option("--effective-batch", type=int, help="Per-device batch × accumulation × world size.")
-@click.option("--memory-limit", type=BYTES, help="Memory of the GPU, e.g. 24GiB.")
+class _PredictCommand(SectionedCommand):
+    sections = {  # noqa: RUF012
+        "What is trained": (
+            "model",
+            "effective_batch",
+            "task",
+            "seq_len",
+            "padding",
+            "dtype",
+            "peft",
+            "lora_rank",
+        ),
+        "On what": ("gpus", "memory_limit", "headroom", "world_size"),
+        "What is compared": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
+        "Where it goes": ("anatomy", "storage", "as_json"),
+    }
+
+
+@click.command(cls=_PredictCommand, short_help="Predict which batches fit on a GPU that is not at hand.")
+@workload_options(
+    *("model", "effective_batch", "task", "seq_len", "padding", "dtype", "peft", "lora_rank", "headroom", "world_size"),
+    *("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
+)
 @click.option("--gpu", "gpus", type=words(), help="GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.")
-@click.option("--task", help="What is trained; told from the architecture if left out.")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens a sample [default: 512 or the model's maximum].")
-@click.option("--headroom", type=HEADROOM, help="Kept free below the limit, e.g. 5% or 1GiB [default: 3%].")
-@click.option("--precision", type=words(("fp32", "tf32", "fp16", "bf16")), help="E.g. bf16,tf32 [default: all].")
-@click.option("--gradient-checkpointing", type=click.Choice(("auto", "on", "off")), default="auto", show_default=True)
-@click.option("--attn", type=words(), help="Attention implementations, e.g. sdpa,eager [default: sdpa].")
-@click.option("--optim", type=words(), default="adamw_torch_fused", show_default=True, help="TrainingArguments.optim.")
-@click.option("--dtype", type=click.Choice(("float32", "bfloat16", "float16")), default="float32", show_default=True)
-@click.option("--batch-multiple", type=int, help="Per-device batches are multiples of this, strictly [default: 8].")
-@click.option("--world-size", type=int, default=1, show_default=True, help="Do the arithmetic of so many devices.")
+@click.option("--memory-limit", type=BYTES, help="Memory of the GPU, e.g. 24GiB [default: as the --gpu has].")
 @click.option("--anatomy", is_flag=True, help="Show what each peak consists of.")
+@storage_option
 @json_option
-def predict(as_json: bool, anatomy: bool, gpus: tuple[str, ...] | None, **options: Any) -> None:
+@click.pass_context
+def predict(
+    ctx: click.Context, /, as_json: bool, anatomy: bool, gpus: tuple[str, ...] | None, storage: str, **options: Any
+) -> None:
     """Predict which batches fit on a GPU that is not at hand, without running anything on one.
+
+    What was predicted is kept beside the studies, so that the same is answered at once the next time.
 
     \b
       autotune predict --model bert-large-uncased --effective-batch 64 --gpu rtx-3090
       autotune predict --model gpt2-medium --seq-len 1024 --memory-limit 24GiB --anatomy
     """
-    documents = [_predicted(chip, options) for chip in _chips(gpus, options["memory_limit"])]
+    if options["model"] is None:
+        raise click.MissingParameter(ctx=ctx, param_hint="--model", param_type="option")
+    targets = _chips(gpus, options["memory_limit"])
+    from autotune.answers import AnswersBeside
+
+    with AnswersBeside(storage) as answers:
+        documents = _predicted(targets, options, answers)
+    if answers.problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
+        click.echo(f"autotune: what was predicted is not kept: {answers.problem.message}", err=True)
     if as_json:
         print_json({"predicted": True, "accuracy": ACCURACY, "gpus": documents, "arms": documents[0]["arms"]})
         return
@@ -88,21 +117,54 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple
     return found
 
 
-def _predicted(target: tuple[Chip, int], options: dict[str, Any]) -> dict[str, Any]:
-    """One chip's predictions, as a document."""
-    from autotune.device import Device, Headroom, find_device
+def _predicted(
+    targets: list[tuple[Chip, int]], options: dict[str, Any], answers: AnswersBeside
+) -> list[dict[str, Any]]:
+    """What is predicted for each chip, as a document; asked of one process for all, as far as it is not known."""
+    from autotune.answers import KeptPredictions, inspection_key
+    from autotune.device import find_device
     from autotune.device.chips import TYPICAL_CONTEXT_BYTES
-    from autotune.forecast import Forecast
-    from autotune.memory import questions
+    from autotune.forecast import Forecast, Target
     from autotune.options import build_workload
     from autotune.preparation import prepare
-    from autotune.request import SearchRequest
     from autotune.runner import LocalRunner
 
-    chip, limit_bytes = target
+    workload = build_workload(options)
+    requests = [_request(workload, chip, limit_bytes, options) for chip, limit_bytes in targets]
+    for request in requests:
+        request.check()
+    cpu = find_device("cpu")
+    key = inspection_key(cpu, workload)
+    assert key is not None
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
+        LocalRunner(cpu, workload, Path(logs), on_start=lambda: None) as runner,
+    ):
+        remembered = answers.find(key)
+        facts = remembered or runner.inspect()
+        every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
+        if remembered is None:
+            answers.keep(key, "inspection", facts)
+        asked = [
+            Target(chip, prepared.ceiling, _questions(prepared.space))
+            for (chip, _), prepared in zip(targets, every, strict=True)
+        ]
+        forecast = Forecast(runner, asked, parallel=os.cpu_count() or 1, kept=KeptPredictions(answers, workload))
+        forecast.complete()
+    return [
+        _document(chip, prepared, model)
+        for (chip, _), prepared, model in zip(targets, every, forecast.models, strict=True)
+    ]
+
+
+def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
+    """A search on the chip, as if it were here."""
+    from autotune.device import Device, Headroom
+    from autotune.request import DEFAULT_OPTIM, SearchRequest
+
     stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
-    request = SearchRequest(
-        workload=build_workload(options),
+    return SearchRequest(
+        workload=workload,
         device=stand_in,
         effective_batch=options["effective_batch"],
         world_size=options["world_size"],
@@ -110,28 +172,29 @@ def _predicted(target: tuple[Chip, int], options: dict[str, Any]) -> dict[str, A
         precisions=options["precision"],
         gradient_checkpointing=options["gradient_checkpointing"],
         attn_implementations=options["attn"],
-        optims=options["optim"] if isinstance(options["optim"], tuple) else (options["optim"],),
+        optims=options["optim"] or (DEFAULT_OPTIM,),
         memory_limit_bytes=limit_bytes,
         headroom=options["headroom"] or Headroom(),
     )
-    request.check()
-    with (
-        tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
-        LocalRunner(find_device("cpu"), request.workload, Path(logs)) as runner,
-    ):
-        prepared = prepare(request, {**runner.inspect(), "context_bytes": TYPICAL_CONTEXT_BYTES})
-        space, ceiling = prepared.space, prepared.ceiling
-        pairs = [(batch, space.batches.accumulation(batch)) for batch in _batches(space)]
-        multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
-        asked = questions(space.arms, pairs, multiple)
-        forecast = Forecast(runner, asked, chip, ceiling, parallel=os.cpu_count() or 1)
-        forecast.complete()
+
+
+def _questions(space: Space) -> list[Question]:
+    from autotune.memory import questions
+
+    pairs = [(batch, space.batches.accumulation(batch)) for batch in _batches(space)]
+    multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
+    return questions(space.arms, pairs, multiple)
+
+
+def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
+    """One chip's predictions."""
+    space, ceiling = prepared.space, prepared.ceiling
     return {
         "gpu": chip.name,
-        "workload": {k: v for k, v in request.workload.document().items() if k != "config"},
+        "workload": {k: v for k, v in prepared.request.workload.document().items() if k != "config"},
         "ceiling_bytes": ceiling.cap_bytes,
         "line_bytes": ceiling.line_bytes,
-        "arms": [_arm_document(arm, space, forecast.model, ceiling) for arm in space.arms],
+        "arms": [_arm_document(arm, space, model) for arm in space.arms],
     }
 
 
@@ -142,7 +205,7 @@ def _batches(space: Space) -> list[int]:
     return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
 
 
-def _arm_document(arm: Any, space: Space, model: MemoryModel, ceiling: Ceiling) -> dict[str, Any]:
+def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
     from autotune.trial import Candidate
 
     largest = model.largest_batch(arm)

@@ -11,29 +11,18 @@ from autotune.cli.data import data_options
 from autotune.cli.options import (
     BYTES,
     COUNT,
-    HEADROOM,
     SECONDS,
     SEED,
-    SHARE,
     SectionedCommand,
     json_option,
     storage_option,
     wait_option,
-    words,
 )
+from autotune.cli.workload_options import workload_options
 from autotune.data import DATA_OPTIONS
 
 if TYPE_CHECKING:
     from autotune.request import SearchRequest
-
-_TASKS = (
-    "sequence-classification",
-    "masked-lm",
-    "causal-lm",
-    "seq2seq-lm",
-    "image-classification",
-    "speech-seq2seq",
-)
 
 
 class _SearchCommand(SectionedCommand):
@@ -80,55 +69,19 @@ class _SearchCommand(SectionedCommand):
 
 
 @click.command(cls=_SearchCommand, short_help="Search for the fastest configuration.")
-@click.option(
-    "--model",
-    metavar="NAME|FOLDER",
-    help="Catalog name (autotune models), folder with a config.json, or hub name.",
+@workload_options(
+    *("model", "effective_batch", "task", "seq_len", "padding", "dtype", "peft", "lora_rank", "headroom", "world_size"),
+    *("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
+    effective_batch="A Trainer or script of your own keeps its own.",
+    optim="Your own code keeps its own.",
 )
 @click.option(
     "--trainer",
     metavar="FILE:FUNCTION",
     help="In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.",
 )
-@click.option(
-    "--effective-batch",
-    type=COUNT,
-    help="Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch "
-    "free; a Trainer or script of your own keeps its own.",
-)
-@click.option(
-    "--task",
-    type=click.Choice(_TASKS),
-    metavar="TASK",
-    help=f"One of {', '.join(_TASKS)} [default: as the architecture says].",
-)
-@click.option("--seq-len", type=COUNT, help="Tokens a sample [default: 512 or the model's maximum].")
-@click.option(
-    "--padding",
-    type=SHARE,
-    help="Mean share of each text sample that is padding, with a real attention_mask [default: 0].",
-)
 @data_options
 @click.option("--memory-limit", type=BYTES, help="Search as if the device had no more, e.g. 24GiB [default: all free].")
-@click.option("--headroom", type=HEADROOM, help="Kept free below the limit, e.g. 5% or 1GiB [default: 3%].")
-@click.option(
-    "--precision",
-    type=words(("fp32", "tf32", "fp16", "bf16")),
-    help="E.g. bf16,tf32 [default: all that the device has].",
-)
-@click.option(
-    "--gradient-checkpointing",
-    type=click.Choice(("auto", "on", "off")),
-    default="auto",
-    show_default=True,
-    help="Both ways, always, never.",
-)
-@click.option(
-    "--attn", type=words(), help="Attention implementations, e.g. sdpa,eager [default: sdpa if there is one]."
-)
-@click.option(
-    "--optim", type=words(), help="Values of TrainingArguments.optim [default: adamw_torch_fused, or your own]."
-)
 @click.option(
     "--expandable-segments",
     type=click.Choice(("auto", "on", "off")),
@@ -150,19 +103,8 @@ class _SearchCommand(SectionedCommand):
     help="Liger's kernels: both ways, always, never.",
 )
 @click.option(
-    "--dtype",
-    type=click.Choice(("float32", "bfloat16", "float16")),
-    default="float32",
-    show_default=True,
-    help="What the weights are stored in; precision is the autocast over it.",
-)
-@click.option("--peft", type=click.Choice(("lora",)), help="Train LoRA adapters on all linear layers, not the weights.")
-@click.option("--lora-rank", type=COUNT, help="Rank of the adapters [default: 16].")
-@click.option(
     "--quantize", type=click.Choice(("4bit", "8bit")), help="Store the frozen weights so, through bitsandbytes."
 )
-@click.option("--batch-multiple", type=COUNT, help="Per-device batches are multiples of it [default: 8, then 4, 2, 1].")
-@click.option("--world-size", type=COUNT, default="1", show_default=True, help="Do the arithmetic of so many devices.")
 @click.option(
     "--objective",
     type=click.Choice(("throughput", "max-batch")),

@@ -53,6 +53,10 @@ class Chip:
         """As JSON-ready data."""
         return dataclasses.asdict(self) | {"capability": list(self.capability)}
 
+    def decisive_document(self) -> dict[str, Any]:
+        """The same without what it is called and how much memory it has, which decide nothing about a step."""
+        return {key: value for key, value in self.document().items() if key not in ("name", "memory_bytes")}
+
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Chip:
         """The inverse of ``document``."""

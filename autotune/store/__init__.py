@@ -1,14 +1,18 @@
 """The database: one file with Optuna's tables and autotune's own.
 
 ``open_store`` gives a ``Store``; records go in and come out as frozen values. Only the controlling
-process of a search writes.
+process of a search writes. What needs Alembic or Optuna, whose import takes half a second, is imported
+when it is first asked for: looking up an answer needs neither.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autotune.store.answers import AnswerKind, Answers, open_answers
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
-from autotune.store.migrate import migrations_folder
-from autotune.store.opening import current_revision, open_store, upgrade
-from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
 from autotune.store.records import (
     TRIAL_ID_ATTRIBUTE,
     PastTrial,
@@ -21,13 +25,20 @@ from autotune.store.records import (
     new_id,
     now,
 )
-from autotune.store.repository import Store
+
+if TYPE_CHECKING:
+    from autotune.store.migrate import migrations_folder
+    from autotune.store.opening import current_revision, open_store, upgrade
+    from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
+    from autotune.store.repository import Store
 
 __all__ = [
     "DEFAULT_LOCATION",
     "LOCATION_VARIABLE",
     "LOCK_TIMEOUT_SECONDS",
     "TRIAL_ID_ATTRIBUTE",
+    "AnswerKind",
+    "Answers",
     "PastTrial",
     "Stage",
     "Store",
@@ -42,6 +53,7 @@ __all__ = [
     "migrations_folder",
     "new_id",
     "now",
+    "open_answers",
     "open_store",
     "optuna_arguments",
     "refuse_writes",
@@ -49,3 +61,21 @@ __all__ = [
     "storage_errors",
     "upgrade",
 ]
+
+_MODULE_OF = {
+    "Store": "repository",
+    "close_optuna": "optuna_storage",
+    "current_revision": "opening",
+    "migrations_folder": "migrate",
+    "open_store": "opening",
+    "optuna_arguments": "optuna_storage",
+    "refuse_writes": "optuna_storage",
+    "upgrade": "opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names above that need Alembic or Optuna."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

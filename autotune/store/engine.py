@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from optuna.exceptions import StorageInternalError
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -86,14 +86,21 @@ def storage_errors(label: str) -> Iterator[None]:
     """Turns what SQLAlchemy, sqlite3, Optuna's storage and the file system raise into ``StorageError``."""
     try:
         yield
-    except (
-        SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError
-    ) as error:  # fmt: skip
-        raise _translate(label, error) from error
-    except (ValueError, LookupError) as error:
-        if not _is_damage(error):
-            raise
-        raise damaged(label) from error
+    except Exception as error:
+        if isinstance(error, (*_FOREIGN, *_of_optuna())):
+            raise _translate(label, error) from error
+        if isinstance(error, ValueError | LookupError) and _is_damage(error):
+            raise damaged(label) from error
+        raise
+
+
+_FOREIGN = (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError)
+
+
+def _of_optuna() -> tuple[type[Exception], ...]:
+    """What Optuna's storage raises; nothing where it is not imported: reading answers does without."""
+    module = sys.modules.get("optuna.exceptions")
+    return (module.StorageInternalError,) if module is not None else ()
 
 
 def damaged(label: str) -> StorageError:

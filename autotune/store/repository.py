@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, up
 from sqlalchemy.exc import IntegrityError
 
 from autotune.errors import StorageError
+from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
@@ -23,8 +24,6 @@ from autotune.trial import Candidate, Document, Failed, Outcome, outcome_documen
 
 # Fixed when the study is created; the rest may change until it ends, and again when it is resumed.
 _FIXED_IN_A_STUDY = frozenset({"id", "name", "started_at"})
-# Inspections lie among the environments, under keys that no fingerprint can be.
-_INSPECTION = "inspection:"
 
 
 class Store:
@@ -38,6 +37,8 @@ class Store:
         self._engine = engine
         self.optuna = optuna
         """Optuna's storage over the same database, for ``optuna.create_study(storage=…)``."""
+        self.answers = Answers(engine, location.label)
+        """What trial processes answered."""
 
     @property
     def url(self) -> str:
@@ -182,19 +183,6 @@ class Store:
             with suppress(ValueError, KeyError, TypeError):
                 found.append(PastTrial(_trial_record(fields), name, ceiling))
         return found
-
-    # What trial processes say of machine and model
-
-    def inspection(self, key: str) -> Document | None:
-        """The facts that were kept under this key, if any."""
-        query = select(EnvironmentRow.document).where(EnvironmentRow.fingerprint == _INSPECTION + key)
-        with self._transaction() as connection:
-            document: Document | None = connection.execute(query).scalar()
-        return document
-
-    def keep_inspection(self, key: str, facts: Document) -> None:
-        """Keeps what an inspection said, so that the next search need not ask; the first of one key stays."""
-        self._intern(EnvironmentRow, facts, _INSPECTION + key)
 
     # Within
 

@@ -134,3 +134,14 @@ class TrialRow(Base):
     seconds: Mapped[float | None]
     workload_id: Mapped[str] = mapped_column(ForeignKey(WorkloadRow.id))
     environment_id: Mapped[str] = mapped_column(ForeignKey(EnvironmentRow.id))
+
+
+class AnswerRow(Base):
+    """What a trial process answered; nothing refers to it, and whoever deletes it costs no more than asking again."""
+
+    __tablename__ = "autotune_answers"
+
+    key: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    created_at: Mapped[datetime]
