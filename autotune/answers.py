@@ -33,7 +33,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", 
 # With what a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
 # What the worker uses besides itself to predict; a test compares this with its imports.
-PREDICTING_MODULES = ("device/chips.py", "device/facts.py", "trial.py", "data.py", "units.py", "workload.py")
+PREDICTING_MODULES = ("data.py", "device/chips.py", "trial.py", "workload.py")
 
 # Whoever predicts does not stand in line behind a search that writes.
 _LOCK_TIMEOUT_SECONDS = 2.0

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.device import Device, Headroom
 from autotune.errors import DeviceError, InvalidRequestError
 from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective
-from autotune.sampler import SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
 from autotune.trial import Effort, Precision
 from autotune.units import format_bytes
 from autotune.workload import Workload
+
+if TYPE_CHECKING:
+    # Imports Optuna, which a request that is refused, or only predicted, does without.
+    from autotune.sampler import SamplerName
 
 # What TrainingArguments itself defaults to.
 DEFAULT_OPTIM = "adamw_torch_fused"

@@ -323,6 +323,9 @@ def test_relative_positions_really_go_beyond_what_the_config_says(built: dict[st
         ("someone/Roberta-Larg", "roberta-large"),
         ("llama-3.2-1b-base", "Llama-3.2-1B"),
         ("deberta-large", "deberta-v3-large"),
+        ("bert-lrge", "bert-large-uncased"),
+        ("bert-large", "bert-large-uncased"),
+        ("gpt2-lrge", "gpt2-large"),
     ],
 )
 def test_near_names(name: str, near: str) -> None:

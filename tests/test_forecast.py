@@ -9,6 +9,7 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
+from autotune.answers import KeptPredictions
 from autotune.device.chips import CHIPS, Chip
 from autotune.forecast import Forecast, Target
 from autotune.loop import Search
@@ -16,7 +17,7 @@ from autotune.memory import MemoryModel, Question, questions
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.store import Store
 from autotune.trial import Arm, Candidate, Completed, Document, Measurement
-from autotune.units import MIB
+from autotune.units import GIB, MIB
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
 # intercept and slope of the peak of allocated MiB, as the recorded landscape has them above its floor.
@@ -127,6 +128,72 @@ def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
     assert answers.most_at_once == 2
     assert len(answers.submitted) == len(asked) == 4
     assert len(forecast.unanswered) == 1
+
+
+def test_what_gpus_share_is_asked_once_and_filed_for_each() -> None:
+    ready = prepared()
+    asked = questions(ready.space.arms, [(64, 1), (32, 2)], None)
+    answers = Answers()
+    same = [Target(CHIPS[name], ready.ceiling, asked) for name in ("v100-16gb", "v100-32gb")]
+    other = Target(CHIPS["a100-80gb"], ready.ceiling, asked[:1])
+    forecast = Forecast(answers, [*same, other], parallel=2)
+    forecast.complete()
+    assert len(answers.submitted) == len(set(answers.submitted)) == len(asked) + 1
+    candidate = Candidate(asked[-1].arm, 32, 2)
+    first, second, third = (model.prediction(candidate) for model in forecast.models)
+    assert first is not None
+    assert first == second
+    assert third is None
+
+
+def test_what_was_predicted_is_not_asked_again(store: Store) -> None:
+    ready = prepared()
+    kept = KeptPredictions(store.answers, ready.request.workload)
+    first = forecast_of(ready, Answers(), kept)
+    assert first is not None
+    first.complete()
+    nobody = Answers()
+    second = forecast_of(ready, nobody, KeptPredictions(store.answers, ready.request.workload))
+    assert second is not None
+    assert second.is_complete
+    for arm in ready.space.arms:
+        candidate = Candidate(arm, 16, 4)
+        assert second.model.prediction(candidate) == first.model.prediction(candidate)
+        assert second.model.prediction(candidate) is not None
+    narrower = forecast_of(prepared(memory_limit_bytes=23 * GIB), nobody, kept)
+    assert narrower is not None
+    assert not narrower.is_complete
+    assert nobody.submitted == []
+
+
+def test_a_failed_prediction_is_not_kept(store: Store) -> None:
+    ready = prepared()
+    kept = KeptPredictions(store.answers, ready.request.workload)
+    first = forecast_of(ready, Answers(failing=1), kept)
+    assert first is not None
+    first.complete()
+    assert len(first.unanswered) == 1
+    answers = Answers()
+    second = forecast_of(ready, answers, kept)
+    assert second is not None
+    second.complete()
+    assert len(answers.submitted) == 1
+
+
+def test_a_search_whose_predictions_were_made_asks_for_none_and_goes_the_same_way(store: Store, tmp_path: Any) -> None:
+    ready = prepared()
+    tried = []
+    for name, answers in (("first", Answers()), ("second", Answers())):
+        with new_store(tmp_path, f"{name}.db") as own:
+            # Nothing is reused but what was predicted.
+            forecast = forecast_of(ready, answers, KeptPredictions(store.answers, ready.request.workload))
+            runner = RecordedRunner(EFFECTIVE_64)
+            Search(ready, runner, own, RecordingObserver(), tmp_path, forecast=forecast).run()
+        tried.append((runner.candidates, bool(answers.submitted)))
+    (first, was_asked), (second, is_asked) = tried
+    assert was_asked
+    assert not is_asked
+    assert first == second
 
 
 def test_a_measured_peak_corrects_its_class() -> None:

@@ -15,6 +15,7 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
+from autotune.preparation import _MEASURED_VARIABLES
 from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
@@ -38,6 +39,13 @@ def upgrade():
     op.execute("UPDATE autotune_trials SET comment = stage")
     op.execute("INSERT INTO autotune_nowhere VALUES (1)")
 """
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the variables that torch reads was set where they were written."""
+    for name in _MEASURED_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=FROZEN, ids=lambda path: path.stem)
@@ -69,8 +77,9 @@ def go_on(path: Path) -> None:
     assert len(set(current_revision(str(path)))) == 1
 
 
-def test_there_is_one_of_the_first_revision() -> None:
-    assert "search_0001" in [path.stem for path in FROZEN]
+def test_there_is_one_of_each_revision() -> None:
+    revisions = [path.name.partition("_")[0] for path in (migrations_folder() / "versions").glob("*.py")]
+    assert [path.stem for path in FROZEN] == [f"search_{revision}" for revision in sorted(revisions)]
 
 
 def test_an_old_search_is_gone_on_with(frozen: Path) -> None:

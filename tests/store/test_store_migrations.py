@@ -22,6 +22,7 @@ from autotune.errors import StorageError
 from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
+from autotune.store.migrate import head_revision
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 from autotune.trial import Arm, Candidate
 
@@ -32,8 +33,8 @@ SCRIPT = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "9999"
+down_revision = "{head}"
 
 
 def upgrade():
@@ -61,7 +62,7 @@ def filled(database: Path) -> Path:
 def scripts_ending_with(folder: Path, ending: str) -> Path:
     """The project's migrations and one more, which ends as given."""
     shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "0002_extra.py").write_text(SCRIPT.format(ending=ending))
+    (folder / "versions" / "9999_extra.py").write_text(SCRIPT.format(ending=ending, head=head_revision(folder)))
     return folder
 
 
@@ -160,6 +161,28 @@ def test_each_revision_has_its_frozen_database() -> None:
     assert {path.stem for path in FROZEN.glob("*.sql")} == revisions
 
 
+def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / "0001.sql").read_text())
+        environments = connection.execute("SELECT * FROM autotune_environments").fetchall()
+        inspection = ("0" * 32, "inspection:0123", '{"context_bytes":0}', "2026-11-21 09:12:13.452686")
+        connection.execute("INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
+        connection.commit()
+    with open_store(str(path)) as store:
+        assert store.answers.find("0123") is None
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT * FROM autotune_environments").fetchall() == environments
+
+
+def test_what_was_answered_under_the_second_revision_is_still_there(tmp_path: Path) -> None:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / "0002.sql").read_text())
+    with open_store(str(path)) as store:
+        assert store.answers.find("prediction-1") == {"batches": [], "largest_batch": 64}
+
+
 def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The ``alembic`` command in the checkout, where a folder bears the library's name."""
     settings = folder / "pyproject.toml"
@@ -179,6 +202,12 @@ def test_the_alembic_command_works_in_the_checkout(filled: Path, tmp_path: Path)
     checked = run_alembic(tmp_path, filled, "check")
     assert checked.returncode == 0, checked.stderr
     assert "No new upgrade operations detected" in checked.stdout
+    before = content(filled)
+    stepped = run_alembic(tmp_path, filled, "downgrade", "0001")
+    assert stepped.returncode == 0, stepped.stderr
+    assert "autotune_answers" not in "\n".join(content(filled))
+    assert run_alembic(tmp_path, filled, "upgrade", "head").returncode == 0
+    assert content(filled) == before
     downgraded = run_alembic(tmp_path, filled, "downgrade", "base")
     assert downgraded.returncode == 0, downgraded.stderr
     left = "\n".join(content(filled))

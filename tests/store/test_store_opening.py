@@ -15,11 +15,12 @@ import optuna
 import pytest
 
 from autotune.errors import StorageError
-from autotune.store import current_revision, open_store, upgrade
+from autotune.store import current_revision, migrations_folder, open_store, upgrade
 from autotune.store.engine import build_engine, choose_journal
 from autotune.store.location import resolve_location
+from autotune.store.migrate import head_revision
 
-HEAD = "0001"
+HEAD = head_revision(migrations_folder())
 
 
 def query(path: Path, sql: str) -> list[tuple[object, ...]]:
@@ -148,7 +149,7 @@ def make_older_optuna(path: Path) -> None:
         (make_noise_after_header, "is not a SQLite database", "--storage"),
         (make_truncated, "is damaged", "restore it from a copy"),
         (make_foreign, "another program's database .*bookmarks", "--storage"),
-        (make_newer_autotune, "newer autotune .*9999.*0001", "upgrade autotune"),
+        (make_newer_autotune, f"newer autotune .*9999.*{HEAD}", "upgrade autotune"),
         (make_newer_optuna, "newer Optuna .*v99", "upgrade Optuna"),
         (make_older_optuna, "older Optuna .*v3.0.0.a", "optuna storage upgrade"),
     ],

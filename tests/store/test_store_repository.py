@@ -219,15 +219,6 @@ def test_a_trial_that_cannot_be_read_is_not_reused(store: Store, new_study: NewS
     assert [past.trial.id for past in store.past_trials(new_study("second"))] == [kept.id]
 
 
-def test_an_inspection_is_kept_once(store: Store) -> None:
-    assert store.inspection("0123") is None
-    store.keep_inspection("0123", {"context_bytes": 1})
-    store.keep_inspection("0123", {"context_bytes": 2})
-    assert store.inspection("0123") == {"context_bytes": 1}
-    # It is no environment.
-    assert store.environment(store.intern_environment({"driver": "1"}, "0123")) == {"driver": "1"}
-
-
 def test_times_are_in_utc(store: Store, new_study: NewStudy) -> None:
     east = timezone(timedelta(hours=9))
     study = new_study("first")

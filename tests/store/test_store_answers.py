@@ -1,0 +1,69 @@
+"""Answers of trial processes, kept and looked up in real files."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import StorageError
+from autotune.store import Store, open_answers, open_store
+
+
+def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
+    assert store.answers.find("0123") is None
+    store.answers.keep("0123", "inspection", {"context_bytes": 1})
+    store.answers.keep("0123", "prediction", {"context_bytes": 2})
+    assert store.answers.find("0123") == {"context_bytes": 1}
+    assert store.environment(store.intern_environment({"driver": "1"}, "0123")) == {"driver": "1"}
+
+
+def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
+    store.answers.keep("0123", "prediction", {"largest_batch": 64})
+    answers = open_answers(str(store.path), 1.0)
+    assert answers is not None
+    with closing(answers):
+        assert answers.find("0123") == {"largest_batch": 64}
+        assert answers.find("4567") is None
+
+
+def test_looking_up_makes_no_database(tmp_path: Path) -> None:
+    assert open_answers(str(tmp_path / "studies" / "none.db"), 1.0) is None
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageError, match="does not name a SQLite file"):
+        open_answers(":memory:", 1.0)
+
+
+def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "databases" / "0001.sql").read_text())
+    before = path.read_bytes()
+    answers = open_answers(str(path), 1.0)
+    assert answers is not None
+    with closing(answers), pytest.raises(StorageError, match="no such table"):
+        answers.find("0123")
+    assert path.read_bytes() == before
+
+
+def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
+    with open_store(str(database), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(database)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageError, match="locked"):
+            store.answers.keep("0123", "prediction", {})
+        other.rollback()
+        store.answers.keep("0123", "prediction", {})
+
+
+def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
+    store.answers.keep("0123", "prediction", {"largest_batch": 64})
+    program = (
+        "import sys; from autotune.store import open_answers; "
+        f"print(open_answers({str(store.path)!r}, 1.0).find('0123'), *{{'optuna', 'alembic'}} & sys.modules.keys())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.strip() == "{'largest_batch': 64}"

@@ -1,0 +1,183 @@
+"""Under which keys answers are kept, and what becomes of a cache that cannot be used."""
+
+from __future__ import annotations
+
+import ast
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from searching import BERT_LARGE, H200, ceiling_of, new_store
+
+import autotune
+from autotune.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
+from autotune.data import DataFacts, DataSpec, Lengths
+from autotune.device.chips import CHIPS
+from autotune.memory import Question
+from autotune.store import open_store
+from autotune.training_source import find_trainer
+from autotune.trial import Arm, Document
+from autotune.units import GIB
+from autotune.workload import Workload
+
+PACKAGE = Path(autotune.__file__).parent
+QUESTION = Question(Arm("bf16"), ((8, True), (64, False)), 8)
+IDENTITY = QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB))
+PREDICTED: Document = {"batches": [], "largest_batch": 64}
+
+
+def with_data(longest: int, samples: int = 1000, content: str = "a") -> Workload:
+    """The workload with data of its own, after it was read."""
+    lengths = Lengths(100, 200, 300, longest, 200.0, 0.0, 0.1, (1, 2))
+    spec = DataSpec("/data/train.jsonl", "json", content, facts=DataFacts(samples, 2, lengths))
+    return replace(BERT_LARGE, data=spec)
+
+
+SAME: list[tuple[Workload, Workload]] = [
+    (BERT_LARGE, replace(BERT_LARGE, model="another-name")),
+    (BERT_LARGE, replace(BERT_LARGE, weights="google-bert/bert-large-uncased")),
+    (with_data(400), with_data(400, samples=9, content="b")),
+]
+DIFFERENT: list[tuple[Workload, Workload]] = [
+    (BERT_LARGE, replace(BERT_LARGE, seq_len=128)),
+    (BERT_LARGE, replace(BERT_LARGE, dtype="bfloat16")),
+    (BERT_LARGE, replace(BERT_LARGE, padding=0.2)),
+    (BERT_LARGE, replace(BERT_LARGE, peft="lora", lora_rank=16)),
+    (BERT_LARGE, replace(BERT_LARGE, config={**BERT_LARGE.config, "num_hidden_layers": 12})),
+    (with_data(400), with_data(401)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_what_does_not_matter_to_a_step_is_not_in_the_key(one: Workload, other: Workload) -> None:
+    assert prediction_key(IDENTITY, one) == prediction_key(IDENTITY, other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_what_matters_to_a_step_is_in_the_key(one: Workload, other: Workload) -> None:
+    assert prediction_key(IDENTITY, one) != prediction_key(IDENTITY, other)
+
+
+def test_arms_and_gpus_with_the_same_answer_have_one_key() -> None:
+    ceiling = ceiling_of(20 * GIB)
+    twin = replace(QUESTION, arm=Arm("fp16"))
+    assert twin.identity(CHIPS["rtx-3090"], ceiling) == IDENTITY
+    assert QUESTION.identity(CHIPS["v100-16gb"], ceiling) == QUESTION.identity(CHIPS["v100-32gb"], ceiling)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(QUESTION, arm=Arm("tf32")).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
+        replace(QUESTION, batches=((8, True),)).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
+        replace(QUESTION, multiple=None).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
+        QUESTION.identity(CHIPS["rtx-4090"], ceiling_of(20 * GIB)),
+        QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB, headroom=0.05)),
+        QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(21 * GIB)),
+    ],
+)
+def test_another_question_has_another_key(other: Document) -> None:
+    assert prediction_key(other, BERT_LARGE) != prediction_key(IDENTITY, BERT_LARGE)
+
+
+def test_the_users_own_code_is_not_remembered() -> None:
+    source = find_trainer(f"{Path(__file__).parent}/own_code/build_trainer.py:build")
+    assert inspection_key(H200, Workload.of_source(source)) is None
+    assert inspection_key(H200, BERT_LARGE) != inspection_key(replace(H200, driver="1"), BERT_LARGE)
+
+
+def imported(file: Path) -> set[Path]:
+    """The files of this package that one imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune."):
+            stem = PACKAGE.parent / node.module.replace(".", "/")
+            found.add(stem.with_suffix(".py") if stem.with_suffix(".py").is_file() else stem / "__init__.py")
+    return found
+
+
+def test_the_key_covers_all_code_that_predicts() -> None:
+    """The worker whole, and what its modules use of the package when they predict."""
+    worker: set[Path] = set()
+    used: set[Path] = {PACKAGE / "worker" / "predict.py"}
+    while inside := {path for path in used if "worker" in path.parts} - worker:
+        worker |= inside
+        used |= {path for file in inside for path in imported(file)}
+    outside = {path.relative_to(PACKAGE).as_posix() for path in used - worker}
+    # A workload knows its data, and how long that gets.
+    assert outside | {"data.py"} == set(PREDICTING_MODULES)
+
+
+def test_predictions_are_kept_in_a_file(tmp_path: Path) -> None:
+    with new_store(tmp_path) as store:
+        kept = KeptPredictions(store.answers, BERT_LARGE)
+        assert kept.find(IDENTITY) is None
+        kept.keep(IDENTITY, PREDICTED)
+    with open_store(str(tmp_path / "autotune.db")) as store:
+        assert KeptPredictions(store.answers, BERT_LARGE).find(IDENTITY) == PREDICTED
+        assert KeptPredictions(store.answers, replace(BERT_LARGE, seq_len=64)).find(IDENTITY) is None
+
+
+def test_a_locked_database_is_given_up_and_is_no_error(tmp_path: Path) -> None:
+    new_store(tmp_path).close()
+    path = tmp_path / "autotune.db"
+    with open_store(str(path), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(path)) as other:
+        kept = KeptPredictions(store.answers, BERT_LARGE)
+        other.execute("BEGIN IMMEDIATE")
+        kept.keep(IDENTITY, PREDICTED)
+        other.rollback()
+        kept.keep(IDENTITY, PREDICTED)
+        assert kept.find(IDENTITY) is None
+        assert KeptPredictions(store.answers, BERT_LARGE).find(IDENTITY) is None
+
+
+def test_a_database_is_made_with_the_first_answer_only(tmp_path: Path) -> None:
+    path = tmp_path / "studies" / "autotune.db"
+    with AnswersBeside(str(path)) as answers:
+        assert answers.find("0123") is None
+    assert list(tmp_path.iterdir()) == []
+    with AnswersBeside(str(path)) as answers:
+        answers.keep("0123", "prediction", PREDICTED)
+        assert answers.find("0123") == PREDICTED
+        assert answers.problem is None
+    with AnswersBeside(str(path)) as answers:
+        assert answers.find("0123") == PREDICTED
+    with open_store(str(path)) as store:
+        assert store.studies() == []
+
+
+def _no_database(folder: Path) -> Path:
+    (folder / "text.db").write_text("no database at all, but long enough to look like one" * 100)
+    return folder / "text.db"
+
+
+def _below_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file" / "autotune.db"
+
+
+def _read_only(folder: Path) -> Path:
+    """Not even the superuser can write below here."""
+    return Path("/proc/autotune/autotune.db")
+
+
+def _another_programs(folder: Path) -> Path:
+    with closing(sqlite3.connect(folder / "other.db")) as connection:
+        connection.execute("CREATE TABLE songs (name TEXT)")
+    return folder / "other.db"
+
+
+@pytest.mark.parametrize("make", [_no_database, _below_a_file, _read_only, _another_programs])
+def test_what_is_no_database_of_ours_is_left_alone_and_no_error(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = make(tmp_path)
+    before = path.read_bytes() if path.is_file() else None
+    with AnswersBeside(str(path)) as answers:
+        answers.keep("0123", "prediction", PREDICTED)
+        answers.keep("4567", "prediction", PREDICTED)
+        assert answers.find("0123") is None
+        assert answers.problem is not None
+    assert (path.read_bytes() if path.is_file() else None) == before
