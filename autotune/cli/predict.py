@@ -143,14 +143,15 @@ def _predicted(
         remembered = answers.find(key)
         facts = remembered or runner.inspect()
         every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
-        if remembered is None:
-            answers.keep(key, "inspection", facts)
         asked = [
             Target(chip, prepared.ceiling, _questions(prepared.space))
             for (chip, _), prepared in zip(targets, every, strict=True)
         ]
         forecast = Forecast(runner, asked, parallel=os.cpu_count() or 1, kept=KeptPredictions(answers, workload))
         forecast.complete()
+        if remembered is None:
+            # Last, since making a database takes a second in which others could be predicting.
+            answers.keep(key, "inspection", facts)
     return [
         _document(chip, prepared, model)
         for (chip, _), prepared, model in zip(targets, every, forecast.models, strict=True)
