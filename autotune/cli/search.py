@@ -13,6 +13,7 @@ from autotune.cli.options import (
     COUNT,
     SECONDS,
     SEED,
+    SHARE,
     SectionedCommand,
     json_option,
     storage_option,
