@@ -48,7 +48,8 @@ class Bench:
 
     def start(self, study: str) -> subprocess.Popen[bytes]:
         """A search, or what goes on with it; its output goes to this process's stderr."""
-        words = ["resume", study] if self.rows(study) is not None else ["search", *self.options, "--study", study]
+        begin = ["search", *self.options, "--fresh", "--study", study]
+        words = begin if self.rows(study) is None else ["resume", study]
         print("$ autotune", *words, file=sys.stderr, flush=True)
         return subprocess.Popen(self.autotune(*words), env=self.environment, stdout=sys.stderr)
 

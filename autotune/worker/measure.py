@@ -18,6 +18,8 @@ from autotune.worker.meter import Meter
 
 # The standard error of a median is 1.253 times that of a mean (normal noise); 1.96 gives 95 %.
 _MEDIAN_HALF_WIDTH = 1.96 * 1.2533
+# From so many steps on the slowest one is left out of the noise, as it is of the median.
+_ROBUST_FROM = 5
 # NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
 
@@ -28,10 +30,14 @@ def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
 
 
 def relative_spread(seconds: list[float]) -> float:
-    """Half the 95 % interval of the median of ``seconds`` over that median; infinite below two."""
+    """Half the 95 % interval of the median of ``seconds`` over that median; infinite below two.
+
+    Of five steps and more the slowest is left out: one that something else delayed says nothing of the others.
+    """
     if len(seconds) < 2:
         return float("inf")
-    error = statistics.stdev(seconds) / len(seconds) ** 0.5
+    kept = sorted(seconds)[:-1] if len(seconds) >= _ROBUST_FROM else seconds
+    error = statistics.stdev(kept) / len(kept) ** 0.5
     return float(_MEDIAN_HALF_WIDTH * error / statistics.median(seconds))
 
 
