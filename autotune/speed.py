@@ -4,6 +4,8 @@ Bounds rather than guesses decide what is not tried:
 
 - recomputing activations costs time at the same batch, so checkpointing is never faster there;
 - fp32 does on slower units what tf32 does, and fp16 is bf16 with loss scaling on top;
+- tensor cores multiply bf16 at twice the rate of tf32 (NVIDIA's data sheets), on half the bytes: once bf16 fills the
+  GPU, tf32 is slower. On five recorded landscapes it had 0.4 to 0.86 times the speed at the same batch;
 - a step's time is affine in the batch above a floor, so that the slope between two batches of an arm tells the
   most samples a second that any larger one can reach.
 """
@@ -141,20 +143,36 @@ class Speeds:
             faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
             if faster in self._space.arms and (self._history.feasible(faster) or self.left_out(faster)):
                 return f"{arm.precision} is never faster than {better} and needs as much memory"
+        if arm.precision == "tf32" and self._is_at_half_rate(arm):
+            return "bf16 fills the GPU, and tf32 has half its rate on twice the bytes"
         if arm.expandable_segments and self._has_room(arm):
             return "expanding segments only helps the best arm, and only where memory limits it"
         if not arm.gradient_checkpointing:
             return None
         return self._recomputing(arm)
 
+    def _is_at_half_rate(self, arm: Arm) -> bool:
+        """Whether bf16 in this arm, or what left that out, computed rather than waited for kernels to be launched."""
+        twin = dataclasses.replace(arm, precision="bf16")
+        if self._fills(twin):
+            return True
+        plain = dataclasses.replace(twin, gradient_checkpointing=False)
+        return plain != twin and self._fills(plain) and self.left_out(twin) is not None
+
+    def _fills(self, arm: Arm) -> bool:
+        view = self.view(arm)
+        if not any(view.was_chosen(tried) for tried in view.feasible.values()):
+            return False
+        return view.micro_step(view.fastest()).value >= LAUNCH_BOUND_SECONDS
+
     def _recomputing(self, arm: Arm) -> str | None:
         """Why larger batches that checkpointing allows cannot make up for what recomputing costs."""
-        twin = self.view(dataclasses.replace(arm, gradient_checkpointing=False))
-        if not any(twin.was_chosen(tried) for tried in twin.feasible.values()):
+        plain = dataclasses.replace(arm, gradient_checkpointing=False)
+        twin = self.view(plain)
+        if not self._fills(plain):
             return None
         peak = twin.fastest()
-        fills = twin.micro_step(peak).value >= LAUNCH_BOUND_SECONDS
-        if not (fills and speed_of(twin.feasible[peak]) < _FAR_BEHIND * self.best()):
+        if speed_of(twin.feasible[peak]) >= _FAR_BEHIND * self.best():
             return None
         share = speed_of(twin.feasible[peak]) / self.best()
         return f"without checkpointing it reached {share:.0%} of the best, and recomputing is slower still"

@@ -38,8 +38,8 @@ class TestFromEndToEnd:
         assert (run.study.stopped_because or "").splitlines() == [
             "no remaining candidate is worth a trial",
             "fp16; fp16, checkpointing: fp16 is never faster than bf16 and needs as much memory",
+            "tf32; tf32, checkpointing: bf16 fills the GPU, and tf32 has half its rate on twice the bytes",
             "fp32; fp32, checkpointing: fp32 is never faster than tf32 and needs as much memory",
-            "tf32, checkpointing: without checkpointing it reached 40% of the best, and recomputing is slower still",
         ]
         assert run.study.seconds == pytest.approx(runner.seconds)
         assert runner.seconds < 30
@@ -135,7 +135,7 @@ class TestBaseline:
 
 
 class TestBudgets:
-    @pytest.mark.parametrize("trials", [2, 3, 5, 6])
+    @pytest.mark.parametrize("trials", [2, 3, 5])
     def test_of_trials(self, store: Store, trials: int) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
         run = search(store, runner, trials=trials)
@@ -177,7 +177,7 @@ class TestInterruption:
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), TrialServerError("the server is gone", "look")])
     def test_at_once_loses_only_the_running_trial(self, store: Store, error: BaseException) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
-        runner.faults[Candidate(Arm("tf32"), 16, 4)] = [error]
+        runner.faults[Candidate(Arm("bf16"), 16, 4)] = [error]
         with pytest.raises(type(error)):
             search(store, runner)
         study = store.study("bert")
@@ -189,7 +189,7 @@ class TestInterruption:
         *rest, last = trials
         assert isinstance(last.outcome, Failed)
         assert last.outcome.reason == "interrupted"
-        assert last.candidate == Candidate(Arm("tf32"), 16, 4)
+        assert last.candidate == Candidate(Arm("bf16"), 16, 4)
         assert all(not isinstance(trial.outcome, Failed) for trial in rest)
 
 
