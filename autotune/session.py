@@ -1,31 +1,29 @@
-"""From a request to its result, for command and function: database, processes, Ctrl-C, what is left behind."""
+"""From a request to its result, for command and function: whose turn it is, where logs go, what is left behind.
+
+What takes long to import is imported once a process for trials has been started, which has more to import.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from autotune.answers import KeptPredictions, inspection_key
 from autotune.device import find_device
-from autotune.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
-from autotune.loop import Interruption, Observer, Search
-from autotune.preparation import Prepared, forecast_of, prepare, read_data
-from autotune.report import Report, load_report
+from autotune.errors import StorageError, TrainingSourceError, TrialServerError
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
-from autotune.store import Store, StudyRecord, open_store, resolve_location
-from autotune.trial import Document
+from autotune.store.location import resolve_location
 from autotune.turns import take_turn
-from autotune.watch import WatchedRunner
+
+if TYPE_CHECKING:
+    from autotune.loop import Observer
+    from autotune.report import Report
+    from autotune.store import Store, StudyRecord
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -44,7 +42,7 @@ def run_search(
     if path is not None and is_new:
         _check_can_be_made(path, storage)
     with contextlib.ExitStack() as stack:
-        store = None if is_new else stack.enter_context(open_store(storage))
+        store = None if is_new else _opened(stack, storage)
         study = request.study or free_name(request, store)
         request = request.named(study)
         folder = log_folder(storage, study)
@@ -56,25 +54,18 @@ def run_search(
         starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
         runner = LocalRunner(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
         stack.enter_context(runner)
-        request = read_data(request, runner, folder.parent, observer.note)
-        key = inspection_key(request.device, request.workload)
-        remembered = store.answers.find(key) if store is not None and key is not None else None
-        facts = remembered or _inspect(request, runner, observer)
-        prepared = prepare(request, facts)
-        store = store or stack.enter_context(open_store(storage))
-        if remembered is None and key is not None:
-            store.answers.keep(key, "inspection", facts)
-        record = _search(prepared, runner, store, observer, folder)
-        return record, load_report(store, study)
+        if store is None or request.fresh:
+            # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
+            runner.start()
+        from autotune.conduct import conduct
+
+        return conduct(request, runner, store, storage, observer, folder)
 
 
-def _inspect(request: SearchRequest, runner: LocalRunner, observer: Observer) -> Document:
-    """What a process with torch says of the machine and the model; the user's own code is run up to its training."""
-    source = request.workload.source
-    if source is None:
-        return runner.inspect()
-    observer.note(f"running {source.name} up to its training …")
-    return runner.inspect(request.trial_timeout_seconds)
+def _opened(stack: contextlib.ExitStack, storage: str) -> Store:
+    from autotune.store import open_store
+
+    return stack.enter_context(open_store(storage))
 
 
 def log_folder(storage: str, study: str) -> Path:
@@ -144,50 +135,3 @@ class _LogFolder:
             # Stays where something else has come into it since.
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path) -> StudyRecord:
-    """The search itself; where it ends without a result, where its trials can be seen all the same."""
-    interruption = Interruption()
-    try:
-        with _interrupts(interruption, observer):
-            forecast = forecast_of(prepared, runner, KeptPredictions(store.answers, prepared.request.workload))
-            device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
-            watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
-            trials = watched if device.kind == "cuda" else runner
-            return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
-    except (KeyboardInterrupt, NothingFitsError, NoResultError):
-        study = shlex.quote(str(prepared.request.study))
-        observer.note(f"every trial is recorded in the study {study}; autotune resume {study} goes on with it")
-        raise
-
-
-@contextlib.contextmanager
-def _interrupts(interruption: Interruption, observer: Observer) -> Iterator[None]:
-    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
-
-    What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once. Only the main thread may
-    take signals; a search in another one is ended by whoever started that.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = 0
-
-    def on_signal(number: int, frame: object) -> None:
-        nonlocal asked
-        asked += 1 if number == signal.SIGINT or asked > 1 else 2 - asked
-        interruption.asked = True
-        if asked == 1:
-            # Where the signal came in the middle of a print, another one is refused.
-            with contextlib.suppress(RuntimeError):
-                observer.note("ending after the running trial; press Ctrl-C again to end at once")
-        elif asked == 2:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
 import click
 
 from autotune.cli.options import print_json
 from autotune.cli.view import open_view
-from autotune.report import Report
 from autotune.request import SearchRequest
 from autotune.session import run_search as run_observed_search
-from autotune.store import StudyRecord
-from autotune.summary import report_document, summary_lines
+
+if TYPE_CHECKING:
+    from autotune.report import Report
+    from autotune.store import StudyRecord
 
 
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
@@ -23,6 +25,8 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """The result on stdout, with the commands that come next; ``storage`` where they need to be told."""
+    from autotune.summary import report_document, summary_lines
+
     if as_json:
         print_json(report_document(report))
         return

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from autotune.cli.table import batch_cell, peak_cell, speed_cell, took_cell
-from autotune.history import History, Tried
-from autotune.preparation import Prepared
-from autotune.report import describe_data, times
-from autotune.store import Stage, StudyRecord, TrialRecord
 from autotune.trial import Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.units import format_bytes, format_count, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from autotune.history import History, Tried
+    from autotune.preparation import Prepared
+    from autotune.store import Stage, StudyRecord, TrialRecord
 
 # Eighty columns hold a line of the widest default arm.
 _ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
@@ -95,6 +97,8 @@ class View:
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
+    from autotune.report import describe_data
+
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
     workload = request.workload
     batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
@@ -129,6 +133,8 @@ def _best(history: History, prepared: Prepared) -> Tried | None:
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
     """How fast it is against the baseline, and whether it is the best so far."""
+    from autotune.report import times
+
     outcome = trial.outcome
     if isinstance(outcome, Failed):
         return " ".join(outcome.message.split())[:80]

@@ -99,6 +99,11 @@ class LocalRunner:
         """Where the server's own output goes."""
         return self._log_folder / "server.log"
 
+    def start(self) -> None:
+        """Start the server, unless that is done: its imports overlap with whatever the caller does next."""
+        if self._server is None:
+            self._start()
+
     def _start(self) -> None:
         on_start, self._on_start = self._on_start, None
         if on_start is not None:

@@ -1,8 +1,8 @@
 """The database: one file with Optuna's tables and autotune's own.
 
 ``open_store`` gives a ``Store``; records go in and come out as frozen values. Only the controlling
-process of a search writes. What needs Alembic or Optuna, whose import takes half a second, is imported
-when it is first asked for: looking up an answer needs neither.
+process of a search writes. What needs SQLAlchemy, Alembic or Optuna, whose import takes half a second, is
+imported when it is first asked for: a process for trials is started before.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autotune.store.answers import AnswerKind, Answers, open_answers
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
-from autotune.store.records import (
-    TRIAL_ID_ATTRIBUTE,
-    PastTrial,
-    Stage,
-    StudyRecord,
-    StudyState,
-    StudySummary,
-    TrialRecord,
-    TrialState,
-    new_id,
-    now,
-)
 
 if TYPE_CHECKING:
+    from autotune.store.answers import AnswerKind, Answers, open_answers
+    from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
     from autotune.store.migrate import migrations_folder
     from autotune.store.opening import current_revision, open_store, upgrade
     from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
+    from autotune.store.records import (
+        TRIAL_ID_ATTRIBUTE,
+        PastTrial,
+        Stage,
+        StudyRecord,
+        StudyState,
+        StudySummary,
+        TrialRecord,
+        TrialState,
+        new_id,
+        now,
+    )
     from autotune.store.repository import Store
 
 __all__ = [
@@ -63,6 +63,22 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "AnswerKind": "answers",
+    "Answers": "answers",
+    "LOCK_TIMEOUT_SECONDS": "engine",
+    "PastTrial": "records",
+    "Stage": "records",
+    "StudyRecord": "records",
+    "StudyState": "records",
+    "StudySummary": "records",
+    "TRIAL_ID_ATTRIBUTE": "records",
+    "TrialRecord": "records",
+    "TrialState": "records",
+    "damaged": "engine",
+    "new_id": "records",
+    "now": "records",
+    "open_answers": "answers",
+    "storage_errors": "engine",
     "Store": "repository",
     "close_optuna": "optuna_storage",
     "current_revision": "opening",
@@ -75,7 +91,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names above that need Alembic or Optuna."""
+    """The names above that need more than the standard library."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

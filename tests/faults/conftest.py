@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,9 @@ SceneOf = Callable[..., Scene]
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """A search that nothing disturbs."""
     scene = Scene(tmp_path_factory.mktemp("undisturbed"), "undisturbed")
+    started = time.monotonic()
     scene.finish()
+    scene.seconds = time.monotonic() - started
     assert len(scene.outputs) == 1
     scene.check_nothing_runs()
     assert len(scene.ended()) >= 5

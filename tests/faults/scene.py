@@ -97,12 +97,14 @@ class Scene:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.kind, self.options = folder, kind, options
         self.random = random.Random(f"{kind} {seed}")
-        self.environment = {MARK: str(folder), "FAULTS_SECONDS": "0" if real else "0.03"}
+        self.environment = {MARK: str(folder), "FAULTS_SECONDS": "0" if real else "0.1"}
         if real:
             self.environment["FAULTS_REAL"] = "1"
         self.pid: int | None = None
         self.hit: set[str] = set()
         self.outputs: list[str] = []
+        self.seconds = 0.0
+        """How long an undisturbed search took here, where this is one."""
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
         interpreter = folder / "python"

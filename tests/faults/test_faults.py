@@ -21,8 +21,8 @@ from scene import PATIENCE_SECONDS, TALLY, Scene, Victim
 
 SceneOf = Callable[..., Scene]
 
-# An undisturbed search of the stand-in takes about this long, a real one about that.
-SECONDS, REAL_SECONDS = 3.0, 9.0
+# A search with real trials takes about this long, undisturbed.
+REAL_SECONDS = 9.0
 
 
 def seeds(few: int, all_of_them: int) -> Any:
@@ -54,7 +54,7 @@ def test_the_controller_is_killed(scene_of: SceneOf, reference: Scene, seed: int
     """Five times, wherever that strikes."""
     scene = scene_of(KILLED, seed)
     for _ in range(5 if seed else 3):
-        kill_controller(scene, SECONDS)
+        kill_controller(scene, reference.seconds)
     scene.finish()
     scene.check_nothing_runs()
     scene.check_answer(reference)
@@ -79,7 +79,7 @@ def strike_while_it_runs(scene: Scene, victim: Victim, numbers: list[int], withi
 def test_the_trial_server_is_killed(scene_of: SceneOf, reference: Scene, seed: int) -> None:
     """Up to three times in one search, which goes on by itself."""
     scene = scene_of("kill -9 of the trial server", seed)
-    strike_while_it_runs(scene, "server", [signal.SIGKILL] * 3, SECONDS / 3)
+    strike_while_it_runs(scene, "server", [signal.SIGKILL] * 3, reference.seconds / 3)
     scene.check_answer(reference)
 
 
@@ -88,7 +88,7 @@ def test_trials_are_ended_by_signals(scene_of: SceneOf, reference: Scene, seed: 
     """Each candidate that is met has another trial."""
     scene = scene_of("a signal to the trial", seed)
     numbers = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT, signal.SIGBUS]
-    strike_while_it_runs(scene, "trial", scene.random.sample(numbers, 3), SECONDS / 3)
+    strike_while_it_runs(scene, "trial", scene.random.sample(numbers, 3), reference.seconds / 3)
     scene.check_answer(reference)
     killed = [row.outcome for row in scene.trials() if row.outcome and row.outcome.get("reason") == "killed"]
     assert all("SIG" in outcome["message"] for outcome in killed)
@@ -127,7 +127,7 @@ def test_the_search_is_asked_to_end(scene_of: SceneOf, reference: Scene, kind: s
     numbers, expected = ENDS[kind]
     scene.start()
     assert wait_until(lambda: scene.running() is not None, PATIENCE_SECONDS)
-    scene.pause(SECONDS / 3)
+    scene.pause(reference.seconds / 3)
     before = scene.ended()
     for number in numbers:
         assert scene.pid is not None
@@ -213,7 +213,7 @@ def test_the_disk_is_full(scene_of: SceneOf, reference: Scene, seed: int) -> Non
     scene = scene_of("a disk that is full", seed)
     limit_bytes = scene.random.randrange(4096, 400_000)
     if seed % 2:
-        kill_controller(scene, SECONDS)
+        kill_controller(scene, reference.seconds)
         limit_bytes = scene.random.randrange(4096, 300_000)
     before = scene.ended() if scene.is_recorded() else []
     scene.start(file_limit_bytes=limit_bytes)
