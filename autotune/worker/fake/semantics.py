@@ -193,14 +193,33 @@ def _attention(
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
-def install_cuda_functions(*, flash: bool) -> None:
+# Whether sdpa can do without a mask; absent from a transformers that asks in other words.
+_QUESTIONS_OF_MASKS: dict[str, Callable[..., bool]] = {
+    name: getattr(masking_utils, name)
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+    if hasattr(masking_utils, name)
+}
+
+
+def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
+    """The same question of a mask that masks nothing, such as a decoder makes for itself."""
+
+    def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
+        return ignore(None, *rest, **named)
+
+    return answer
+
+
+def install_cuda_functions(*, flash: bool, padded: bool) -> None:
     """Replace dropout and attention by what CUDA runs, wherever they are reached from.
 
-    Samples here are never packed, which transformers finds out from the positions' values; fake
-    tensors have none, and it would keep a mask that a real step drops.
+    Samples here are never packed, and masks are full unless samples are ``padded``: transformers finds both out
+    from values; fake tensors have none, and it would keep a mask that a real step drops.
     """
     _HARDWARE["flash"] = flash
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    for name, question in _QUESTIONS_OF_MASKS.items():
+        setattr(masking_utils, name, question if padded else _without_padding(question))
     functional.dropout = _dropout
     torch.dropout = lambda input, p, train: _dropout(input, p, train)
     functional.scaled_dot_product_attention = _attention

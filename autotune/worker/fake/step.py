@@ -106,7 +106,7 @@ class FakeTraining:
         self._arm = arm
         self._chip = chip
         self._library = install_cuda_autocast()
-        install_cuda_functions(flash=chip.has_flash_attention)
+        install_cuda_functions(flash=chip.has_flash_attention, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
         """The allocations of a step at any batch, from those at one."""
