@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from autotune.cli.options import storage_option
 
 
+class _File(click.Path):
+    """A path to write to; click itself stumbles over what no system takes for a name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "\0" in str(value):
+            self.fail("a file name cannot hold a null character", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command()
 @click.argument("study")
 @click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python", "env")), default="json",
               show_default=True)  # fmt: skip
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@click.option("--output", "-o", type=_File(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @storage_option
 def export(study: str, form: str, output: Path | None, storage: str) -> None:
     """Export the best trial as TrainingArguments.

@@ -170,11 +170,13 @@ def _accumulates_in_place(args: Any) -> bool:
     """Whether autograd adds up two gradients, which it does in place but for subclasses such as fake tensors.
 
     torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in
-    which checkpoints are recomputed), if nothing else holds the first one's storage.
+    which checkpoints are recomputed), if nothing else holds the first one's storage, as the base of a view does.
     """
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     first, second = args[:2]
+    if first._base is not None:
+        return False
     return isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype == second.dtype
 
 
