@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Subject:
     """Fields of ``TrainingArguments``, as exported or as a file has them."""
     attn_implementation: str
     device: Device
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment, which the export asks for."""
 
     @property
     def cap_bytes(self) -> int | None:
@@ -87,7 +89,13 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
     if arguments is not None:
         _check_is_export_of(arguments, export.arguments, report)
     return Subject(
-        report, best, promised, arguments or export.arguments, export.model_arguments["attn_implementation"], device
+        report,
+        best,
+        promised,
+        arguments or export.arguments,
+        export.model_arguments["attn_implementation"],
+        device,
+        export.environment,
     )
 
 
@@ -191,19 +199,27 @@ class Verification:
 
     @property
     def training_peak_bytes(self) -> int | None:
-        """Peak reserved of the steps: before the evaluation, and later if it then grew beyond that of the save."""
+        """Peak reserved of the steps: before the evaluation, and later if it then grew beyond that of the save.
+
+        Peak allocated where segments expand: what is reserved then depends on more than the training.
+        """
         peaks = self.obtained.get("peak_bytes")
         if not peaks:
             return None
-        before, end = int(peaks.get("before", peaks["end"])[1]), int(peaks["end"][1])
-        return end if end > int(peaks.get("save", peaks["end"])[1]) else before
+        which = 0 if self.subject.best.candidate.arm.expandable_segments else 1
+        before, end = int(peaks.get("before", peaks["end"])[which]), int(peaks["end"][which])
+        return end if end > int(peaks.get("save", peaks["end"])[which]) else before
+
+    @property
+    def promised_peak_bytes(self) -> int:
+        """What it is compared with."""
+        return self.subject.promised.judged_bytes(self.subject.best.candidate.arm)
 
     @property
     def most_bytes(self) -> int:
         """What a training peak may reach without being a miss."""
-        promised = self.subject.promised.peak_reserved_bytes
         slack = CPU_SLACK_BYTES if self.subject.device.kind == "cpu" else 0
-        return round(promised * (1 + MEMORY_TOLERANCE)) + slack
+        return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + slack
 
     def misses(self) -> list[str]:
         """What was promised and not kept, each in a sentence; empty where all was."""
@@ -219,8 +235,8 @@ class Verification:
         peak = self.training_peak_bytes or 0
         if peak > self.most_bytes:
             found.append(
-                f"{format_bytes(peak)} reserved at the peak are {peak / promised.peak_reserved_bytes - 1:.1%} above "
-                f"the promised {format_bytes(promised.peak_reserved_bytes)}"
+                f"a peak of {format_bytes(peak)} is {peak / self.promised_peak_bytes - 1:.1%} above "
+                f"the promised {format_bytes(self.promised_peak_bytes)}"
             )
         if self.obtained["loss_problem"]:
             found.append(str(self.obtained["loss_problem"]))
@@ -247,7 +263,7 @@ def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
         )
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * subject.promised.step_seconds
     job = subject.job(steps, evaluates=True)
-    obtained = run_fresh("autotune.worker.stock", job, subject.device, log_path, timeout_seconds)
+    obtained = run_fresh("autotune.worker.stock", job, subject.device, log_path, timeout_seconds, subject.variables)
     if obtained["state"] == "failed":
         raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
     return Verification(subject, steps, obtained)
@@ -309,7 +325,7 @@ def verification_document(verification: Verification) -> Document:
             "skipped_steps": obtained.get("skipped_steps"),
         },
         "samples_per_second_ratio": speed / promised.samples_per_second if speed else None,
-        "peak_reserved_ratio": peak / promised.peak_reserved_bytes if peak else None,
+        "peak_reserved_ratio": peak / verification.promised_peak_bytes if peak else None,
         "speed_tolerance": verification.speed_tolerance,
         "memory_tolerance": MEMORY_TOLERANCE,
         "cap_bytes": subject.cap_bytes,

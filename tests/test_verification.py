@@ -84,6 +84,17 @@ def test_the_memory_that_is_kept(share: float, kept: bool) -> None:
     assert (not verification.misses()) == kept
 
 
+def test_where_segments_expand_what_is_allocated_counts() -> None:
+    """Reserved bytes then depend on more than the training; 19 GiB were allocated."""
+    plain = subject()
+    arm = dataclasses.replace(plain.best.candidate.arm, expandable_segments=True)
+    best = dataclasses.replace(plain.best, candidate=dataclasses.replace(plain.best.candidate, arm=arm))
+    expanding = dataclasses.replace(plain, best=best)
+    peaks = {"before": (19 * GIB, 23 * GIB), "end": (19 * GIB, 23 * GIB)}
+    assert Verification(expanding, 100, obtained(peak_bytes=peaks)).misses() == []
+    assert Verification(plain, 100, obtained(peak_bytes=peaks)).misses()
+
+
 def test_what_the_evaluation_needs_is_told_apart() -> None:
     """It is no miss of the training's promise; but what training reserves beyond it later is."""
     sizes = {"before": 20, "evaluate": 23, "save": 23, "end": 23}

@@ -128,8 +128,8 @@ def verification_lines(verification: Verification) -> list[str]:
         lines += [
             f"{'samples/s':9} {_speed(promised.samples_per_second, promised.relative_spread):>18} "
             f"{_speed(speed, verification.relative_spread):>18}  {speed / promised.samples_per_second - 1:+.1%}",
-            f"{'peak':9} {format_bytes(promised.peak_reserved_bytes):>18} {format_bytes(peak):>18}  "
-            f"{peak / promised.peak_reserved_bytes - 1:+.1%}",
+            f"{'peak':9} {format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
+            f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
         peaks, seconds = obtained["peak_bytes"], obtained["pause_seconds"]
         for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
