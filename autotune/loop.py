@@ -168,8 +168,7 @@ class Search:
         """Which arms had no trial, and why, where the search ended because nothing was worth one."""
         if reason != _NOTHING_LEFT or self._request.objective != "throughput":
             return []
-        found = Speeds(self._prepared.space, self._history).reasons()
-        return [f"{'; '.join(arm.describe() for arm in arms)}: {why}" for why, arms in found.items()]
+        return Speeds(self._prepared.space, self._history).left_out_lines()
 
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""

@@ -193,8 +193,20 @@ class Speeds:
         twin = self.view(plain)
         return bool(twin.feasible) and not self.can_gain(twin, twin.fastest())
 
-    def reasons(self) -> dict[str, list[Arm]]:
-        """Why arms without a trial of their own were left out, with the arms."""
+    def left_out_lines(self) -> list[str]:
+        """A line for each reason why arms had no trial: ``all fp16: fp16 is never faster than bf16 …``."""
+        return [f"{'; '.join(self._names(arms))}: {why}" for why, arms in self._untried().items()]
+
+    def _names(self, arms: list[Arm]) -> list[str]:
+        """What to call arms: those of a precision that are all there is of it by that alone."""
+        names: list[str] = []
+        for precision in dict.fromkeys(arm.precision for arm in arms):
+            of_it = [arm for arm in arms if arm.precision == precision]
+            is_all = len(of_it) > 1 and len(of_it) == sum(arm.precision == precision for arm in self._space.arms)
+            names += [f"all {precision}"] if is_all else [arm.describe() for arm in of_it]
+        return names
+
+    def _untried(self) -> dict[str, list[Arm]]:
         found: dict[str, list[Arm]] = {}
         for arm in self._space.arms:
             view = self.view(arm)

@@ -37,9 +37,9 @@ class TestFromEndToEnd:
         assert run.study.state == "finished"
         assert (run.study.stopped_because or "").splitlines() == [
             "no remaining candidate is worth a trial",
-            "fp16; fp16, checkpointing: fp16 is never faster than bf16 and needs as much memory",
-            "tf32; tf32, checkpointing: bf16 fills the GPU, and tf32 has half its rate on twice the bytes",
-            "fp32; fp32, checkpointing: fp32 is never faster than tf32 and needs as much memory",
+            "all fp16: fp16 is never faster than bf16 and needs as much memory",
+            "all tf32: bf16 fills the GPU, and tf32 has half its rate on twice the bytes",
+            "all fp32: fp32 is never faster than tf32 and needs as much memory",
         ]
         assert run.study.seconds == pytest.approx(runner.seconds)
         assert runner.seconds < 30
