@@ -141,7 +141,7 @@ class Speeds:
         better = _NEVER_SLOWER.get(arm.precision)
         if better is not None:
             faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
-            if faster in self._space.arms and (self._history.feasible(faster) or self.left_out(faster)):
+            if faster in self._space.arms and (self._history.feasible(faster) or self._is_out(faster)):
                 return f"{arm.precision} is never faster than {better} and needs as much memory"
         if arm.precision == "tf32" and self._is_at_half_rate(arm):
             return "bf16 fills the GPU, and tf32 has half its rate on twice the bytes"
@@ -157,7 +157,22 @@ class Speeds:
         if self._fills(twin):
             return True
         plain = dataclasses.replace(twin, gradient_checkpointing=False)
-        return plain != twin and self._fills(plain) and self.left_out(twin) is not None
+        return plain != twin and self._fills(plain) and self._is_out(twin)
+
+    def _is_out(self, arm: Arm) -> bool:
+        """Whether an arm has no chance, though it was not measured."""
+        return self.left_out(arm) is not None or self._is_beaten_throughout(arm)
+
+    def _is_beaten_throughout(self, arm: Arm) -> bool:
+        """Whether every batch that may fit was measured without recomputing or expanding, or a larger one was."""
+        view = self.view(arm)
+        still_open = [batch for batch in self._ladder() if view.open(batch)]
+        return bool(still_open) and all(self.is_beaten(view, batch) for batch in still_open)
+
+    def _ladder(self) -> list[int]:
+        """The batches of the largest multiple."""
+        batches = self._space.batches
+        return [batch for level in batches.levels()[:1] for batch in batches.at_level(level)]
 
     def _fills(self, arm: Arm) -> bool:
         view = self.view(arm)
@@ -218,14 +233,9 @@ class Speeds:
         why = self.left_out(view.arm)
         if why is not None:
             return why
-        batches = self._space.batches
-        ladder = [b for level in batches.levels()[:1] for b in batches.at_level(level)]
+        ladder = self._ladder()
         if ladder and not any(view.open(batch) for batch in ladder):
             return "no batch of it fits"
-        if (
-            view.arm.gradient_checkpointing
-            and ladder
-            and all(self.is_beaten(view, batch) for batch in ladder if view.open(batch))
-        ):
+        if view.arm.gradient_checkpointing and self._is_beaten_throughout(view.arm):
             return "every batch that fits was measured without recomputing, which is never slower"
         return "nothing promised to be faster"
