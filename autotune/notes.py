@@ -30,6 +30,8 @@ def notes(report: Report) -> list[str]:
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps and added up"
         )
+    if len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
+        found.append("nothing but one configuration was measured: give the search more --trials or --time-budget")
     if measured and measured.relative_spread > _WIDE_SPREAD:
         found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
     if best is not None and measured and request["objective"] == "throughput":
@@ -108,10 +110,10 @@ def _plural(count: int, word: str) -> str:
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
     """Why a trial that measured more samples a second is not the winner."""
-    feasible = [
-        (found.samples_per_second, t) for t in report.trials if report.feasible(t) and (found := measurement(t))
-    ]
-    speed, fastest = max(feasible, key=lambda pair: pair[0])
+    # The last trial of a candidate counts: one that was measured again had been measured in part.
+    last = {t.candidate: (found.samples_per_second, t) for t in report.trials
+            if report.feasible(t) and (found := measurement(t))}  # fmt: skip
+    speed, fastest = max(last.values(), key=lambda pair: pair[0])
     gain = speed / measured.samples_per_second - 1
     if fastest.candidate == best.candidate or gain <= 0:
         return []

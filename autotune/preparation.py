@@ -172,7 +172,30 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     }
     recorded = {**workload, **request, **measured_environment(environment)}
     # Through JSON, as the recorded ones: what is equal must look equal.
-    return differences(recorded, json.loads(json.dumps(asked)))
+    return _in_short(recorded, json.loads(json.dumps(asked)))
+
+
+# Of data and code: what is in the files rather than how they are used.
+_CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
+
+
+def _in_short(recorded: Document, asked: Document) -> list[str]:
+    """The differences, of which data and code of the user's are told by name."""
+    named = []
+    for name, key in (("data", "source"), ("source", "file")):
+        before, now = recorded.get(name), asked.get(name)
+        if before == now:
+            continue
+        if before and now and before[key] == now[key]:
+            used = [{k: v for k, v in document.items() if k not in _CONTENT} for document in (before, now)]
+            how = [f"{name}.{difference}" for difference in differences(*used)]
+            named += how or [f"{now[key]} has changed since"]
+        else:
+            named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
+    # What a model's config says of labels comes from the data.
+    own = {"data", "source", *(["config"] if named else [])}
+    told = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
+    return named + differences(*told)
 
 
 # Each prediction takes a core for a few seconds and about 1 GiB of host memory.

@@ -224,8 +224,10 @@ class Speeds:
     def _untried(self) -> dict[str, list[Arm]]:
         found: dict[str, list[Arm]] = {}
         for arm in self._space.arms:
-            view = self.view(arm)
-            if not any(view.was_chosen(tried) for tried in view.tried.values()):
+            view, ladder = self.view(arm), self._ladder()
+            has_a_trial = any(view.was_chosen(tried) for tried in view.tried.values())
+            # The baseline's batch may be all there is of its arm.
+            if not has_a_trial and not (ladder and view.tried.keys() >= set(ladder)):
                 found.setdefault(self._why_untried(view), []).append(arm)
         return found
 

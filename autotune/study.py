@@ -68,7 +68,7 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
             f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
         )
     trials = tuple(store.trials(known.id))
-    notes.append(f"continuing the study {known.name}, {len(trials)} trials recorded")
+    notes.append(f"continuing the study {known.name}, {len(trials)} trial{'' if len(trials) == 1 else 's'} recorded")
     study = replace(known, state="running", ended_at=None)
     store.update_study(study)
     # Verdicts under two ceilings cannot be compared: the study keeps its own.
@@ -82,8 +82,8 @@ def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> 
     changed = changes_since(prepared, known.request, workload, environment)
     if changed:
         raise InvalidRequestError(
-            f"the study {known.name!r} was searched with other options ({'; '.join(changed)})",
-            "choose another --study, or repeat its options on the same machine",
+            f"the study {known.name!r} is of something else ({'; '.join(changed)})",
+            "repeat what it was searched with, or search anew under another --study",
         )
 
 

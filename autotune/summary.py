@@ -6,7 +6,7 @@ import dataclasses
 
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
-from autotune.report import Report, lengths_of, measurement, verdict
+from autotune.report import Report, format_spread, lengths_of, measurement, verdict
 from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds
@@ -26,7 +26,7 @@ def summary_lines(report: Report) -> list[str]:
     ]
     tokens = _tokens_per_second(report, measured)
     lines.append(
-        f"  {format_rate(measured.samples_per_second)} samples/s ± {measured.relative_spread:.1%}"
+        f"  {format_rate(measured.samples_per_second)} samples/s{format_spread(measured)}"
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(measured.step_seconds)} an optimizer step"
     )
@@ -85,13 +85,23 @@ def _why_it_ended(study: StudyRecord) -> list[str]:
     return (study.stopped_because or "").split("\n")
 
 
+def _was_interrupted(trial: TrialRecord) -> bool:
+    return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
+
+
 def _counts(report: Report) -> str:
     """How many trials were run and what became of them, how long it took and why it ended."""
     study = report.study
-    states = [trial.state for trial in report.trials]
+    # A trial that ended with the search did not fail.
+    states = ["interrupted" if _was_interrupted(trial) else trial.state for trial in report.trials]
     others = [
         f"{states.count(state)} {word}"
-        for state, word in (("out_of_memory", "out of memory"), ("failed", "failed"), ("running", "running"))
+        for state, word in (
+            ("out_of_memory", "out of memory"),
+            ("failed", "failed"),
+            ("interrupted", "interrupted"),
+            ("running", "running"),
+        )
         if state in states
     ]
     text = f"{len(states)} trial{'' if len(states) == 1 else 's'}"
@@ -168,7 +178,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "samples_per_second": measured.samples_per_second if measured else None,
         "tokens_per_second": _tokens_per_second(report, measured),
         "step_seconds": measured.step_seconds if measured else None,
-        "relative_spread": measured.relative_spread if measured else None,
+        "relative_spread": measured.relative_spread if measured and len(measured.step_seconds_each) > 1 else None,
         "micro_steps_run": measured.micro_steps_run if measured else None,
         "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
         "peak_reserved_bytes": reserved,

@@ -52,4 +52,4 @@ def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
     multiples_off = [(predicted - measured) // 8 for predicted, measured in arms.values()]
     assert max(multiples_off) <= 1
     assert min(multiples_off) >= -3
-    assert multiples_off.count(0) >= 10
+    assert sum(off in (0, -1) for off in multiples_off) >= 13

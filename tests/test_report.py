@@ -39,7 +39,7 @@ BF16, FP16, FP32 = Arm("bf16"), Arm("fp16"), Arm("fp32")
 
 def completed(rate: float, peak_gib: float = 10.0, spread: float = 0.003, micro_steps: int = 2) -> Completed:
     peak = int(peak_gib * GIB)
-    return Completed(Measurement(64 / rate, (64 / rate,), spread, rate, peak, peak, micro_steps_run=micro_steps))
+    return Completed(Measurement(64 / rate, (64 / rate,) * 3, spread, rate, peak, peak, micro_steps_run=micro_steps))
 
 
 def trial(number: int, arm: Arm, batch: int, outcome: Outcome | None, stage: Stage = "search") -> TrialRecord:

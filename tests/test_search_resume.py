@@ -79,7 +79,9 @@ class TestGoingOn:
         assert second.study.id == first.study.id
         assert second.study.started_at == first.study.started_at
         assert second.study.seconds == pytest.approx(whole.seconds)
-        assert second.observer.notes == [f"continuing the study bert, {trials} trials recorded"]
+        assert second.observer.notes == [
+            f"continuing the study bert, {trials} trial{'' if trials == 1 else 's'} recorded"
+        ]
 
     @pytest.mark.parametrize("sampler", ["grid", "tpe", "random"])
     def test_with_any_sampler_repeats_nothing(self, store: Store, sampler: str) -> None:

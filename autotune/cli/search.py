@@ -21,6 +21,7 @@ from autotune.cli.options import (
 )
 from autotune.cli.workload_options import workload_options
 from autotune.data import DATA_OPTIONS
+from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.request import SearchRequest
@@ -168,6 +169,10 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     request = build_request(options, given)
     request.check()
+    if verifies and (request.workload.data or request.workload.source):
+        raise InvalidRequestError(
+            "--verify makes model and data itself, which it cannot of data or code of your own", "leave --verify out"
+        )
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
 
 

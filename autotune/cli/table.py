@@ -23,7 +23,8 @@ def speed_cell(outcome: Outcome | None) -> str:
     """Samples a second with their spread, or why there are none."""
     match outcome:
         case Completed(measurement=measured):
-            return f"{format_rate(measured.samples_per_second)} ± {measured.relative_spread:.1%}"
+            spread = f" ± {measured.relative_spread:.1%}" if len(measured.step_seconds_each) > 1 else ""
+            return f"{format_rate(measured.samples_per_second)}{spread}"
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason):

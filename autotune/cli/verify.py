@@ -118,7 +118,7 @@ def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
 
 def verification_lines(verification: Verification) -> list[str]:
     """Promised and obtained, side by side, and what is to be known of it."""
-    from autotune.units import format_bytes, format_rate, format_seconds
+    from autotune.units import format_bytes, format_seconds
     from autotune.verification import notes
 
     subject, obtained = verification.subject, verification.obtained
@@ -140,9 +140,7 @@ def verification_lines(verification: Verification) -> list[str]:
             told = promised.joules_per_sample
             before = f", {told:.3g} J promised" if told is not None else ""
             lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
-        lines.append(
-            f"  {obtained['measured_steps']} steps of {format_rate(obtained['samples_per_step'])} samples were timed"
-        )
+        lines.append(f"  {obtained['measured_steps']} steps of {obtained['samples_per_step']:,.0f} samples were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
     lines += ["kept: a stock Trainer does what was promised"] if not verification.misses() else []
     return lines

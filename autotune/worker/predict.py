@@ -19,6 +19,9 @@ from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
+# What is predicted to fit stays so much below the line: of 44 arms of eleven models, recorded on an H200, the largest
+# batch is then right or one multiple too small in 41 and one too large in two; without it in 38 and five.
+_MARGIN = 0.01
 _NICENESS = 19
 
 
@@ -93,7 +96,7 @@ class Limits:
         }
 
     def _fit(self, peaks: _Peaks) -> bool:
-        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes
+        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - _MARGIN)
 
     def _peaks(self, events: Events) -> _Peaks:
         """Without a cap where that stays under it; else under the cap, where cached segments are given back."""

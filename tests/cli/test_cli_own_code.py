@@ -116,7 +116,7 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     assert "continuing the study mine, 3 trials recorded" in again.stderr
     other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
     assert other.code == 2
-    assert "searched with other options (source.argv: " in other.stderr
+    assert "is of something else (source.argv: " in other.stderr
 
 
 def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> None:
