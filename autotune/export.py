@@ -7,10 +7,12 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autotune import catalog
 from autotune.arguments import data_arguments, training_arguments
 from autotune.data import DataSpec
 from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
+from autotune.model_source import repository_of
 from autotune.report import Report, describe_data
 from autotune.trial import Candidate
 
@@ -163,7 +165,13 @@ def _python(export: Export) -> str:
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
         + f"from transformers import {names}\n\n"
         f"model = {auto_class}.from_pretrained(\n"
-        f"    {export.model!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
+        f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
         + f"arguments = TrainingArguments(\n{fields})\n"
     )
+
+
+def _loadable(model: str) -> str:
+    """The repository of a catalog's name; any other name as it is."""
+    entry = None if "/" in model else catalog.find(model)
+    return repository_of(entry, model) or model if entry else model

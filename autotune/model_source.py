@@ -68,7 +68,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
         return ModelSource(name, _read_config(name, Path(folder, CONFIG_FILE)), "folder", folder)
     entry = catalog.find(name)
     if entry is not None:
-        return ModelSource(name, copy.deepcopy(entry.config), "catalog", repository=_repository_of(entry, name))
+        return ModelSource(name, copy.deepcopy(entry.config), "catalog", repository=repository_of(entry, name))
     _refuse_path(name, folder)
     if not _is_repository_name(name):
         raise _unknown(name, "it is not in the catalog and cannot be the name of a hub repository")
@@ -80,7 +80,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
     return ModelSource(name, _read_config(name, Path(file)), origin, os.path.dirname(os.path.abspath(file)), name)
 
 
-def _repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
+def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
     """The repository that was named, else the entry's own."""
     for known in (entry.name, *entry.aliases):
         if "/" in known and name.lower() in (known.lower(), known.rsplit("/", 1)[-1].lower()):
