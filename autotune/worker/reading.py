@@ -119,7 +119,9 @@ class _Reading:
             hint = f"check what is {where}, and --split {spec.split}"
             if spec.kind == "hub":
                 hint += "; there is no file or folder of this name here"
-            raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {first_line(error)}", hint) from error
+            # datasets says that something went wrong; what it was is the cause.
+            why = first_line(error.__cause__ or error)
+            raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint) from error
         if isinstance(loaded, DatasetDict):
             if spec.split not in loaded:
                 raise InvalidRequestError(
