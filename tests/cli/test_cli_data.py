@@ -100,7 +100,7 @@ def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, pl
     write_jsonl(place / "other.jsonl", samples([*SHORT * 40, 100]))
     other = run_process(*again, "--dataset", "other.jsonl", folder=place)
     assert other.code == 2
-    assert "data.content" in other.stderr
+    assert f"data: {place / 'train.jsonl'}, now {place / 'other.jsonl'}" in other.stderr
     assert "--study" in other.stderr
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import all_gone, children, is_alive, processes_named
+from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
@@ -109,6 +109,8 @@ def test_a_second_runner_disturbs_neither(
     # With two threads this time: a forked trial must be able to start its own.
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with LocalRunner(cpu, tiny_workload("gpt2-tiny"), tmp_path) as other:
+        # A process that was just made may not bear its command line yet.
+        assert wait_until(lambda: len(servers()) == 2, 10)
         first, second = servers()
 
         def in_between(record: Document) -> None:
