@@ -18,8 +18,8 @@ LONG_WORDS = 240
 BATCH = 32
 SHORT = [4, 6, 9, 12, 7, 5]
 SEARCH = ("search", "--model", "bert-tiny", "--seq-len", str(SEQ_LEN), "--device", "cpu", "--json", "--storage", "s.db")
-# A batch of 32 short samples takes a third of it; with the long one among them, a quarter more than there is.
-LIMIT_BYTES = 400 * MIB
+# A batch of 32 short samples takes half of it; with the long one among them, a tenth more than there is.
+LIMIT_BYTES = 350 * MIB
 
 
 @pytest.fixture(scope="module")
