@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -229,51 +229,8 @@ def search(
     line a trial goes to stderr, or an observer of one's own. In the main thread Ctrl-C ends the search after the
     running trial, a second one at once. Raises the errors of ``autotune.errors``.
     """
-    options: dict[str, Any] = {
-        "model": model,
-        "trainer": trainer,
-        "script": tuple(script),
-        "effective_batch": effective_batch,
-        "task": task,
-        "seq_len": seq_len,
-        "padding": padding,
-        "dtype": dtype,
-        "pretrained": pretrained,
-        "dataset": dataset,
-        "split": split,
-        "text_column": _words(text_column),
-        "label_column": label_column,
-        "image_column": image_column,
-        "tokenizer": tokenizer,
-        "pad_to_max_length": pad_to_max_length,
-        "pad_to_multiple_of": pad_to_multiple_of,
-        "group_by_length": group_by_length,
-        "device": device,
-        "memory_limit": _parsed(memory_limit, parse_bytes, "memory_limit"),
-        "headroom": _parsed(headroom, parse_headroom, "headroom"),
-        "world_size": world_size,
-        "precision": _words(precision),
-        "gradient_checkpointing": gradient_checkpointing,
-        "attn": _words(attn),
-        "optim": _words(optim),
-        "expandable_segments": expandable_segments,
-        "torch_compile": torch_compile,
-        "liger": liger,
-        "peft": peft,
-        "lora_rank": lora_rank,
-        "quantize": quantize,
-        "batch_multiple": batch_multiple,
-        "objective": objective,
-        "trials": trials,
-        "time_budget": _parsed(time_budget, parse_seconds, "time_budget"),
-        "trial_timeout": _parsed(trial_timeout, parse_seconds, "trial_timeout"),
-        "no_baseline": not baseline,
-        "fresh": fresh,
-        "tolerance": _parsed(tolerance, parse_share, "tolerance"),
-        "sampler": sampler,
-        "seed": seed,
-        "study": study,
-    }
+    named = {name: value for name, value in locals().items() if name not in ("storage", "wait", "progress")}
+    options = _as_the_command_has_them(named)
     _check(options)
     request = build_request(options, _given(options))
     request.check()
@@ -282,6 +239,26 @@ def search(
         observer = _Lines() if progress else _Silence()
     _, report = run_search(request, storage, observer, wait=wait)
     return Result(report, storage)
+
+
+_LISTS = ("text_column", "precision", "attn", "optim")
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "memory_limit": parse_bytes,
+    "headroom": parse_headroom,
+    "time_budget": parse_seconds,
+    "trial_timeout": parse_seconds,
+    "tolerance": parse_share,
+}
+
+
+def _as_the_command_has_them(named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``search`` as the command line hands its options on."""
+    options = {name: value for name, value in named.items() if name != "baseline"}
+    for name in _LISTS:
+        options[name] = _words(options[name])
+    for name, parse in _PARSERS.items():
+        options[name] = _parsed(options[name], parse, name)
+    return {**options, "script": tuple(named["script"]), "no_baseline": not named["baseline"]}
 
 
 def _given(options: dict[str, Any]) -> set[str]:

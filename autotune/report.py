@@ -66,11 +66,6 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
     return trial.outcome.measurement if trial and isinstance(trial.outcome, Completed) else None
 
 
-def format_spread(measured: Measurement) -> str:
-    """`` ± 0.8%``; nothing where a single step was timed, of which nothing is known."""
-    return f" ± {measured.relative_spread:.1%}" if len(measured.step_seconds_each) > 1 else ""
-
-
 def load_report(store: Store, name: str) -> Report:
     """The report of the study of this name; ``UnknownStudyError`` where there is none."""
     study = store.study(name)

@@ -6,10 +6,10 @@ import dataclasses
 
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
-from autotune.report import Report, format_spread, lengths_of, measurement, verdict
+from autotune.report import Report, lengths_of, measurement, verdict
 from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
-from autotune.units import format_bytes, format_rate, format_seconds
+from autotune.units import format_bytes, format_rate, format_seconds, format_spread
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -26,7 +26,7 @@ def summary_lines(report: Report) -> list[str]:
     ]
     tokens = _tokens_per_second(report, measured)
     lines.append(
-        f"  {format_rate(measured.samples_per_second)} samples/s{format_spread(measured)}"
+        f"  {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(measured.step_seconds)} an optimizer step"
     )
@@ -178,7 +178,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "samples_per_second": measured.samples_per_second if measured else None,
         "tokens_per_second": _tokens_per_second(report, measured),
         "step_seconds": measured.step_seconds if measured else None,
-        "relative_spread": measured.relative_spread if measured and len(measured.step_seconds_each) > 1 else None,
+        "relative_spread": measured.known_spread if measured else None,
         "micro_steps_run": measured.micro_steps_run if measured else None,
         "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
         "peak_reserved_bytes": reserved,

@@ -158,6 +158,11 @@ class Measurement:
     worst_batch_peak_reserved_bytes: int | None = None
     """Peaks after those steps; the other peaks are of the whole trial."""
 
+    @property
+    def known_spread(self) -> float | None:
+        """``relative_spread``; ``None`` where a single step was timed, of which no spread is known."""
+        return self.relative_spread if len(self.step_seconds_each) > 1 else None
+
     def judged_bytes(self, arm: Arm) -> int:
         """What is compared with the line: peak reserved bytes, or where segments expand peak allocated ones.
 

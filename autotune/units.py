@@ -69,6 +69,11 @@ def format_bytes(size_bytes: float) -> str:
     return f"{sign}{size:.0f} B"
 
 
+def format_spread(spread: float | None) -> str:
+    """`` ± 0.8%`` after a figure; nothing where no spread is known."""
+    return "" if spread is None else f" ± {spread:.1%}"
+
+
 def parse_share(text: str) -> float:
     """``0.05`` or ``5%`` as a fraction from 0 to below 1; ``ValueError`` on anything else."""
     number, is_per_cent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text, False)

@@ -71,17 +71,22 @@ class Subject:
         }
 
 
+def what_is_not_run(workload: Document) -> str | None:
+    """What of a workload no stock process can build, in words; ``None`` where it can."""
+    return next((name for what, name in _NOT_RUN.items() if workload.get(what)), None)
+
+
 def subject_of(report: Report, device: Device, arguments: Document | None = None) -> Subject:
     """The winner of a study, with ``arguments`` from a file in place of its export's.
 
     Raises ``NoResultError`` where the study has no winner and ``InvalidRequestError`` where the file is not its export.
     """
-    for what, name in _NOT_RUN.items():
-        if report.workload.get(what):
-            raise InvalidRequestError(
-                f"the study {report.study.name!r} was searched with {name}, which verify does not run",
-                "train with the export as usual; the Trainer's log tells samples a second",
-            )
+    name = what_is_not_run(report.workload)
+    if name is not None:
+        raise InvalidRequestError(
+            f"the study {report.study.name!r} was searched with {name}, which verify does not run",
+            "train with the export as usual; the Trainer's log tells samples a second",
+        )
     export = make_export(report)
     best, promised = report.best, measurement(report.best)
     assert best is not None, "an export has a winner"

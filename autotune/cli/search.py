@@ -169,11 +169,19 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     request = build_request(options, given)
     request.check()
-    if verifies and (request.workload.data or request.workload.source):
+    if verifies:
+        _check_can_be_verified(request)
+    search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
+
+
+def _check_can_be_verified(request: SearchRequest) -> None:
+    """Raise before the search for what ``verify`` would refuse after it."""
+    from autotune.verification import what_is_not_run
+
+    if what_is_not_run(request.workload.document()) is not None:
         raise InvalidRequestError(
             "--verify makes model and data itself, which it cannot of data or code of your own", "leave --verify out"
         )
-    search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
 
 
 def search_and_print(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.trial import Candidate, Completed, Failed, Outcome, OutOfMemory
-from autotune.units import format_bytes, format_rate, format_seconds
+from autotune.units import format_bytes, format_rate, format_seconds, format_spread
 
 if TYPE_CHECKING:
     from autotune.store import TrialRecord
@@ -23,8 +23,7 @@ def speed_cell(outcome: Outcome | None) -> str:
     """Samples a second with their spread, or why there are none."""
     match outcome:
         case Completed(measurement=measured):
-            spread = f" ± {measured.relative_spread:.1%}" if len(measured.step_seconds_each) > 1 else ""
-            return f"{format_rate(measured.samples_per_second)}{spread}"
+            return f"{format_rate(measured.samples_per_second)}{format_spread(measured.known_spread)}"
         case OutOfMemory(where=where):
             return "out of memory" if where == "device" else "out of host memory"
         case Failed(reason=reason):

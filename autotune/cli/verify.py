@@ -147,6 +147,6 @@ def verification_lines(verification: Verification) -> list[str]:
 
 
 def _speed(samples_per_second: float, spread: float) -> str:
-    from autotune.units import format_rate
+    from autotune.units import format_rate, format_spread
 
-    return f"{format_rate(samples_per_second)} ± {spread:.1%}"
+    return f"{format_rate(samples_per_second)}{format_spread(spread)}"

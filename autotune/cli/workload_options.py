@@ -8,15 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli.options import COUNT, HEADROOM, SHARE, words
-
-_TASKS = (
-    "sequence-classification",
-    "masked-lm",
-    "causal-lm",
-    "seq2seq-lm",
-    "image-classification",
-    "speech-seq2seq",
-)
+from autotune.workload import TASKS
 
 # By parameter name: the type, the help, and what else click is told.
 _OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -31,8 +23,8 @@ _OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {},
     ),
     "task": (
-        click.Choice(_TASKS),
-        f"One of {', '.join(_TASKS)} [default: as the architecture says].",
+        click.Choice(TASKS),
+        f"One of {', '.join(TASKS)} [default: as the architecture says].",
         {"metavar": "TASK"},
     ),
     "seq_len": (COUNT, "Tokens a sample [default: 512 or the model's maximum].", {}),

@@ -79,23 +79,26 @@ class NvmlSession:
         if self._binding is None:
             return None
         try:
-            if uuid not in self._handles:
-                self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
-            memory = self._memory(self._handles[uuid])
+            memory = self._memory(self._handle(uuid))
         except self._errors:
             return None
         return None if memory is None else memory[2]
+
+    def _handle(self, uuid: str) -> Any:
+        """The handle of the GPU of a UUID, looked up once; raises NVML's errors."""
+        if uuid not in self._handles:
+            self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
+        return self._handles[uuid]
 
     def energy_joules(self, uuid: str) -> float | None:
         """Energy that a GPU has used since its driver was loaded (Volta and later); ``None`` where it does not say."""
         if self._binding is None:
             return None
         try:
-            if uuid not in self._handles:
-                self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
+            handle = self._handle(uuid)
         except self._errors:
             return None
-        millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", self._handles[uuid])
+        millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
         return None if millijoules is None else float(millijoules) / 1000
 
     def condition(self, uuid: str) -> Condition | None:
@@ -103,9 +106,7 @@ class NvmlSession:
         if self._binding is None:
             return None
         try:
-            if uuid not in self._handles:
-                self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
-            handle = self._handles[uuid]
+            handle = self._handle(uuid)
             memory = self._memory(handle)
         except self._errors as error:
             return Condition(is_lost=True) if _code(error) == _GPU_IS_LOST else None
