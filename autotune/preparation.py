@@ -32,7 +32,7 @@ from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.runner import LocalRunner
 from autotune.space import Space, choose_arms
-from autotune.trial import MEASUREMENT_REVISION, Arm, Candidate, Document
+from autotune.trial import Arm, Candidate, Document
 from autotune.units import GIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
@@ -82,6 +82,15 @@ _MEASURED_VARIABLES = (
 
 def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measurement_revision(request: SearchRequest) -> int:
+    """Raised with every change of the worker after which it would measure another speed or peak of the same candidate.
+
+    2: on a GPU, steps of padded lengths that were new to it are no longer timed.
+    """
+    is_padded = request.workload.data is not None or request.workload.source is not None
+    return 2 if is_padded and request.device.kind == "cuda" else 1
 
 
 def measured_environment(environment: Document) -> Document:
@@ -303,7 +312,7 @@ def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -
         "device_memory_bytes": device.memory_total_bytes,
         "device_capability": list(device.capability) if device.capability else None,
         "driver": device.driver,
-        "measurement_revision": MEASUREMENT_REVISION,
+        "measurement_revision": _measurement_revision(request),
         "cpus": _usable_cpus() if device.kind == "cpu" else None,
         "variables": {name: os.environ[name] for name in _MEASURED_VARIABLES if name in os.environ},
         **{key: value for key, value in reported.items() if key != "device_capability"},

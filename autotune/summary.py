@@ -11,6 +11,8 @@ from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds, format_spread
 
+_NOTICEABLE_SECONDS = 1.0
+
 
 def summary_lines(report: Report) -> list[str]:
     """The answer in a few lines, for a terminal or a file."""
@@ -75,9 +77,21 @@ def _data_lines(measured: Measurement) -> list[str]:
             + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
             + "the speed is that of an epoch's mean batch"
         )
+    lines += _first_epoch_lines(measured)
     share = waits_for_data(measured)
     which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
     return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
+
+
+def _first_epoch_lines(measured: Measurement) -> list[str]:
+    """What lengths cost that come for the first time, where a person would notice."""
+    each, count = measured.new_length_seconds, measured.epoch_lengths
+    if each is None or count is None or each * count < _NOTICEABLE_SECONDS:
+        return []
+    return [
+        f"  the first epoch takes some {format_seconds(each * count)} longer: {format_seconds(each)} for each of "
+        f"{count} padded lengths that come for the first time (--pad-to-multiple-of makes fewer)"
+    ]
 
 
 def _why_it_ended(study: StudyRecord) -> list[str]:
@@ -185,6 +199,8 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "headroom_bytes": _headroom_bytes(report, trial),
         "device_used_bytes": measured.device_used_bytes if measured else None,
         "compile_seconds": measured.compile_seconds if measured else None,
+        "new_length_seconds": measured.new_length_seconds if measured else None,
+        "epoch_lengths": measured.epoch_lengths if measured else None,
         "allocation_retries": measured.allocation_retries if measured else None,
         "skipped_steps": measured.skipped_steps if measured else None,
         "joules_per_sample": measured.joules_per_sample if measured else None,

@@ -16,9 +16,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
 Document = dict[str, Any]
 
-MEASUREMENT_REVISION = 1
-"""Raised with every change of the worker after which it would measure another speed or peak of the same candidate."""
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -149,6 +146,12 @@ class Measurement:
     """Mean power of the whole device while steps were measured, as NVML counts it, times seconds a sample."""
     compile_seconds: float | None = None
     """What the dropped steps took beyond as many others, where something is compiled in them; from an empty cache."""
+    new_length_seconds: float | None = None
+    """What a GPU takes longer for each padded length that comes for the first time (kernels are chosen, built, loaded).
+
+    It is in none of the other figures. ``None`` where no length was new."""
+    epoch_lengths: int | None = None
+    """Different padded lengths of an epoch's batches."""
 
     worst_batch_tokens: int | None = None
     """Padded length of the largest batches that the user's data can make, which the warm-up steps were fed."""

@@ -55,6 +55,17 @@ class Schedule:
     """Padded tokens of an epoch's mean step."""
     worst_tokens: int | None
     """Padded length of the worst batches; ``None`` for images."""
+    new_lengths: tuple[int, ...] = ()
+    """Of each step after the warm-up: padded lengths that no step before it had; 0 where it is measured.
+
+    A step that has some is a rehearsal: it comes once more, and is measured then. Empty where there are none."""
+    epoch_lengths: int = 1
+    """Different padded lengths of an epoch's batches."""
+
+    @property
+    def rehearsals(self) -> int:
+        """Steps after the warm-up that are not measured."""
+        return sum(1 for new in self.new_lengths if new)
 
     def estimate(self, seconds: list[float]) -> tuple[float, float]:
         """Mean seconds of an epoch's steps, and half its 95 % interval over it; infinite below two steps.
@@ -111,6 +122,8 @@ class BatchShape:
     ordinary_steps: int
     """Between the worst and the measured ones."""
     measured_steps: int
+    rehearses: bool = False
+    """Whether those of these that have padded lengths of their own are to come twice."""
 
 
 def make_schedule(
@@ -131,20 +144,35 @@ def make_schedule(
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
     # Axes: step, micro-step, sample.
     steps = epoch.reshape(-1, shape.micro_steps, shape.batch)
-    micro_costs = shape.batch * _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
+    padded = _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
+    micro_costs = shape.batch * padded
     costs = micro_costs.sum(axis=1)
     by_cost = np.argsort(costs, kind="stable")
-    order, measured_costs = list(worst), []
+    order, measured_costs, new_lengths = list(worst), [], []
     positions = _spread_positions(len(by_cost))
+    worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
+    # A worst batch without a mask is of another shape than one of an epoch that happens to be as long.
+    seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
+        seen.update(padded[step, : shape.micro_steps_run].tolist())
     for _ in range(shape.measured_steps):
         step = by_cost[next(positions)]
         run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-        order += steps[step, run].reshape(-1).tolist()
+        new = set(padded[step, run].tolist()) - seen if shape.rehearses else set()
+        seen |= new
+        order += steps[step, run].reshape(-1).tolist() * (2 if new else 1)
         measured_costs.append(float(micro_costs[step, run].mean()) * shape.micro_steps)
-    worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
-    return Schedule(tuple(order), shape.worst_steps, tuple(measured_costs), float(costs.mean()), worst_tokens)
+        new_lengths += [len(new), 0] if new else [0]
+    return Schedule(
+        tuple(order),
+        shape.worst_steps,
+        tuple(measured_costs),
+        float(costs.mean()),
+        worst_tokens,
+        tuple(new_lengths) if shape.rehearses else (),
+        len(np.unique(padded)),
+    )
 
 
 def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any:
@@ -212,6 +240,11 @@ class Feed:
         self._targets = self._array(TARGET_LENGTHS_FILE)
         self.is_text = self._lengths is not None
         self.varies = bool(self.is_text and self._lengths.min() < self._lengths.max())
+
+    @property
+    def makes_new_shapes(self) -> bool:
+        """Whether batches are padded to lengths that may not have come before."""
+        return self.varies and self._spec.padding != "max_length"
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -15,11 +15,14 @@ from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.feed import Schedule
 from autotune.worker.losses import skipped_steps
 from autotune.worker.meter import Meter
+from autotune.worker.rehearsal import Rehearsing
 
 # The standard error of a median is 1.253 times that of a mean (normal noise); 1.96 gives 95 %.
 _MEDIAN_HALF_WIDTH = 1.96 * 1.2533
 # From so many steps on the slowest one is left out of the noise, as it is of the median.
 _ROBUST_FROM = 5
+# Rehearsals of three steps and more may take so many times as long as the measured steps, and no longer.
+_REHEARSAL_PATIENCE = 3.0
 # NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
 
@@ -52,6 +55,57 @@ class _Step:
     """One micro-step that adds to existing gradients; 0 where none was run."""
 
 
+class _Rehearsals:
+    """Steps with shapes that were new, and what they took longer than the same batches right after."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self._shapes = 0
+        self._extra_seconds = 0.0
+        self._last: tuple[_Step, int] | None = None
+
+    def begin(self, step: _Step, new_shapes: int) -> None:
+        """A rehearsal is over."""
+        self.steps += 1
+        self.seconds += step.seconds
+        self._last = step, new_shapes
+
+    def end(self, step: _Step) -> float:
+        """A measured step is over; where it was rehearsed, the two are compared. Seconds that its data took before."""
+        if self._last is None:
+            return 0.0
+        (rehearsal, new_shapes), self._last = self._last, None
+        self._extra_seconds += rehearsal.seconds - step.seconds
+        self._shapes += new_shapes
+        return rehearsal.data_seconds
+
+    def seconds_a_shape(self) -> float | None:
+        """What a shape costs when it comes for the first time; ``None`` where none was new."""
+        return max(0.0, self._extra_seconds / self._shapes) if self._shapes else None
+
+
+class _Energy:
+    """Joules over measured steps, from a counter that is read before and after each."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._before: float | None = None
+        self.joules: float | None = 0.0
+
+    def read(self) -> None:
+        """What comes next is measured."""
+        self._before = self._meter.energy_joules()
+
+    def add(self) -> None:
+        """A measured step is over."""
+        before, after = self._before, self._meter.energy_joules()
+        if self.joules is None or before is None or after is None:
+            self.joules = None
+        else:
+            self.joules += after - before
+
+
 class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     """Marks phases on the device's timeline and synchronises once an optimizer step.
 
@@ -67,6 +121,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         on_enough: Callable[[Measurement], None],
         on_step: Callable[[int], None],
         schedule: Schedule | None = None,
+        rehearsing: Rehearsing | None = None,
     ) -> None:
         self._meter = meter
         self._candidate = candidate
@@ -74,6 +129,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._on_enough = on_enough
         self._on_step = on_step
         self._schedule = schedule
+        self._rehearsing = rehearsing
+        self._rehearsals = _Rehearsals()
         self._worst_peaks: tuple[int, int] | None = None
         self._warmup: list[_Step] = []
         self._measured: list[_Step] = []
@@ -82,14 +139,13 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._begin = 0.0
         self._first_reserved: int | None = None
         self._scaler: Any = None
-        self._joules_before: float | None = None
+        self._energy = _Energy(meter)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The clock of the first step starts here."""
         self._scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         self._meter.synchronize()
-        self._begin_measuring(len(self._warmup))
-        self._previous_end = time.perf_counter()
+        self._begin_measuring()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Batches are fetched by now: what passed since the last step is data."""
@@ -114,24 +170,43 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         end = time.perf_counter()
         step = self._taken_down(end)
         self._previous_end = end
-        warm = len(self._warmup) >= self._effort.warmup_steps
-        (self._measured if warm else self._warmup).append(step)
-        if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps and not warm:
-            self._worst_peaks = self._meter.peaks()
+        is_warm, new_shapes = len(self._warmup) >= self._effort.warmup_steps, self._new_shapes()
+        is_measured = is_warm and not new_shapes
+        if is_measured:
+            self._energy.add()
+            data_seconds = self._rehearsals.end(step)
+            if self._rehearsing is not None:
+                # Its batches lay ready, since they had been waited for in the rehearsal.
+                seconds = step.seconds + data_seconds
+                step = replace(step, seconds=seconds, data_seconds=step.data_seconds + data_seconds)
+            self._measured.append(step)
+        elif is_warm:
+            self._rehearsals.begin(step, new_shapes)
+        else:
+            self._warmup.append(step)
+            if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
+                self._worst_peaks = self._meter.peaks()
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks()[1]
-        self._on_step(len(self._warmup) + len(self._measured))
-        if self._enough():
+        self._on_step(len(self._warmup) + self._rehearsals.steps + len(self._measured))
+        if is_measured and self._enough():
             control.should_training_stop = True
             self._on_enough(self.measurement())
-        elif not warm:
-            self._begin_measuring(len(self._warmup))
+        elif len(self._warmup) >= self._effort.warmup_steps:
+            self._begin_measuring()
 
-    def _begin_measuring(self, warm: int) -> None:
-        """Read the energy once the last warm-up step is over; the reading belongs to no step's time."""
-        if warm == self._effort.warmup_steps:
-            self._joules_before = self._meter.energy_joules()
-            self._previous_end = time.perf_counter()
+    def _new_shapes(self) -> int:
+        """Shapes of the step under way that are new, where it will come again; warm-up steps are dropped anyhow."""
+        if self._rehearsing is not None:
+            return self._rehearsing.new_shapes
+        new = self._schedule.new_lengths if self._schedule else ()
+        position = self._rehearsals.steps + len(self._measured)
+        return new[position] if position < len(new) else 0
+
+    def _begin_measuring(self) -> None:
+        """Read the energy, which belongs to no step's time."""
+        self._energy.read()
+        self._previous_end = time.perf_counter()
 
     @property
     def micro_steps_seen(self) -> int:
@@ -162,6 +237,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if len(measured) < min(2, self._effort.max_steps):
             return False
         if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:
+            return True
+        if len(measured) >= 3 and self._rehearsals.seconds >= _REHEARSAL_PATIENCE * self._effort.max_seconds:
             return True
         return len(measured) >= self._effort.min_steps and self._estimate()[1] <= self._effort.target_spread
 
@@ -216,6 +293,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             skipped_steps=skipped_steps(self._scaler),
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
+            new_length_seconds=self._rehearsals.seconds_a_shape(),
+            epoch_lengths=self._schedule.epoch_lengths if self._schedule else None,
             worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst[0],
@@ -224,10 +303,11 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Mean power over the measured steps times the seconds that a sample takes, micro-steps left out included."""
-        after, run_seconds = self._meter.energy_joules(), sum(step.seconds for step in self._measured)
-        if after is None or self._joules_before is None or run_seconds < _LEAST_ENERGY_SECONDS:
+        run_seconds = sum(step.seconds for step in self._measured)
+        joules = self._energy.joules
+        if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
             return None
-        return (after - self._joules_before) / run_seconds * step_seconds / self._candidate.samples_per_step
+        return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 
     def _compile_seconds(self) -> float:
         """What the dropped steps took beyond as many measured ones."""

@@ -24,6 +24,7 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.rehearsal import Rehearsing
 from autotune.worker.trial import Trial
 from autotune.worker.user_code import UserCodeError, enter, load_function, run_script, trim
 from autotune.workload import BYTES_PER_ELEMENT, Workload
@@ -207,12 +208,20 @@ class _OwnTrial(Trial):
         if ignored:
             raise UserCodeError(_ignored_message(self._source, ignored))
 
+    def _rehearse(self, trainer: Any) -> Rehearsing:
+        """Have the steps of its training data come twice where their shapes are new."""
+        rehearsing = Rehearsing(micro_steps_to_run(self._candidate, self._effort))
+        original = trainer.get_train_dataloader
+        trainer.get_train_dataloader = lambda: rehearsing.over(original())
+        return rehearsing
+
     def _prepare(self, trainer: Any) -> None:
         """Have it measured, for as many steps as that takes, and heard by nobody else."""
         assert self._meter is not None
         for callback in list(trainer.callback_handler.callbacks):
             if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
                 trainer.remove_callback(callback)
+        rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         trainer.add_callback(
             _WholeStepsCallback(
                 self._meter,
@@ -220,6 +229,7 @@ class _OwnTrial(Trial):
                 self._effort,
                 on_enough=lambda measured: self._end(Completed(_with_loss(measured, trainer))),
                 on_step=lambda step: self._send({"step": step}),
+                rehearsing=rehearsing,
             )
         )
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)

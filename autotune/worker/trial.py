@@ -54,7 +54,14 @@ class Phases:
 
 
 def trainer_arguments(
-    candidate: Candidate, device_kind: str, effort: Effort, output_dir: str, seed: int, **others: Any
+    candidate: Candidate,
+    device_kind: str,
+    effort: Effort,
+    output_dir: str,
+    seed: int,
+    *,
+    rehearsals: int = 0,
+    **others: Any,
 ) -> Any:
     """The candidate's arguments, with reporting and saving off and enough steps to measure."""
     fields = {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -63,7 +70,7 @@ def trainer_arguments(
     return TrainingArguments(
         **arguments,
         output_dir=output_dir,
-        max_steps=effort.warmup_steps + effort.max_steps,
+        max_steps=effort.warmup_steps + effort.max_steps + rehearsals,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -126,11 +133,16 @@ class Trial:
         self._phases.enter("trainer")
         if self._candidate.arm.use_liger_kernel:
             check_liger_knows(self._workload.model_type)
-        others = feed.arguments if feed else {}
+        schedule = self._schedule(feed) if feed else None
         arguments = trainer_arguments(
-            self._candidate, self._device_kind, self._effort, output_dir, self._seed, **others
+            self._candidate,
+            self._device_kind,
+            self._effort,
+            output_dir,
+            self._seed,
+            rehearsals=schedule.rehearsals if schedule else 0,
+            **(feed.arguments if feed else {}),
         )
-        schedule = self._schedule(feed, arguments) if feed else None
         results: list[Measurement] = []
         callback = MeasureCallback(
             meter,
@@ -170,15 +182,17 @@ class Trial:
         self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
         return feed
 
-    def _schedule(self, feed: Feed, arguments: Any) -> Schedule:
+    def _schedule(self, feed: Feed) -> Schedule:
         candidate = self._candidate
         shape = BatchShape(
             candidate.per_device_train_batch_size,
             candidate.gradient_accumulation_steps,
-            arguments.gradient_accumulation_steps,
+            micro_steps_to_run(candidate, self._effort),
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
             self._effort.max_steps,
+            # What a GPU does for shapes that are new to it (kernels are chosen, built, loaded) takes seconds.
+            rehearses=feed.makes_new_shapes and self._device_kind == "cuda",
         )
         return feed.schedule(shape, self._seed)
 

@@ -53,6 +53,33 @@ def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: Bat
     assert padded < 1.1 if spec.group_by_length else padded > 1.5
 
 
+def test_a_step_with_padded_lengths_that_are_new_comes_twice() -> None:
+    shape = BatchShape(8, 2, 2, 3, 1, 12, rehearses=True)
+    spec = DataSpec("/x", "json", "", group_by_length=True, pad_to_multiple_of=32)
+    schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
+    steps = micro_batches(schedule, shape)[4:]
+    assert len(steps) == len(schedule.new_lengths) == 12 + schedule.rehearsals
+    assert 3 < schedule.rehearsals < 12, "of some steps all lengths have come before"
+    before = micro_batches(schedule, shape)[3]
+    seen = {-(-int(LENGTHS[batch].max()) // 32) for batch in before}
+    for number, (step, new) in enumerate(zip(steps, schedule.new_lengths, strict=True)):
+        lengths = {-(-int(LENGTHS[batch].max()) // 32) for batch in step}
+        if number and schedule.new_lengths[number - 1]:
+            assert new == 0
+            assert step == steps[number - 1]
+        else:
+            assert new == len(lengths - seen)
+        seen |= lengths
+    assert schedule.epoch_lengths == len({-(-int(length) // 32) for length in LENGTHS})
+
+
+def test_nothing_comes_twice_where_shapes_make_no_difference() -> None:
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 12), 0)
+    assert schedule.new_lengths == ()
+    assert schedule.rehearsals == 0
+    assert len(schedule.order) == 15 * 16
+
+
 def test_costs_are_those_of_the_batches_in_the_order() -> None:
     shape = BatchShape(4, 6, 3, 2, 0, 5)
     schedule = make_schedule(5000, LENGTHS, None, DataSpec("/x", "json", "", pad_to_multiple_of=32), 512, shape, 0)

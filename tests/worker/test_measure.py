@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_meter import FakeClock, FakeMeter
 
 from autotune.trial import Arm, Candidate, Effort, Measurement
 from autotune.units import MIB
 from autotune.worker import measure
+from autotune.worker.feed import Schedule
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run, relative_spread
+from autotune.worker.rehearsal import Rehearsing
 
 STEADY = Effort(warmup_steps=0, min_steps=2, max_steps=4, max_seconds=1000.0)
 
@@ -27,10 +30,19 @@ class Drive:
     measurements: list[Measurement] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
+    schedule: Schedule | None = None
+    rehearsing: Rehearsing | None = None
+
     def __post_init__(self) -> None:
         self.meter = FakeMeter(self.clock)
         self.callback = MeasureCallback(
-            self.meter, self.candidate, self.effort, self.measurements.append, self.steps.append
+            self.meter,
+            self.candidate,
+            self.effort,
+            self.measurements.append,
+            self.steps.append,
+            self.schedule,
+            self.rehearsing,
         )
 
     def run(
@@ -191,6 +203,44 @@ def test_a_reading_of_the_energy_is_in_no_step(clock: FakeClock, monkeypatch: py
     drive.run()
     assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0])
     assert drive.measured.data_seconds == pytest.approx(0.0)
+
+
+def test_what_new_lengths_cost_is_told_apart(clock: FakeClock) -> None:
+    # After the warm-up: a rehearsal with two new lengths, its step, a step of old ones, a rehearsal with one, its step.
+    schedule = Schedule((), 1, (1.0,) * 3, 1.0, 128, new_lengths=(2, 0, 0, 1, 0), epoch_lengths=40)
+    drive = Drive(candidate(8), Effort(1, 3, 3, 0.01, 1000.0), clock, schedule=schedule)
+    drive.run(extra=(7.0, 5.0, 0.0, 0.0, 1.0, 0.0))
+    assert drive.steps == [1, 2, 3, 4, 5, 6]
+    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0, 1.0])
+    assert drive.measured.new_length_seconds == pytest.approx((5.0 + 1.0) / 3)
+    assert drive.measured.epoch_lengths == 40
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 / 8)
+
+
+def test_rehearsals_are_not_gone_on_with_for_ever(clock: FakeClock) -> None:
+    schedule = Schedule((), 0, (1.0,) * 9, 1.0, 128, new_lengths=(1, 0) * 9)
+    drive = Drive(candidate(8), Effort(0, 5, 9, 0.0, 4.0), clock, schedule=schedule)
+    drive.run(micro=(0.5,), extra=(4.0, 0.1) * 9)
+    assert len(drive.measured.step_seconds_each) == 3, "12 s of rehearsals are three times 4 s"
+
+
+def test_data_is_waited_for_in_the_first_of_two(clock: FakeClock) -> None:
+    rehearsing = Rehearsing(1)
+    drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, rehearsing=rehearsing)
+    batches = rehearsing.batches([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5)])
+    begin = drive.callback.on_step_begin
+
+    def fetch(*words: object) -> None:
+        next(batches)
+        clock.sleep(0.4 if rehearsing.new_shapes or len(drive.steps) == 2 else 0.0)
+        begin(*words)
+
+    drive.callback.on_step_begin = fetch
+    drive.run(extra=(3.0,))
+    assert drive.steps == [1, 2, 3]
+    assert drive.measured.step_seconds_each == pytest.approx([1.4, 1.4])
+    assert drive.measured.data_seconds == pytest.approx(0.4)
+    assert drive.measured.new_length_seconds == pytest.approx(3.4)
 
 
 def test_relative_spread_is_half_the_interval_of_the_median() -> None:
