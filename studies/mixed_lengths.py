@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,35 +143,50 @@ def _search(options: argparse.Namespace, folder: Path, name: str, *words: str) -
     return document
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The three searches and their epochs."""
+def run(options: argparse.Namespace, folder: Path, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The searches and then their epochs; ``save`` is given what there is after each."""
     file, tokenizer = folder / "texts.jsonl", folder / "tokenizer"
     write_texts(file, options.samples, options.shortest, options.longest)
     write_tokenizer(tokenizer)
     data = ("--dataset", str(file), "--tokenizer", str(tokenizer))
-    found = {
-        "synthetic": _search(options, folder, "synthetic"),
-        "dataset": _search(options, folder, "dataset", *data),
-        "grouped": _search(options, folder, "grouped", *data, "--group-by-length"),
-    }
-    epochs: dict[str, list[dict[str, Any]]] = {name: [] for name in found}
-    for _ in range(options.repeats):
-        for name, document in found.items():
-            environment = document["environment"]
+    words = {"synthetic": (), "dataset": data, "grouped": (*data, "--group-by-length")}
+    found: dict[str, dict[str, Any]] = {}
+    epochs: dict[str, list[dict[str, Any]]] = {}
+    document = {"command": ["python", "studies/mixed_lengths.py", *sys.argv[1:]], "searches": found, "epochs": epochs}
+    for name in options.only.split(","):
+        found[name] = _search(options, folder, name, *words[name])
+        save(document)
+    for repeat in range(options.repeats):
+        # In another order each time.
+        for name in sorted(found, reverse=repeat % 2 == 1):
+            environment = found[name]["environment"]
             job = {
-                "file": str(file), "tokenizer": str(tokenizer), "arguments": document["arguments"],
-                "config": found["dataset"]["workload"]["config"], "cap_bytes": document["ceiling"]["cap_bytes"],
+                "file": str(file), "tokenizer": str(tokenizer), "arguments": found[name]["arguments"],
+                "config": found[name]["workload"]["config"], "cap_bytes": found[name]["ceiling"]["cap_bytes"],
                 "device_kind": environment["device_kind"], "device_uuid": environment["device_uuid"],
             }  # fmt: skip
-            epochs[name].append(_epoch(job, folder))
+            epochs.setdefault(name, []).append(_epoch(job, folder))
             print(name, json.dumps(epochs[name][-1]), file=sys.stderr, flush=True)
-    speeds = {
-        name: statistics.median(seen["samples_per_second"] for seen in several)
-        for name, several in epochs.items()
-        if all("error" not in seen for seen in several)
-    }
-    return {"command": ["python", "studies/mixed_lengths.py", *sys.argv[1:]], "samples_per_second": speeds,
-            "epochs": epochs, "searches": found}  # fmt: skip
+            save(document)
+    return document
+
+
+def _line(name: str, found: dict[str, Any], epochs: list[dict[str, Any]], samples: int) -> str:
+    """What was promised, for an epoch that meets its lengths for the first time as well, and what came of it."""
+    best = found["best"]
+    seconds = samples / best["samples_per_second"]
+    new_seconds = (best.get("new_length_seconds") or 0.0) * (best.get("epoch_lengths") or 0)
+    words = [
+        f"{name}: {best['per_device_train_batch_size']} × {best['gradient_accumulation_steps']} {best['precision']}",
+        f"promised {best['samples_per_second']:.1f} samples/s",
+        f"{samples / (seconds + new_seconds):.1f} in a first epoch of {samples:,}",
+    ]
+    if any("error" in seen for seen in epochs):
+        return ", ".join([*words, "did not survive"])
+    for what in ("samples_per_second", "samples_per_second_of_the_second_half"):
+        each = [seen[what] for seen in epochs]
+        words.append(f"{what.replace('_', ' ')}: {statistics.median(each):.1f}")
+    return ", ".join(words)
 
 
 def main() -> None:
@@ -185,21 +201,21 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=20, help="tokens")
     parser.add_argument("--longest", type=int, default=512, help="tokens")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only", default="synthetic,dataset,grouped")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.epoch:
         train_epoch(options.epoch)
         return
+
+    def save(document: dict[str, Any]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory(prefix="mixed-lengths-") as folder:
-        document = run(options, Path(folder))
-    text = json.dumps(document, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        document = run(options, Path(folder), save)
     for name, found in document["searches"].items():
-        best, speed = found["best"], document["samples_per_second"].get(name)
-        shape = f"{best['per_device_train_batch_size']} × {best['gradient_accumulation_steps']} {best['precision']}"
-        measured = "did not survive" if speed is None else f"{speed:.1f} samples/s in its epochs"
-        print(f"{name}: {shape}, promised {best['samples_per_second']:.1f}; {measured}")
+        print(_line(name, found, document["epochs"].get(name, []), options.samples))
 
 
 if __name__ == "__main__":

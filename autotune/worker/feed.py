@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from torch.utils.data import Sampler
 from transformers import (
     AutoTokenizer,
@@ -235,6 +234,9 @@ class Feed:
         self._workload = workload
         self._spec = workload.data
         self._folder = Path(folder)
+        # Seconds, which nothing else in this module costs.
+        from datasets import load_from_disk
+
         self.dataset = load_from_disk(str(self._folder / SAMPLES_FOLDER))
         self._lengths = self._array(LENGTHS_FILE)
         self._targets = self._array(TARGET_LENGTHS_FILE)

@@ -25,15 +25,11 @@ import sys
 import tempfile
 import time
 import traceback
-import types
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from autotune.device import CAPABILITY_VARIABLE
 from autotune.worker import process
+from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
 
-COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
-"""Set where the server imports torch alone and each trial the rest: seconds slower, but nothing is shared."""
 _LINE_LIMIT_BYTES = 16 * 1024**2
 
 
@@ -249,68 +245,14 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         send("result", run_trial(job, lambda record: send("progress", record)))
 
 
-class _CudaStartedError(Exception):
-    """An import started CUDA in the server."""
-
-
-@contextlib.contextmanager
-def _cuda_not_started() -> Iterator[None]:
-    """Import packages that ask what the GPU can do while they are imported, and keep CUDA from being started by that.
-
-    transformers imports peft where that is installed, which imports bitsandbytes and torchao, which ask torch for
-    the compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
-    """
-    import torch
-
-    told = os.environ.get(CAPABILITY_VARIABLE)
-    answers: dict[str, Any] = {}
-    if told:
-        major, minor = map(int, told.split("."))
-        properties = types.SimpleNamespace(major=major, minor=minor)
-        answers = {"get_device_capability": (major, minor), "get_device_properties": properties, "current_device": 0}
-    asked = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    try:
-        yield
-    finally:
-        for name, function in asked.items():
-            setattr(torch.cuda, name, function)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise _CudaStartedError
-
-
-def _import_everything(preload: dict[str, Any] | None) -> int:
-    """Import what trials need; returns the number of threads that torch would use."""
-    import torch
-
-    threads = torch.get_num_threads()
-    # After a parallel operation here, children would wait for threads that fork did not copy.
-    torch.set_num_threads(1)
-    if COLD_VARIABLE in os.environ:
-        return threads
-    with _cuda_not_started():
-        import autotune.worker.facts
-        import autotune.worker.trial  # noqa: F401
-
-        if preload:
-            from autotune.worker.build import model_class
-            from autotune.workload import Workload
-
-            # Only a head start: what is wrong with the workload is told by the inspect job.
-            with contextlib.suppress(Exception):
-                model_class(Workload.from_document(preload))
-    return threads
-
-
 def main() -> None:
     """``python -m autotune.worker.server REPORT_FD [WORKLOAD_JSON]``."""
     report_fd = int(sys.argv[1])
     os.set_inheritable(report_fd, False)
     process.adopt_orphans()
     try:
-        threads = _import_everything(json.loads(sys.argv[2]) if len(sys.argv) > 2 else None)
-    except _CudaStartedError:
+        threads = import_everything(json.loads(sys.argv[2]) if len(sys.argv) > 2 else None)
+    except CudaStartedError:
         print("an installed package starts CUDA when it is imported, so every trial imports by itself", flush=True)
         os.set_inheritable(report_fd, True)
         os.execve(sys.executable, sys.orig_argv, {**os.environ, COLD_VARIABLE: "1"})

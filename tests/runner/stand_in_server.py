@@ -90,6 +90,6 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 
 if __name__ == "__main__":
     server._run_job = run_job
-    server._import_everything = lambda preload: 1
+    server.import_everything = lambda preload: 1
     time.sleep(float(os.environ.get("STAND_IN_IMPORT_SECONDS", "0")))
     server.main()

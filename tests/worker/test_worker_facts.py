@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import importlib.util
+import json
 import platform
+import subprocess
+import sys
 
 import pytest
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, tiny_workload
 
 from autotune import catalog
+from autotune.data import DataSpec
 from autotune.workload import Task
 
 
@@ -62,13 +68,43 @@ def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: py
     import torch
 
     from autotune.device import CAPABILITY_VARIABLE
-    from autotune.worker import server
+    from autotune.worker import imports
 
     monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
     before = torch.cuda.get_device_capability
-    with server._cuda_not_started():
+    with imports._cuda_not_started():
         assert torch.cuda.get_device_capability(torch.cuda.device(0)) == (8, 6)
         # As torchao does, through triton.
         assert torch.cuda.current_device() == 0
         assert torch.cuda.get_device_properties(0).major == 8
     assert torch.cuda.get_device_capability is before
+
+
+@pytest.mark.parametrize(("own_data", "imported"), [(False, False), (True, True)])
+def test_the_server_imports_what_the_workload_needs(own_data: bool, imported: bool) -> None:
+    workload = tiny_workload("bert-tiny")
+    if own_data:
+        workload = dataclasses.replace(workload, data=DataSpec("/x.jsonl", "json", ""))
+    say = (
+        "import json, sys; from autotune.worker.imports import import_everything; "
+        "import_everything(json.loads(sys.argv[1])); import transformers; "
+        "print(transformers.utils.is_datasets_available(), bool(sys.modules.get('datasets')), 'pyarrow' in sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", say, json.dumps(workload.document())], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.split() == [str(imported)] * 3
+
+
+def test_what_is_hidden_is_there_again_unless_it_is_hidden_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autotune.worker.imports import _without
+
+    for name in ("colorsys", "wave"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with _without(("colorsys",), ("wave",)):
+        assert importlib.util.find_spec("colorsys") is None
+        assert importlib.util.find_spec("wave") is None
+    assert importlib.util.find_spec("colorsys") is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("wave")
+    monkeypatch.delitem(sys.modules, "wave")

@@ -1,0 +1,98 @@
+"""What the server imports for its trials, once: all that they need, nothing that starts CUDA, little else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from autotune.device import CAPABILITY_VARIABLE
+from autotune.workload import Workload
+
+COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
+"""Set where the server imports torch alone and each trial the rest: seconds slower, but nothing is shared."""
+
+# transformers imports these where they are installed, for what no training step does (assisted decoding, the losses
+# of object detection): a quarter of the time that importing its Trainer takes.
+_NO_STEP_NEEDS = ("sklearn", "scipy")
+
+
+class CudaStartedError(Exception):
+    """An import started CUDA in the server."""
+
+
+@contextlib.contextmanager
+def _cuda_not_started() -> Iterator[None]:
+    """Import packages that ask what the GPU can do while they are imported, and keep CUDA from being started by that.
+
+    transformers imports peft where that is installed, which imports bitsandbytes and torchao, which ask torch for
+    the compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
+    """
+    import torch
+
+    told = os.environ.get(CAPABILITY_VARIABLE)
+    answers: dict[str, Any] = {}
+    if told:
+        major, minor = map(int, told.split("."))
+        properties = types.SimpleNamespace(major=major, minor=minor)
+        answers = {"get_device_capability": (major, minor), "get_device_properties": properties, "current_device": 0}
+    asked = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    try:
+        yield
+    finally:
+        for name, function in asked.items():
+            setattr(torch.cuda, name, function)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise CudaStartedError
+
+
+@contextlib.contextmanager
+def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[None]:
+    """Import as if some packages were not installed; ``forever`` are those that nothing may import later either."""
+    hidden = [name for name in (*packages, *forever) if name not in sys.modules]
+    # What Python itself takes for "not to be found".
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            if name not in forever:
+                del sys.modules[name]
+
+
+def _not_used_by(workload: Workload) -> tuple[str, ...]:
+    """Packages that ``transformers`` asks for in its Trainer, and that this workload has no use for."""
+    unused = () if workload.data else ("datasets",)
+    return (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
+
+
+def import_everything(preload: dict[str, Any] | None) -> int:
+    """Import what trials need; returns the number of threads that torch would use."""
+    import torch
+
+    threads = torch.get_num_threads()
+    # After a parallel operation here, children would wait for threads that fork did not copy.
+    torch.set_num_threads(1)
+    if COLD_VARIABLE in os.environ:
+        return threads
+    workload = Workload.from_document(preload) if preload else None
+    if workload is None or workload.source is not None:
+        # Code of the user's own may use anything.
+        with _cuda_not_started():
+            import autotune.worker.facts
+            import autotune.worker.trial
+        return threads
+    with _cuda_not_started(), _without(_NO_STEP_NEEDS, _not_used_by(workload)):
+        import autotune.worker.facts
+        import autotune.worker.trial  # noqa: F401
+        from autotune.worker.build import model_class
+
+        # Only a head start: what is wrong with the workload is told by the inspect job.
+        with contextlib.suppress(Exception):
+            model_class(workload)
+    return threads
