@@ -11,8 +11,8 @@ from typing import Protocol
 
 from autotune.device import Ceiling
 from autotune.device.chips import Chip
-from autotune.memory import MemoryModel, Question
-from autotune.trial import Document
+from autotune.memory import MemoryModel, Question, prediction_class
+from autotune.trial import Arm, Document
 
 # Two traces of a large model took 3 s on an idle core; ten times that on a busy machine is still no hang.
 _TIMEOUT_SECONDS = 180.0
@@ -55,9 +55,16 @@ class _Inquiry:
     identity: Document
     askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
 
+    def is_about(self, arm: Arm) -> bool:
+        """Whether the answer says what an arm needs."""
+        return any(prediction_class(question.arm) == prediction_class(arm) for _, question in self.askers)
+
 
 class Forecast:
-    """Asks the questions about one GPU or several in order, each once, and files the answers in a model for each."""
+    """Asks the questions about one GPU or several, each once, and files the answers in a model for each.
+
+    A search begins with the first few, and asks what else it needs when it needs it; whoever wants all completes it.
+    """
 
     def __init__(
         self, submitter: Submitter, targets: Sequence[Target], *, parallel: int, kept: Kept | None = None
@@ -83,9 +90,44 @@ class Forecast:
         """Whether every question has been answered or given up."""
         return not self._waiting and not self._asked
 
-    def advance(self, wait_seconds: float = 0.0) -> None:
-        """File what has been answered and ask what comes next; waits at most so long for one answer."""
-        self._ask()
+    def begin(self, arm: Arm) -> None:
+        """Unless all that will be known of an arm is, ask for that and as much else as may run at once; do not wait."""
+        if not self.is_settled(arm):
+            self._ask_about(arm)
+            self._fill()
+
+    def is_settled(self, arm: Arm) -> bool:
+        """Whether all that will be known of an arm is, and nothing is being predicted."""
+        self._collect(0.0)
+        return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
+
+    def settle(self, arm: Arm, seconds: float) -> None:
+        """Wait, at most so long, until what is predicted of an arm is there and nothing else is being predicted."""
+        self._ask_about(arm)
+        deadline = time.monotonic() + seconds
+        while self._asked and (left := deadline - time.monotonic()) > 0:
+            self._collect(min(1.0, left))
+
+    def complete(self, seconds: float = math.inf) -> None:
+        """Ask everything and wait for the answers, at most so long."""
+        deadline = time.monotonic() + seconds
+        self._fill()
+        while self._asked and (left := deadline - time.monotonic()) > 0:
+            self._collect(min(1.0, left))
+            self._fill()
+
+    def _ask_about(self, arm: Arm) -> None:
+        for inquiry in [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]:
+            self._waiting.remove(inquiry)
+            self._ask(inquiry)
+
+    def _fill(self) -> None:
+        """Ask in order, as many questions as may be asked at once."""
+        while self._waiting and len(self._asked) < self._parallel:
+            self._ask(self._waiting.pop(0))
+
+    def _collect(self, wait_seconds: float) -> None:
+        """File what has been answered; waits at most so long for one answer."""
         if not self._asked:
             return
         for job_id, answer in self._submitter.ended(wait_seconds).items():
@@ -98,13 +140,12 @@ class Forecast:
                     self._kept.keep(inquiry.identity, answer["result"])
             else:
                 self.unanswered += [question for _, question in inquiry.askers]
-        self._ask()
 
-    def complete(self, seconds: float = math.inf) -> None:
-        """Wait for every answer, at most so long."""
-        deadline = time.monotonic() + seconds
-        while not self.is_complete and (left := deadline - time.monotonic()) > 0:
-            self.advance(wait_seconds=min(1.0, left))
+    def _ask(self, inquiry: _Inquiry) -> None:
+        self._number += 1
+        job_id = f"predict-{self._number}"
+        self._asked[job_id] = inquiry
+        self._submitter.submit(job_id, "predict", inquiry.details, _TIMEOUT_SECONDS)
 
     def _recall(self) -> None:
         """File what was predicted before."""
@@ -117,14 +158,6 @@ class Forecast:
                 self._waiting.append(inquiry)
             else:
                 _file(inquiry, known)
-
-    def _ask(self) -> None:
-        while self._waiting and len(self._asked) < self._parallel:
-            inquiry = self._waiting.pop(0)
-            self._number += 1
-            job_id = f"predict-{self._number}"
-            self._asked[job_id] = inquiry
-            self._submitter.submit(job_id, "predict", inquiry.details, _TIMEOUT_SECONDS)
 
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:

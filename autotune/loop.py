@@ -30,8 +30,8 @@ from autotune.units import format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
-# A prediction takes 3 to 6 s of a free core. Trials that are timed beside some were wrong by 10 % and more where
-# images are fed, so they wait; what takes longer than this is not waited for.
+# A prediction takes 1 to 6 s of a free core. Trials that are timed beside some were wrong by 10 % and more where
+# images are fed, so they wait; a search waits no longer than this in all.
 _MOST_PREDICTION_SECONDS = 20.0
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
@@ -104,6 +104,7 @@ class Search:
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
         self._spent_seconds = 0.0
+        self._patience_seconds = _MOST_PREDICTION_SECONDS
         self._started = clock()
 
     def run(self) -> StudyRecord:
@@ -229,12 +230,30 @@ class Search:
             self._run_trial(asked, candidate, stage)
 
     def _look_ahead(self) -> None:
-        """Wait for the predictions, unless the baseline comes first, which needs none, and feeding it takes no core."""
-        if self._forecast is None:
+        """Predict memory beside the baseline, which needs none, unless images are fed; then what the next arm needs.
+
+        Nothing else is timed beside predictions.
+        """
+        forecast = self._forecast
+        if forecast is None or forecast.is_complete:
             return
-        self._forecast.advance()
-        if self._records or self._request.objective == "max-batch" or not self._request.workload.is_text:
-            self._forecast.complete(_MOST_PREDICTION_SECONDS)
+        stage, forced = self._next_forced()
+        if forced is not None:
+            upcoming = self._optuna.upcoming()
+            if stage == "baseline" and self._request.workload.is_text and upcoming is not None:
+                forecast.begin(upcoming.arm)
+            return
+        deadline = time.monotonic() + self._patience_seconds
+        if not isinstance(self._optuna.sampler, PolicySampler):
+            forecast.complete(self._patience_seconds)
+        # An answer may have the policy propose another arm.
+        while (
+            (upcoming := self._optuna.upcoming()) is not None
+            and not forecast.is_settled(upcoming.arm)
+            and (left := deadline - time.monotonic()) > 0
+        ):
+            forecast.settle(upcoming.arm, left)
+        self._patience_seconds = max(0.0, deadline - time.monotonic())
 
     def _exhausted(self) -> str | None:
         """Why no further trial may be run, whatever there is to try."""

@@ -213,10 +213,13 @@ _MOST_PARALLEL = 8
 _MOST_RUNGS = 12
 
 
-def forecast_of(prepared: Prepared, submitter: Submitter, kept: Kept | None = None) -> Forecast | None:
-    """Have memory predicted for every candidate of a search on a GPU, as far as it is not among what was ``kept``.
+def forecast_of(
+    prepared: Prepared, submitter: Submitter, kept: Kept | None = None, *, cores: int | None = None
+) -> Forecast | None:
+    """Predictions for every candidate of a search on a GPU, as far as they are not among what was ``kept``.
 
-    ``None`` on a CPU, whose memory is another, and for the user's own code, which cannot run on fake tensors.
+    At most half the ``cores`` predict at once; those that this process may use, when left out. ``None`` on a CPU,
+    whose memory is another, and for the user's own code, which cannot run on fake tensors.
     """
     if prepared.chip is None or prepared.request.workload.source is not None:
         return None
@@ -228,7 +231,7 @@ def forecast_of(prepared: Prepared, submitter: Submitter, kept: Kept | None = No
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
-    parallel = min(_MOST_PARALLEL, max(1, (os.cpu_count() or 1) // 2))
+    parallel = min(_MOST_PARALLEL, max(1, (cores or _usable_cpus()) // 2))
     return Forecast(submitter, [Target(prepared.chip, prepared.ceiling, asked)], parallel=parallel, kept=kept)
 
 

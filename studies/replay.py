@@ -262,27 +262,28 @@ def predictions_path(landscape: Path) -> Path:
 class RecordedPredictions:
     """A ``Submitter`` that answers from a file; a question that is not there is answered as by a process that failed.
 
-    The first answer moves the clock on by the seconds that a search waits for its predictions.
+    An answer is there so many seconds after it was asked for: whoever waits for one moves the clock on to that.
     """
 
-    def __init__(self, path: Path, runner: SimulatedRunner, wait_seconds: float) -> None:
+    def __init__(self, path: Path, runner: SimulatedRunner, ready_seconds: float) -> None:
         answers = json.loads(path.read_text(encoding="utf-8"))["answers"] if path.exists() else []
         self._answers = {_key(answer["question"]): answer["result"] for answer in answers}
         self._submitted: dict[str, Document] = {}
+        self._there_at = 0.0
         self._runner = runner
-        self._wait_seconds = wait_seconds if answers else 0.0
+        self._ready_seconds = ready_seconds if answers else 0.0
 
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
         """See ``autotune.forecast.Submitter``."""
         result = self._answers.get(_key(details))
+        self._there_at = self._runner.seconds + self._ready_seconds
         self._submitted[job_id] = {"exit_code": 1} if result is None else {"result": result}
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
         """See ``autotune.forecast.Submitter``. Nothing ends before somebody waits for it."""
         if wait_seconds <= 0:
             return {}
-        self._runner.seconds += self._wait_seconds
-        self._wait_seconds = 0.0
+        self._runner.seconds = max(self._runner.seconds, self._there_at)
         ended, self._submitted = self._submitted, {}
         return ended
 

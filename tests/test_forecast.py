@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from autotune.forecast import Forecast, Target
 from autotune.loop import Search
 from autotune.memory import MemoryModel, Question, questions
 from autotune.preparation import Prepared, forecast_of, prepare
+from autotune.runner.local import TrialJob
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Completed, Document, Measurement
+from autotune.trial import Arm, Candidate, Completed, Document, Measurement, Outcome
 from autotune.units import GIB, MIB
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
@@ -194,6 +196,50 @@ def test_a_search_whose_predictions_were_made_asks_for_none_and_goes_the_same_wa
     assert was_asked
     assert not is_asked
     assert first == second
+
+
+class Slow(Answers):
+    """Answers once somebody waits."""
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        return super().ended(wait_seconds) if wait_seconds > 0 else {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a prediction is under way."""
+        return bool(self._running)
+
+
+class Beside(RecordedRunner):
+    """Notes which trials ran beside a prediction."""
+
+    def __init__(self, answers: Slow) -> None:
+        super().__init__(EFFECTIVE_64)
+        self.answers = answers
+        self.disturbed: list[Candidate] = []
+
+    def run(self, job: TrialJob, progress: Any) -> Outcome:
+        if self.answers.is_busy:
+            self.disturbed.append(job.candidate)
+        return super().run(job, progress)
+
+
+@pytest.mark.parametrize(("cores", "task", "at_first"), [(2, None, 1), (16, None, 4), (2, "image-classification", 0)])
+def test_only_a_baseline_of_text_runs_beside_predictions(
+    cores: int, task: Any, at_first: int, store: Store, tmp_path: Any
+) -> None:
+    ready = prepared()
+    if task is not None:
+        workload = dataclasses.replace(ready.request.workload, task=task)
+        ready = dataclasses.replace(ready, request=dataclasses.replace(ready.request, workload=workload))
+    answers = Slow()
+    forecast = forecast_of(ready, answers, cores=cores)
+    runner = Beside(answers)
+    Search(ready, runner, store, RecordingObserver(), tmp_path, forecast=forecast).run()
+    assert runner.disturbed == ([ready.baseline] if at_first else [])
+    assert runner.candidates[0] == ready.baseline
+    # bf16 with and without checkpointing are all that the search is about; with many cores the rest costs no time.
+    assert len(answers.submitted) == max(at_first, 2)
 
 
 def test_a_measured_peak_corrects_its_class() -> None:
