@@ -1,6 +1,6 @@
 """Our sampler against Optuna's on recorded landscapes, seconds replayed: no GPU, the same figures everywhere.
 
-    python studies/bench.py [--seeds 20] [--within 0.01] [--prediction-seconds 7.5] [--json FILE] [LANDSCAPE.jsonl …]
+    python studies/bench.py [--seeds 20] [--within 0.01] [--prediction-seconds 4.6] [--json FILE] [LANDSCAPE.jsonl …]
 
 What is counted are trials, simulated seconds and out-of-memory trials until a feasible trial within 1 % of the best of
 the whole grid has completed. Landscapes were recorded once, so a replay is exact; every trial takes the seconds that it
