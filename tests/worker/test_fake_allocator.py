@@ -88,10 +88,12 @@ from autotune.trial import Arm
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
+from autotune.worker.fake.tracer import StorageTracer
 from autotune.worker.predict import anatomy
 from autotune.workload import Workload
 
 chip = CHIPS["h200"]
+repeat = StorageTracer.repeat_micro_step
 peaks = []
 for name, task, precision, checkpointing in (
     ("bert-tiny", "sequence-classification", "bf16", False),
@@ -104,30 +106,42 @@ for name, task, precision, checkpointing in (
     workload = Workload(name, resolve_model(name).config, task, 1 if task.startswith("image") else 32)
     training = FakeTraining(workload, Arm(precision, checkpointing), chip)
     step = training.step()
-    direct = ScalableStep(training.trace(40), 40)
+    repeated = training.trace(40)
+    StorageTracer.repeat_micro_step = lambda *_: False
+    traced_twice = training.trace(40)
+    StorageTracer.repeat_micro_step = repeat
+    sizes = [sorted(size for _, size in trace.events) for trace in (repeated, traced_twice)]
+    same = sizes[0] == sizes[1] and repeated.parts == traced_twice.parts
+    direct = ScalableStep(traced_twice, 40)
     for accumulates in (False, True):
         scaled = step.at(40, chip, accumulates=accumulates)
         parts = anatomy(scaled, step.labels)
         traced = replay(direct.at(40, chip, accumulates=accumulates)).peak_allocated_bytes
-        peaks.append((replay(scaled).peak_allocated_bytes, traced, sum(parts.values()), parts))
+        peaks.append((replay(scaled).peak_allocated_bytes, traced, sum(parts.values()), parts, same))
 print(json.dumps(peaks))
 """
 
 
 @pytest.fixture(scope="module")
-def scaled_peaks() -> list[tuple[int, int, int, dict[str, int]]]:
+def scaled_peaks() -> list[tuple[int, int, int, dict[str, int], bool]]:
     done = subprocess.run([sys.executable, "-c", _SCALED], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [tuple(row) for row in json.loads(done.stdout)]
 
 
-def test_one_batch_says_what_another_needs(scaled_peaks: list[tuple[int, int, int, dict[str, int]]]) -> None:
-    for scaled, direct, _, _ in scaled_peaks:
+def test_one_batch_says_what_another_needs(scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]]) -> None:
+    for scaled, direct, _, _, _ in scaled_peaks:
         assert scaled == pytest.approx(direct, rel=2e-3)
 
 
-def test_the_anatomy_adds_up_to_the_peak(scaled_peaks: list[tuple[int, int, int, dict[str, int]]]) -> None:
-    for scaled, _, whole, parts in scaled_peaks:
+def test_a_micro_step_that_is_repeated_is_the_one_that_would_be_traced(
+    scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]],
+) -> None:
+    assert all(same for *_, same in scaled_peaks)
+
+
+def test_the_anatomy_adds_up_to_the_peak(scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]]) -> None:
+    for scaled, _, whole, parts, _ in scaled_peaks:
         # Every block is rounded up to 512 bytes, and some hold a little more than was asked.
         assert whole <= scaled <= whole * 1.1 + MIB
         assert {"weights", "optimizer", "activations"} <= parts.keys()
