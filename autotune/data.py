@@ -31,6 +31,8 @@ DATA_OPTIONS = (
 DataKind = Literal["json", "csv", "parquet", "arrow", "text", "imagefolder", "saved", "hub"]
 PaddingRule = Literal["longest", "max_length"]
 
+DEFAULT_SPLIT = "train"
+
 _KIND_OF_SUFFIX: dict[str, DataKind] = {
     ".jsonl": "json",
     ".json": "json",
@@ -93,7 +95,7 @@ class DataSpec:
     """The same for two sources exactly when they hold the same, as far as can be told cheaply."""
     tokenizer_content: str | None = None
     """As ``content``, of the tokenizer."""
-    split: str = "train"
+    split: str = DEFAULT_SPLIT
     text_columns: tuple[str, ...] | None = None
     """``None``: the one that there is."""
     label_column: str | None = None
@@ -169,6 +171,11 @@ def locate(name: str, split: str) -> tuple[str, DataKind, str]:
         kind, files = _folder_kind(path, name, split)
     elif path.is_file():
         kind, files = _file_kind(path, name), [path]
+        if split != DEFAULT_SPLIT:
+            raise InvalidRequestError(
+                f"--split {split}: --dataset {name} is a single file, which has no splits",
+                "leave --split out, or name the file of that split",
+            )
     elif _is_hub_name(name):
         return name, "hub", name
     else:

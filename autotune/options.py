@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from autotune.data import DATA_OPTIONS, DataSpec, locate, tokenizer_content
+from autotune.data import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec, locate, tokenizer_content
 from autotune.device import Device, Headroom, find_device
 from autotune.errors import InvalidRequestError
 from autotune.levers import LeverChoice, segments_expand
@@ -117,7 +117,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
                 )
         return None
     _check_data_meaning(options, task)
-    split = options["split"] or "train"
+    split = options["split"] or DEFAULT_SPLIT
     path, kind, content = locate(name, split)
     tokenizer = None
     if task != "image-classification":

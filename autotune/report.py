@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
-from autotune.errors import UnknownStudyError
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 
@@ -68,13 +67,7 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
 
 def load_report(store: Store, name: str) -> Report:
     """The report of the study of this name; ``UnknownStudyError`` where there is none."""
-    study = store.study(name)
-    if study is None:
-        known = [summary.study.name for summary in store.studies()[:5]]
-        raise UnknownStudyError(
-            f"there is no study {name!r} in {store.label}",
-            f"the newest are {', '.join(known)}" if known else "run autotune search first",
-        )
+    study = store.existing_study(name)
     try:
         return Report(
             study,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, get_args
 
 from autotune.device import Device, Headroom, find_device, list_devices
-from autotune.errors import DeviceError, InvalidRequestError, StorageError, UnknownStudyError
+from autotune.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective
 from autotune.request import SearchRequest
@@ -34,13 +34,7 @@ def recorded_request(
     Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, and ``StorageError`` for
     a record that makes no request.
     """
-    record = store.study(study)
-    if record is None:
-        known = [summary.study.name for summary in store.studies()[:5]]
-        raise UnknownStudyError(
-            f"there is no study {study!r} in {store.label}",
-            f"the newest are {', '.join(known)}" if known else "run autotune search first",
-        )
+    record = store.existing_study(study)
     try:
         environment = store.environment(record.environment_id)
         found = find_device(device) if device is not None else _device_of(environment, study)

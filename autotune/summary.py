@@ -99,6 +99,12 @@ def _why_it_ended(study: StudyRecord) -> list[str]:
     return (study.stopped_because or "").split("\n")
 
 
+def _left_out(line: str) -> Document:
+    """``all fp16; tf32, checkpointing: why`` as data."""
+    names, _, why = line.partition(": ")
+    return {"arms": names.split("; "), "reason": why}
+
+
 def _was_interrupted(trial: TrialRecord) -> bool:
     return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
 
@@ -157,7 +163,7 @@ def report_document(report: Report) -> Document:
         "study": study.name,
         "state": study.state,
         "stopped_because": _why_it_ended(study)[0] if study.stopped_because else None,
-        "left_out": _why_it_ended(study)[1:],
+        "left_out": [_left_out(line) for line in _why_it_ended(study)[1:]],
         "request": study.request,
         "workload": report.workload,
         "environment": environment,

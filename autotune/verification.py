@@ -180,6 +180,15 @@ class Verification:
     obtained: Document
     """The answer of ``autotune.worker.stock``."""
 
+    def __str__(self) -> str:
+        """What came of it in a line, for a notebook."""
+        promised, obtained = self.subject.promised.samples_per_second, self.samples_per_second or 0.0
+        verdict = "; ".join(self.misses()) or "kept"
+        return (
+            f"{self.subject.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
+            f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
+        )
+
     @property
     def samples_per_second(self) -> float | None:
         """Of the training steps alone; ``None`` where the run did not end well."""

@@ -124,3 +124,12 @@ def test_what_is_no_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         locate(name, "train")
     assert name in refused.value.message
     assert refused.value.hint
+
+
+def test_a_single_file_has_no_splits(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"text": "a", "label": 0}\n')
+    assert locate(str(file), "train")[1] == "json"
+    with pytest.raises(InvalidRequestError, match="--split test") as error:
+        locate(str(file), "test")
+    assert "single file" in error.value.message

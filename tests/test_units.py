@@ -35,7 +35,7 @@ from autotune.units import (
         (".5k", KIB // 2),
         ("1048576", MIB),
         ("1048576B", MIB),
-        ("1", 1),
+        ("1B", 1),
     ],
 )
 def test_sizes(text: str, size_bytes: int) -> None:
@@ -45,7 +45,25 @@ def test_sizes(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "GiB", "24 Gig", "-1GiB", "+1GiB", "1e9", "0", "0.5", "2EiB", "9" * 400, "1,5GiB", "٣GiB", "nan", "inf"],
+    [
+        "",
+        " ",
+        "GiB",
+        "24 Gig",
+        "24",
+        "1023",
+        "-1GiB",
+        "+1GiB",
+        "1e9",
+        "0",
+        "0.5",
+        "2EiB",
+        "9" * 400,
+        "1,5GiB",
+        "٣GiB",
+        "nan",
+        "inf",
+    ],
 )
 def test_what_is_no_size(text: str) -> None:
     """The error names it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import io
@@ -53,6 +54,14 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(module), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], _COMMANDS, n=2)
+        if args[0] not in _COMMANDS and near:
+            raise click.UsageError(f"no such command {args[0]!r}; did you mean {' or '.join(near)}?", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -115,6 +124,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         say_error(message[:1].lower() + message[1:], f"{command} --help says what can be given")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
+        click.echo("autotune: interrupted", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         _forget_output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 from pathlib import Path
@@ -104,8 +105,10 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple
     for name in names:
         chip = CHIPS.get(name.lower())
         if chip is None or chip.memory_bytes is None:
+            near = difflib.get_close_matches(name.lower(), CHIPS, n=2)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise InvalidRequestError(
-                f"--gpu {name!r} is not known", f"known are {', '.join(CHIPS)}; or --memory-limit"
+                f"--gpu {name!r} is not known", f"{meant}known are {', '.join(CHIPS)}; or --memory-limit"
             )
         if limit_bytes is not None and limit_bytes > chip.memory_bytes:
             raise InvalidRequestError(
@@ -260,4 +263,6 @@ def _print(document: dict[str, Any], anatomy: bool) -> None:
             rows.append(cells)
             name = ""
     print_table(head + (list(_ORDER) if anatomy else []), rows)
+    if anatomy:
+        click.echo("At the moment of the peak: without accumulation that is often before there are gradients.")
     click.echo("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from autotune.errors import StorageError
+from autotune.errors import StorageError, UnknownStudyError
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
@@ -117,6 +118,18 @@ class Store:
         with self._transaction() as connection:
             row = connection.execute(select(*_STUDY_COLUMNS).where(StudyRow.name == name)).first()
         return None if row is None else _study_record(row._mapping)
+
+    def existing_study(self, name: str) -> StudyRecord:
+        """The study of this name; ``UnknownStudyError`` where there is none, with those that may be meant."""
+        study = self.study(name)
+        if study is not None:
+            return study
+        known = [summary.study.name for summary in self.studies()]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the newest are {', '.join(known[:5])}"
+        raise UnknownStudyError(
+            f"there is no study {name!r} in {self.label}", hint if known else "run autotune search first"
+        )
 
     def studies(self) -> list[StudySummary]:
         """Every study, the newest first."""

@@ -41,6 +41,8 @@ from autotune.worker.feed import (
 from autotune.workload import Workload
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")
+# Of fewer, each may well be of another class.
+_FEW_SAMPLES = 20
 _LABEL_NAMES = ("label", "labels", "target")
 _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
@@ -192,7 +194,14 @@ class _Reading:
                 f"--dataset {self._spec.label}: the column {name!r} holds neither classes nor numbers",
                 "name another with --label-column",
             )
-        number = {value: index for index, value in enumerate(sorted(set(values)))}
+        classes = set(values)
+        if len(classes) == len(values) > _FEW_SAMPLES:
+            raise InvalidRequestError(
+                f"--dataset {self._spec.label}: every one of the {len(values):,} samples has a class of its own in "
+                f"the column {name!r}",
+                "name the column of the classes with --label-column",
+            )
+        number = {value: index for index, value in enumerate(sorted(classes))}
         return [number[value] for value in values], max(len(number), 2)
 
     # Text

@@ -48,6 +48,7 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("--dtype int8", 2, ("int8", "bfloat16")),
     ("--gradient-checkpointing maybe", 2, ("maybe", "auto")),
     ("--memory-limit 24Gig", 2, ("24Gig", "24GiB")),
+    ("--memory-limit 24", 2, ("'24'", "24GiB")),
     ("--memory-limit 0", 2, ("'0'", "1 byte")),
     ("--memory-limit -1GiB", 2, ("-1GiB", "24GiB")),
     ("--headroom 100%", 2, ("100%", "5%")),
@@ -312,3 +313,17 @@ def test_a_terminal_without_unicode_is_no_error(studied: Studied, tmp_path: Path
     ran = run_process("show", "tiny", "--storage", studied.storage, folder=tmp_path, PYTHONIOENCODING="cp437")
     assert ran.code == 0, ran.stderr
     assert "8 ? 2" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("serach",), "did you mean search?"),
+        (("predict", "--model", "bert-tiny", "--gpu", "rtx3090"), "did you mean rtx-3090"),
+        (("show", "tyni"), "did you mean tiny?"),
+        (("resume", "tyni"), "did you mean tiny?"),
+    ],
+)
+def test_what_is_nearly_right_is_pointed_out(studied: Studied, run: Run, words: tuple[str, ...], meant: str) -> None:
+    ran = run(*words, *(("--storage", studied.storage) if words[0] != "serach" else ()))
+    check_error(ran, 9 if "tyni" in words else 2, meant)

@@ -264,6 +264,8 @@ def test_bad_contents_are_refused(read: Callable[..., Read], tokenizer: str, tmp
     assert "holds no samples" in read("bert-tiny", spec(nothing, tokenizer)).refusal
     none = write_jsonl(tmp_path / "none.jsonl", [{"text": "a"}, {"text": "b"}])
     assert "no column is called label" in read("bert-tiny", spec(none, tokenizer)).refusal
+    each = write_jsonl(tmp_path / "each.jsonl", [{"text": "a b", "label": number} for number in range(21)])
+    assert "every one of the 21 samples has a class of its own" in read("bert-tiny", spec(each, tokenizer)).refusal
     two = write_jsonl(tmp_path / "two.jsonl", [{"a": "x", "b": "y", "label": 1}])
     assert "it has a, b, label; name one with --text-column" in read("bert-tiny", spec(two, tokenizer)).refusal
 
