@@ -106,13 +106,15 @@ def _no_surprise_collection() -> Iterator[None]:
 
     What is there already is left alone: looking through it takes a tenth of the time of a trace.
     """
+    was_enabled = gc.isenabled()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
         gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 class FakeTraining:
