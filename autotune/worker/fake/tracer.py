@@ -114,7 +114,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take down once more what happened since a part began, as it goes where gradients are there already.
 
         They are added to in place, and cuBLAS has its workspaces. Whether that is all the difference: where anything
-        else outlives the part, or ends in it without having begun in it, nothing is taken down. Of 27 models of the
+        else outlives the part, or ends in it without having begun in it, nothing is taken down. Of twenty models of the
         catalog the sequence is the one that a second micro-step gives, but for the order of some simultaneous deaths.
         """
         begins = self.trace.parts[part]
