@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,10 +64,17 @@ class Forecast:
     """Asks the questions about one GPU or several, each once, and files the answers in a model for each.
 
     A search begins with the first few, and asks what else it needs when it needs it; whoever wants all completes it.
+    Nobody waits longer than ``patience_seconds`` in all.
     """
 
     def __init__(
-        self, submitter: Submitter, targets: Sequence[Target], *, parallel: int, kept: Kept | None = None
+        self,
+        submitter: Submitter,
+        targets: Sequence[Target],
+        *,
+        parallel: int,
+        kept: Kept | None = None,
+        patience_seconds: float = math.inf,
     ) -> None:
         self.models = [MemoryModel(target.ceiling) for target in targets]
         self._submitter = submitter
@@ -75,6 +82,7 @@ class Forecast:
         self._waiting = _inquiries(targets, self.models)
         self._asked: dict[str, _Inquiry] = {}
         self._parallel = max(1, parallel)
+        self._patience_seconds = patience_seconds
         self._number = 0
         self.unanswered: list[Question] = []
         """Questions whose process failed: nothing is predicted there, and the search does without."""
@@ -92,29 +100,35 @@ class Forecast:
 
     def begin(self, arm: Arm) -> None:
         """Unless all that will be known of an arm is, ask for that and as much else as may run at once; do not wait."""
-        if not self.is_settled(arm):
+        if not self._is_settled(arm):
             self._ask_about(arm)
             self._fill()
 
-    def is_settled(self, arm: Arm) -> bool:
-        """Whether all that will be known of an arm is, and nothing is being predicted."""
+    def settle(self, upcoming: Callable[[], Arm | None]) -> None:
+        """Wait until what is predicted of the ``upcoming`` arm is there and nothing else is being predicted.
+
+        What is predicted may make another arm the upcoming one.
+        """
+        while (arm := upcoming()) is not None and not self._is_settled(arm) and self._patience_seconds > 0:
+            self._ask_about(arm)
+            self._wait()
+
+    def complete(self) -> None:
+        """Ask everything and wait for the answers."""
+        self._fill()
+        while self._asked and self._patience_seconds > 0:
+            self._wait()
+            self._fill()
+
+    def _is_settled(self, arm: Arm) -> bool:
         self._collect(0.0)
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 
-    def settle(self, arm: Arm, seconds: float) -> None:
-        """Wait, at most so long, until what is predicted of an arm is there and nothing else is being predicted."""
-        self._ask_about(arm)
-        deadline = time.monotonic() + seconds
-        while self._asked and (left := deadline - time.monotonic()) > 0:
-            self._collect(min(1.0, left))
-
-    def complete(self, seconds: float = math.inf) -> None:
-        """Ask everything and wait for the answers, at most so long."""
-        deadline = time.monotonic() + seconds
-        self._fill()
-        while self._asked and (left := deadline - time.monotonic()) > 0:
-            self._collect(min(1.0, left))
-            self._fill()
+    def _wait(self) -> None:
+        """For one answer, a second at most."""
+        began = time.monotonic()
+        self._collect(min(1.0, self._patience_seconds))
+        self._patience_seconds -= time.monotonic() - began
 
     def _ask_about(self, arm: Arm) -> None:
         for inquiry in [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]:

@@ -25,14 +25,11 @@ from autotune.sampler import PolicySampler, candidate_of, distributions, make_sa
 from autotune.speed import Speeds
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
-from autotune.trial import Candidate, Document, Effort, Failed, Outcome
+from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome
 from autotune.units import format_seconds
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
-# A prediction takes 1 to 6 s of a free core. Trials that are timed beside some were wrong by 10 % and more where
-# images are fed, so they wait; a search waits no longer than this in all.
-_MOST_PREDICTION_SECONDS = 20.0
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
 _INTERRUPTED = "interrupted"
@@ -104,7 +101,6 @@ class Search:
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
         self._spent_seconds = 0.0
-        self._patience_seconds = _MOST_PREDICTION_SECONDS
         self._started = clock()
 
     def run(self) -> StudyRecord:
@@ -239,21 +235,18 @@ class Search:
             return
         stage, forced = self._next_forced()
         if forced is not None:
-            upcoming = self._optuna.upcoming()
-            if stage == "baseline" and self._request.workload.is_text and upcoming is not None:
-                forecast.begin(upcoming.arm)
+            arm = self._upcoming_arm()
+            if stage == "baseline" and self._request.workload.is_text and arm is not None:
+                forecast.begin(arm)
             return
-        deadline = time.monotonic() + self._patience_seconds
-        if not isinstance(self._optuna.sampler, PolicySampler):
-            forecast.complete(self._patience_seconds)
-        # An answer may have the policy propose another arm.
-        while (
-            (upcoming := self._optuna.upcoming()) is not None
-            and not forecast.is_settled(upcoming.arm)
-            and (left := deadline - time.monotonic()) > 0
-        ):
-            forecast.settle(upcoming.arm, left)
-        self._patience_seconds = max(0.0, deadline - time.monotonic())
+        if isinstance(self._optuna.sampler, PolicySampler):
+            forecast.settle(self._upcoming_arm)
+        else:
+            forecast.complete()
+
+    def _upcoming_arm(self) -> Arm | None:
+        upcoming = self._optuna.upcoming()
+        return upcoming.arm if upcoming is not None else None
 
     def _exhausted(self) -> str | None:
         """Why no further trial may be run, whatever there is to try."""
@@ -387,7 +380,8 @@ class Search:
             # Code of the user's may import and read what has changed since.
             return None
         if self._library is None:
-            self._library = Library(self._store.past_trials(self._study), self._prepared.ceiling)
+            past, memory = self._store.past_trials(self._study), self._history.memory
+            self._library = Library(past, self._prepared.ceiling, memory)
         return self._library.answer(candidate, effort, in_full=stage == "final")
 
     def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:

@@ -209,6 +209,9 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
 
 # Each prediction takes a core for a few seconds and about 1 GiB of host memory.
 _MOST_PARALLEL = 8
+# Trials that were timed beside predictions were wrong by 10 % and more where images are fed, so a search waits for
+# them; no longer than this in all, though.
+_PATIENCE_SECONDS = 20.0
 # A step in the ladder of a free batch doubles it; no GPU holds more than this many doublings of 8.
 _MOST_RUNGS = 12
 
@@ -232,7 +235,8 @@ def forecast_of(
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
     parallel = min(_MOST_PARALLEL, max(1, (cores or _usable_cpus()) // 2))
-    return Forecast(submitter, [Target(prepared.chip, prepared.ceiling, asked)], parallel=parallel, kept=kept)
+    target = Target(prepared.chip, prepared.ceiling, asked)
+    return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=_PATIENCE_SECONDS)
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:

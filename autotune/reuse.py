@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 
 from autotune.device import Ceiling
 from autotune.history import History, Tried, cap_of, ran_in_full
+from autotune.memory import MemoryModel
 from autotune.store import PastTrial
 from autotune.trial import (
     Arm,
@@ -40,14 +41,19 @@ _SECONDS_KNOWN_TO = 0.95
 
 
 class Library:
-    """Answers for candidates under one ceiling, from trials of earlier studies."""
+    """Answers for candidates under one ceiling, from trials of earlier studies.
 
-    def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling) -> None:
+    A ``memory`` learns from all that completed, whether it answers anything or not.
+    """
+
+    def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling, memory: MemoryModel | None = None) -> None:
         self._line_bytes = ceiling.line_bytes
         self._completed: dict[tuple[Arm, int], list[PastTrial]] = {}
         self._sources: dict[str, PastTrial] = {}
         self._over = History(ceiling)
         for past in trials:
+            if memory is not None and past.trial.outcome is not None:
+                memory.learn(past.trial.candidate, past.trial.outcome)
             self._file(past, ceiling)
 
     def _file(self, past: PastTrial, ceiling: Ceiling) -> None:

@@ -15,6 +15,7 @@ from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, meas
 from searching import ceiling_of, new_store, prepared, search, with_environment
 
 from autotune.device import Ceiling
+from autotune.memory import MemoryModel, Question
 from autotune.notes import notes
 from autotune.report import load_report
 from autotune.request import MAX_BATCH_EFFORT
@@ -339,3 +340,25 @@ class TestSearches:
         assert derived
         assert second.trials[0].stage == "reused"
         assert any("baseline's speed is derived from trial" in note for note in notes(load_report(store, "second")))
+
+
+def test_what_was_measured_before_corrects_what_is_predicted() -> None:
+    ceiling = ceiling_of(CAP_BYTES)
+    memory = MemoryModel(ceiling)
+    earlier, now = Candidate(BF16, 16, 4), Candidate(BF16, 32, 2)
+    rows = [
+        {
+            "per_device_train_batch_size": candidate.per_device_train_batch_size,
+            "accumulates": True,
+            "peak_allocated_bytes": predicted * GIB,
+            "peak_reserved_bytes": predicted * GIB,
+            "runs_out": False,
+            "fits": True,
+            "anatomy": {},
+        }
+        for candidate, predicted in ((earlier, 8), (now, 14))
+    ]
+    memory.add(Question(BF16, ((16, True), (32, True)), None), {"batches": rows, "largest_batch": None})
+    # Another cap: the trial answers nothing here, and its bytes are what they were.
+    Library([past(earlier, measured(earlier, gib=9.0), 40 * GIB)], ceiling, memory)
+    assert memory.peak_allocated_bytes(now) == 15 * GIB
