@@ -210,7 +210,7 @@ class _OwnTrial(Trial):
 
     def _rehearse(self, trainer: Any) -> Rehearsing:
         """Have the steps of its training data come twice where their shapes are new."""
-        rehearsing = Rehearsing(micro_steps_to_run(self._candidate, self._effort))
+        rehearsing = Rehearsing(trainer.args.gradient_accumulation_steps)
         original = trainer.get_train_dataloader
         trainer.get_train_dataloader = lambda: rehearsing.over(original())
         return rehearsing

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tiny import AMPLE_BYTES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from autotune.training_source import find_trainer
+from autotune.trial import Arm, Candidate, Document, Effort
+from autotune.worker.meter import CpuMeter
+from autotune.worker.own import _OwnTrial
 from autotune.worker.rehearsal import Rehearsing
+from autotune.workload import Workload
 
 
 def batch(*lengths: int) -> dict[str, torch.Tensor]:
@@ -75,3 +83,43 @@ def test_a_real_trainer_takes_each_step_as_it_is_given(tmp_path: Path) -> None:
     # Five steps of four samples an epoch: two of 3, two of 4, one of 5. The epoch ends where the Trainer expects it to.
     assert note.new == [1, 0, 0, 1, 0, 0, 0, 0]
     assert model.lengths == [3] * 6 + [4] * 4 + [3] * 4 + [4] * 2
+
+
+class EndedError(Exception):
+    """In place of the end of the process."""
+
+
+def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
+    """All of it but the GPU: the meter is the CPU's."""
+    file = tmp_path / "train.py"
+    file.write_text("def build(overrides): ...")
+    effort = Effort(warmup_steps=1, min_steps=4, max_steps=4, target_spread=0.0, max_seconds=1000.0)
+    job = {
+        "workload": Workload.of_source(find_trainer(f"{file}:build")).document(),
+        "candidate": Candidate(Arm("fp32"), 2, 2).parameters(),
+        "effort": dataclasses.asdict(effort),
+        "device_kind": "cuda", "device_uuid": "", "cap_bytes": AMPLE_BYTES, "seed": 0,
+    }  # fmt: skip
+    ended: list[Document] = []
+
+    def finish(result: Document) -> Any:
+        ended.append(result)
+        raise EndedError
+
+    samples = [{"x": torch.ones(3 + number // 8), "labels": torch.zeros(1)} for number in range(64)]
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to="none",
+        disable_tqdm=True, use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trial = _OwnTrial(job, lambda record: None, finish)
+    trial._meter = CpuMeter()
+    model = Model()
+    trainer = Trainer(model, arguments, train_dataset=samples)
+    trial._prepare(trainer)
+    with pytest.raises(EndedError):
+        trainer.train()
+    measured = ended[0]["measurement"]
+    # Two steps of each length, the first of which comes twice; with 3 tokens its first coming is the warm-up.
+    assert model.lengths == [3] * 6 + [4] * 6
+    assert len(measured["step_seconds_each"]) == 4
+    assert measured["new_length_seconds"] is not None
