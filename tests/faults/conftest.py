@@ -20,13 +20,24 @@ SceneOf = Callable[..., Scene]
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """A search that nothing disturbs."""
-    scene = Scene(tmp_path_factory.mktemp("undisturbed"), "undisturbed")
+    scene = undisturbed(Scene(tmp_path_factory.mktemp("undisturbed"), "undisturbed"))
+    assert len(scene.ended()) >= 5
+    return scene
+
+
+@pytest.fixture(scope="session")
+def real_reference(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """The same with torch and a real Trainer in its trials."""
+    return undisturbed(Scene(tmp_path_factory.mktemp("real"), "undisturbed", real=True))
+
+
+def undisturbed(scene: Scene) -> Scene:
+    """The scene, searched to its end at once, with the seconds that this took."""
     started = time.monotonic()
     scene.finish()
     scene.seconds = time.monotonic() - started
     assert len(scene.outputs) == 1
     scene.check_nothing_runs()
-    assert len(scene.ended()) >= 5
     return scene
 
 
