@@ -64,7 +64,7 @@ class Forecast:
     """Asks the questions about one GPU or several, each once, and files the answers in a model for each.
 
     A search begins with the first few, and asks what else it needs when it needs it; whoever wants all completes it.
-    Nobody waits longer than ``patience_seconds`` in all.
+    Nobody waits longer than ``patience_seconds`` in all; what comes later than that still counts.
     """
 
     def __init__(
@@ -98,10 +98,14 @@ class Forecast:
         """Whether every question has been answered or given up."""
         return not self._waiting and not self._asked
 
-    def begin(self, arm: Arm) -> None:
-        """Unless all that will be known of an arm is, ask for that and as much else as may run at once; do not wait."""
-        if not self._is_settled(arm):
-            self._ask_about(arm)
+    def begin(self, arm: Arm | None) -> None:
+        """Unless all that will be known of an arm is, ask for that and as much else as may run at once; do not wait.
+
+        ``None`` stands for any arm.
+        """
+        if arm is None or not self._is_settled(arm):
+            if arm is not None:
+                self._ask_about(arm)
             self._fill()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
@@ -109,12 +113,15 @@ class Forecast:
 
         What is predicted may make another arm the upcoming one.
         """
-        while (arm := upcoming()) is not None and not self._is_settled(arm) and self._patience_seconds > 0:
+        while (arm := upcoming()) is not None and not self._is_settled(arm):
             self._ask_about(arm)
+            if self._patience_seconds <= 0:
+                return
             self._wait()
 
     def complete(self) -> None:
         """Ask everything and wait for the answers."""
+        self._collect(0.0)
         self._fill()
         while self._asked and self._patience_seconds > 0:
             self._wait()

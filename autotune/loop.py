@@ -145,6 +145,10 @@ class Search:
             self._remember(trial)
         for note in opened.notes:
             self._observer.note(note)
+        # Code of the user's may import and read what has changed since.
+        if not self._request.fresh and self._request.workload.source is None:
+            past, memory = self._store.past_trials(self._study), self._history.memory
+            self._library = Library(past, self._prepared.ceiling, memory)
 
     def _close_study(self, reason: str, *, finished: bool) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
@@ -235,9 +239,8 @@ class Search:
             return
         stage, forced = self._next_forced()
         if forced is not None:
-            arm = self._upcoming_arm()
-            if stage == "baseline" and self._request.workload.is_text and arm is not None:
-                forecast.begin(arm)
+            if stage == "baseline" and self._request.workload.is_text:
+                forecast.begin(self._upcoming_arm())
             return
         if isinstance(self._optuna.sampler, PolicySampler):
             forecast.settle(self._upcoming_arm)
@@ -376,13 +379,7 @@ class Search:
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
         """What a trial would show, where earlier studies tell."""
-        if self._request.fresh or self._request.workload.source is not None:
-            # Code of the user's may import and read what has changed since.
-            return None
-        if self._library is None:
-            past, memory = self._store.past_trials(self._study), self._history.memory
-            self._library = Library(past, self._prepared.ceiling, memory)
-        return self._library.answer(candidate, effort, in_full=stage == "final")
+        return self._library.answer(candidate, effort, in_full=stage == "final") if self._library else None
 
     def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:
         """Take an earlier trial's outcome for that of this one."""

@@ -242,6 +242,20 @@ def test_only_a_baseline_of_text_runs_beside_predictions(
     assert len(answers.submitted) == max(at_first, 2)
 
 
+def test_what_comes_when_patience_is_spent_still_counts() -> None:
+    ready, answers = prepared(), Slow()
+    asked = questions(list(ready.space.arms), [(32, 2), (16, 4)], None)
+    target = Target(CHIPS["h200"], ready.ceiling, asked)
+    forecast = Forecast(answers, [target], parallel=1, patience_seconds=0.0)
+    arms = iter([Arm("bf16"), Arm("tf32")])
+    for arm in arms:
+        forecast.settle(lambda arm=arm: arm)
+    assert len(answers.submitted) == 2, "each was asked for though nobody waits any more"
+    answers.ended = lambda _wait=0.0: Answers.ended(answers)  # type: ignore[method-assign]
+    forecast.complete()
+    assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
+
+
 def test_a_measured_peak_corrects_its_class() -> None:
     ready = prepared()
     model = MemoryModel(ready.ceiling)

@@ -59,7 +59,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         near = difflib.get_close_matches(args[0], _COMMANDS, n=2)
-        if args[0] not in _COMMANDS and near:
+        if near and args[0] not in _COMMANDS and not ctx.resilient_parsing:
             raise click.UsageError(f"no such command {args[0]!r}; did you mean {' or '.join(near)}?", ctx)
         return super().resolve_command(ctx, args)
 

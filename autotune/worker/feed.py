@@ -37,6 +37,7 @@ IMAGE = "image"
 
 # An epoch is drawn from so many samples at most: more take time to shuffle and change nothing.
 _MOST_SAMPLES = 100_000
+_MOST_TOKENS = 2**31
 _HALF_WIDTH = 1.96  # of a 95 % interval, in standard errors
 
 
@@ -144,6 +145,8 @@ def make_schedule(
     # Axes: step, micro-step, sample.
     steps = epoch.reshape(-1, shape.micro_steps, shape.batch)
     padded = _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
+    # Targets are padded on their own: one number for both lengths.
+    shapes = padded if targets is None else padded * _MOST_TOKENS + _padded_targets(np.asarray(targets)[steps], spec)
     micro_costs = shape.batch * padded
     costs = micro_costs.sum(axis=1)
     by_cost = np.argsort(costs, kind="stable")
@@ -154,11 +157,11 @@ def make_schedule(
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
-        seen.update(padded[step, : shape.micro_steps_run].tolist())
+        seen.update(shapes[step, : shape.micro_steps_run].tolist())
     for _ in range(shape.measured_steps):
         step = by_cost[next(positions)]
         run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-        new = set(padded[step, run].tolist()) - seen if shape.rehearses else set()
+        new = set(shapes[step, run].tolist()) - seen if shape.rehearses else set()
         seen |= new
         order += steps[step, run].reshape(-1).tolist() * (2 if new else 1)
         measured_costs.append(float(micro_costs[step, run].mean()) * shape.micro_steps)
@@ -170,7 +173,7 @@ def make_schedule(
         float(costs.mean()),
         worst_tokens,
         tuple(new_lengths) if shape.rehearses else (),
-        len(np.unique(padded)),
+        len(np.unique(shapes)),
     )
 
 
@@ -181,6 +184,12 @@ def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any
     multiple = spec.pad_to_multiple_of or 1
     tokens = np.full_like(longest, seq_len) if spec.padding == "max_length" else longest
     return -(-tokens // multiple) * multiple
+
+
+def _padded_targets(targets: Any, spec: DataSpec) -> Any:
+    """Padded lengths of the targets of each batch; axes as of its steps."""
+    multiple = spec.pad_to_multiple_of or 1
+    return -(-targets.max(axis=2) // multiple) * multiple
 
 
 def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) -> list[int]:
@@ -246,7 +255,8 @@ class Feed:
     @property
     def makes_new_shapes(self) -> bool:
         """Whether batches are padded to lengths that may not have come before."""
-        return self.varies and self._spec.padding != "max_length"
+        of_targets = self._targets is not None and self._targets.min() < self._targets.max()
+        return bool(self.varies or of_targets) and self._spec.padding != "max_length"
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback
@@ -23,8 +23,10 @@ _MEDIAN_HALF_WIDTH = 1.96 * 1.2533
 _ROBUST_FROM = 5
 # Rehearsals of three steps and more may take so many times as long as the measured steps, and no longer.
 _REHEARSAL_PATIENCE = 3.0
-# NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show.
+# NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show. They show more where
+# rehearsals come between the measured steps, so that it is read more often.
 _LEAST_ENERGY_SECONDS = 0.5
+_LEAST_REHEARSED_SECONDS = 1.0
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
@@ -71,14 +73,17 @@ class _Rehearsals:
         self.seconds += step.seconds
         self._last = step, new_shapes
 
-    def end(self, step: _Step) -> float:
-        """A measured step is over; where it was rehearsed, the two are compared. Seconds that its data took before."""
-        if self._last is None:
-            return 0.0
-        (rehearsal, new_shapes), self._last = self._last, None
-        self._extra_seconds += rehearsal.seconds - step.seconds
-        self._shapes += new_shapes
-        return rehearsal.data_seconds
+    def end(self, step: _Step) -> None:
+        """A measured step is over; where it was rehearsed, the two are compared, less their waiting for data."""
+        if self._last is not None:
+            rehearsal, new_shapes = self._last
+            self._extra_seconds += rehearsal.seconds - rehearsal.data_seconds - step.seconds + step.data_seconds
+            self._shapes += new_shapes
+        self.forget()
+
+    def forget(self) -> None:
+        """The step that comes next is none that was rehearsed."""
+        self._last = None
 
     def seconds_a_shape(self) -> float | None:
         """What a shape costs when it comes for the first time; ``None`` where none was new."""
@@ -174,11 +179,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         is_measured = is_warm and not new_shapes
         if is_measured:
             self._energy.add()
-            data_seconds = self._rehearsals.end(step)
-            if self._rehearsing is not None:
-                # Its batches lay ready, since they had been waited for in the rehearsal.
-                seconds = step.seconds + data_seconds
-                step = replace(step, seconds=seconds, data_seconds=step.data_seconds + data_seconds)
+            self._rehearsals.end(step)
             self._measured.append(step)
         elif is_warm:
             self._rehearsals.begin(step, new_shapes)
@@ -216,7 +217,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     def drop_step(self) -> None:
         """Take nothing down of the step that is ending; the clock of the next one starts here."""
         self._meter.synchronize()
-        self._previous_end = time.perf_counter()
+        self._rehearsals.forget()
+        self._begin_measuring()
 
     def _taken_down(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
@@ -305,7 +307,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Mean power over the measured steps times the seconds that a sample takes, micro-steps left out included."""
         run_seconds = sum(step.seconds for step in self._measured)
         joules = self._energy.joules
-        if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
+        least = _LEAST_REHEARSED_SECONDS if self._rehearsals.steps else _LEAST_ENERGY_SECONDS
+        if joules is None or run_seconds < least:
             return None
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -17,12 +18,16 @@ class Rehearsing:
     """Which steps come twice, and whether the one under way is the first of two.
 
     ``new_shapes`` counts the new ones of the step whose batches were given last; 0 says that it is to be timed: none is
-    new, or it came just before. Data was waited for in the first coming alone.
+    new, or it came just before. For each step that is given one is taken from the data loader, so that waiting for data
+    takes as long as ever; those that were taken too early come later.
     """
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps = micro_steps
         self._seen: set[Hashable] = set()
+        self._taken: deque[list[Any]] = deque()
+        self._owed: list[Any] = []
+        """The step that was rehearsed last, until it comes again: in the next epoch, if this one ends before."""
         self.new_shapes = 0
 
     def over(self, loader: Any) -> Any:
@@ -32,15 +37,29 @@ class Rehearsing:
     def batches(self, loader: Any) -> Iterator[Any]:
         """The batches of a data loader, those of some steps twice."""
         batches = iter(loader)
-        while step := list(itertools.islice(batches, self._micro_steps)):
-            shapes = {_shapes(batch) for batch in step} - self._seen
-            self._seen |= shapes
-            if shapes:
-                self.new_shapes = len(shapes)
-                # What trains on a batch may take things out of it.
-                yield from [copy.copy(batch) for batch in step]
-            self.new_shapes = 0
-            yield from step
+        while True:
+            if taken := list(itertools.islice(batches, self._micro_steps)):
+                self._taken.append(taken)
+            step, self._owed = self._owed, []
+            shapes: set[Hashable] = set()
+            if not step:
+                if not self._taken:
+                    return
+                step = self._taken.popleft()
+                # What is cut short at the end of the data is not timed in any case.
+                shapes = {_shapes(batch) for batch in step} - self._seen if len(step) == self._micro_steps else shapes
+            self.new_shapes = len(shapes)
+            yield from self._rehearsed(step, shapes) if shapes else step
+
+    def _rehearsed(self, step: list[Any], shapes: set[Hashable]) -> Iterator[Any]:
+        """The batches of a step that comes for the first time."""
+        # What trains on a batch may take things out of it.
+        *others, last = (copy.copy(batch) for batch in step)
+        yield from others
+        # Nobody may ask for more once this one is given.
+        self._seen |= shapes
+        self._owed = step
+        yield last
 
 
 class _Loader:

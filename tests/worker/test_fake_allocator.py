@@ -94,6 +94,7 @@ from autotune.workload import Workload
 
 chip = CHIPS["h200"]
 repeat = StorageTracer.repeat_micro_step
+were_repeated = []
 peaks = []
 for name, task, precision, checkpointing in (
     ("bert-tiny", "sequence-classification", "bf16", False),
@@ -106,12 +107,15 @@ for name, task, precision, checkpointing in (
     workload = Workload(name, resolve_model(name).config, task, 1 if task.startswith("image") else 32)
     training = FakeTraining(workload, Arm(precision, checkpointing), chip)
     step = training.step()
+    StorageTracer.repeat_micro_step = lambda *words: were_repeated.append(repeat(*words)) or were_repeated[-1]
     repeated = training.trace(40)
     StorageTracer.repeat_micro_step = lambda *_: False
     traced_twice = training.trace(40)
     StorageTracer.repeat_micro_step = repeat
     sizes = [sorted(size for _, size in trace.events) for trace in (repeated, traced_twice)]
-    same = sizes[0] == sizes[1] and repeated.parts == traced_twice.parts
+    held = [replay(trace.events) for trace in (repeated, traced_twice)]
+    same = were_repeated[-1] and sizes[0] == sizes[1] and repeated.parts == traced_twice.parts
+    same = same and held[0].peak_reserved_bytes == held[1].peak_reserved_bytes
     direct = ScalableStep(traced_twice, 40)
     for accumulates in (False, True):
         scaled = step.at(40, chip, accumulates=accumulates)

@@ -73,6 +73,16 @@ def test_a_step_with_padded_lengths_that_are_new_comes_twice() -> None:
     assert schedule.epoch_lengths == len({-(-int(length) // 32) for length in LENGTHS})
 
 
+def test_padded_targets_are_shapes_as_well() -> None:
+    targets = np.random.default_rng(2).integers(5, 100, 5000)
+    shape = BatchShape(8, 1, 1, 3, 0, 12, rehearses=True)
+    schedule = make_schedule(5000, np.full(5000, 512), targets, SPEC, 512, shape, 0)
+    assert schedule.rehearsals > 3
+    assert schedule.epoch_lengths > 10
+    alone = make_schedule(5000, np.full(5000, 512), None, SPEC, 512, shape, 0)
+    assert (alone.rehearsals, alone.epoch_lengths) == (1, 1)
+
+
 def test_nothing_comes_twice_where_shapes_make_no_difference() -> None:
     schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 12), 0)
     assert schedule.new_lengths == ()

@@ -217,6 +217,26 @@ def test_what_new_lengths_cost_is_told_apart(clock: FakeClock) -> None:
     assert drive.measured.joules_per_sample == pytest.approx(300.0 / 8)
 
 
+def test_a_step_that_is_dropped_takes_no_energy_and_ends_a_rehearsal(clock: FakeClock) -> None:
+    schedule = Schedule((), 0, (1.0,) * 3, 1.0, 128, new_lengths=(1, 0, 0, 0))
+    drive = Drive(candidate(8), Effort(0, 3, 3, 0.0, 1000.0), clock, schedule=schedule)
+    end, dropped = drive.callback.on_step_end, []
+
+    def end_step(args: Any, state: Any, control: Any) -> None:
+        if len(drive.steps) == 1 and not dropped:
+            clock.sleep(10.0)
+            dropped.append(True)
+            drive.callback.drop_step()
+        else:
+            end(args, state, control)
+
+    drive.callback.on_step_end = end_step
+    drive.run(extra=(5.0,))
+    assert drive.measured.step_seconds_each == pytest.approx([1.0, 1.0, 1.0])
+    assert drive.measured.new_length_seconds is None, "what would have been compared was dropped"
+    assert drive.measured.joules_per_sample == pytest.approx(300.0 / 8)
+
+
 def test_rehearsals_are_not_gone_on_with_for_ever(clock: FakeClock) -> None:
     schedule = Schedule((), 0, (1.0,) * 9, 1.0, 128, new_lengths=(1, 0) * 9)
     drive = Drive(candidate(8), Effort(0, 5, 9, 0.0, 4.0), clock, schedule=schedule)
@@ -224,7 +244,7 @@ def test_rehearsals_are_not_gone_on_with_for_ever(clock: FakeClock) -> None:
     assert len(drive.measured.step_seconds_each) == 3, "12 s of rehearsals are three times 4 s"
 
 
-def test_data_is_waited_for_in_the_first_of_two(clock: FakeClock) -> None:
+def test_waiting_for_data_is_no_cost_of_a_new_shape(clock: FakeClock) -> None:
     rehearsing = Rehearsing(1)
     drive = Drive(candidate(8), Effort(0, 2, 2, 0.0, 1000.0), clock, rehearsing=rehearsing)
     batches = rehearsing.batches([torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 5)])
@@ -232,7 +252,7 @@ def test_data_is_waited_for_in_the_first_of_two(clock: FakeClock) -> None:
 
     def fetch(*words: object) -> None:
         next(batches)
-        clock.sleep(0.4 if rehearsing.new_shapes or len(drive.steps) == 2 else 0.0)
+        clock.sleep(0.1 if rehearsing.new_shapes else 0.4)
         begin(*words)
 
     drive.callback.on_step_begin = fetch
@@ -240,7 +260,7 @@ def test_data_is_waited_for_in_the_first_of_two(clock: FakeClock) -> None:
     assert drive.steps == [1, 2, 3]
     assert drive.measured.step_seconds_each == pytest.approx([1.4, 1.4])
     assert drive.measured.data_seconds == pytest.approx(0.4)
-    assert drive.measured.new_length_seconds == pytest.approx(3.4)
+    assert drive.measured.new_length_seconds == pytest.approx(3.0)
 
 
 def test_relative_spread_is_half_the_interval_of_the_median() -> None:

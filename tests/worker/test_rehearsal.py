@@ -27,7 +27,41 @@ def test_only_steps_of_new_shapes_come_twice() -> None:
     rehearsing = Rehearsing(2)
     loader = [batch(3), batch(4), batch(4), batch(3), batch(3), batch(5), batch(6)]
     seen = [(rehearsing.new_shapes, given["input_ids"].shape[1]) for given in rehearsing.batches(loader)]
-    assert seen == [(2, 3), (2, 4), (0, 3), (0, 4), (0, 4), (0, 3), (1, 3), (1, 5), (0, 3), (0, 5), (1, 6), (0, 6)]
+    assert seen == [(2, 3), (2, 4), (0, 3), (0, 4), (0, 4), (0, 3), (1, 3), (1, 5), (0, 3), (0, 5), (0, 6)]
+
+
+def test_a_step_that_an_epoch_s_end_parts_comes_again_in_the_next() -> None:
+    rehearsing = Rehearsing(2)
+    first = rehearsing.batches([batch(3), batch(4)])
+    assert [next(first)["input_ids"].shape[1] for _ in range(2)] == [3, 4]
+    assert rehearsing.new_shapes == 2
+    # The Trainer has had what its epoch has, and begins another.
+    second = rehearsing.batches([batch(5), batch(5)])
+    seen = [(rehearsing.new_shapes, given["input_ids"].shape[1]) for given in second]
+    assert seen == [(0, 3), (0, 4), (1, 5), (1, 5), (0, 5), (0, 5)]
+
+
+def test_a_rehearsal_that_is_cut_short_shows_no_shapes() -> None:
+    rehearsing = Rehearsing(2)
+    next(rehearsing.batches([batch(3), batch(4)]))
+    again = rehearsing.batches([batch(3), batch(4)])
+    assert [(rehearsing.new_shapes, given["input_ids"].shape[1]) for given in again][:2] == [(2, 3), (2, 4)]
+
+
+def test_one_step_is_taken_for_each_that_is_given() -> None:
+    """So that a data loader that is slower than the training is waited for as long as ever."""
+    taken: list[int] = []
+
+    def load() -> Any:
+        for length in (3, 4, 5, 5):
+            taken.append(length)
+            yield batch(length)
+
+    given = Rehearsing(1).batches(load())
+    counts = []
+    for _ in given:
+        counts.append(len(taken))
+    assert counts == [1, 2, 3, 4, 4, 4, 4], "3, 3, 4, 4, 5, 5, 5"
 
 
 def test_what_is_taken_out_of_a_batch_is_there_the_second_time() -> None:
@@ -80,9 +114,10 @@ def test_a_real_trainer_takes_each_step_as_it_is_given(tmp_path: Path) -> None:
     original = trainer.get_train_dataloader
     trainer.get_train_dataloader = lambda: rehearsing.over(original())
     trainer.train()
-    # Five steps of four samples an epoch: two of 3, two of 4, one of 5. The epoch ends where the Trainer expects it to.
-    assert note.new == [1, 0, 0, 1, 0, 0, 0, 0]
-    assert model.lengths == [3] * 6 + [4] * 4 + [3] * 4 + [4] * 2
+    # Five steps of four samples an epoch: two of 3, two of 4, one of 5. The epoch ends where the Trainer expects it to,
+    # and what had no turn in it comes first in the next.
+    assert note.new == [1, 0, 0, 1, 0, 0, 1, 0]
+    assert model.lengths == [3] * 6 + [4] * 6 + [5] * 4
 
 
 class EndedError(Exception):
