@@ -8,7 +8,10 @@ from __future__ import annotations
 
 
 class AutotuneError(Exception):
-    """An error the user can act on: one line that names the value, one that names the next step."""
+    """Something else failed, such as writing the output.
+
+    Every error that a user can act on is one of these: a line that names the value, one that names the next step.
+    """
 
     exit_code = 1
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from autotune.report import Report, measurement
 from autotune.store import TrialRecord
-from autotune.trial import Completed, Measurement, OutOfMemory, source_of
+from autotune.trial import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_seconds
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
 # enough; a wider interval than that deserves a word.
 _WIDE_SPREAD = 0.03
+# The baseline is measured roughly; this is no rough figure any more.
+_VERY_WIDE_SPREAD = 0.2
 
 
 def notes(report: Report) -> list[str]:
@@ -33,7 +35,14 @@ def notes(report: Report) -> list[str]:
     if len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
         found.append("nothing but one configuration was measured: give the search more --trials or --time-budget")
     if measured and measured.relative_spread > _WIDE_SPREAD:
-        found.append(f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy")
+        found.append(
+            f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy"
+            + (" when that was measured; --fresh measures anew" if best and source_of(best.outcome) else "")
+        )
+    baseline = measurement(report.baseline)
+    if baseline and best and best != report.baseline and baseline.relative_spread > _VERY_WIDE_SPREAD:
+        found.append(f"the baseline's is by ± {baseline.relative_spread:.0%}, and so is what is said to be won over it")
+    found += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
     found += compiled_notes(report)
@@ -102,6 +111,17 @@ def _reused(report: Report) -> list[str]:
         if source is not None and source.derived:
             found.append(f"the {name}'s speed is {source.describe()}, of another accumulation")
     return found
+
+
+def _failed_again(report: Report) -> list[str]:
+    """That a later trial of the winner did not end well."""
+    best = report.best
+    later = [t for t in report.trials if best and t.candidate == best.candidate and t.number > best.number]
+    return [
+        f"the winner failed when it was run again (trial {trial.number}): {trial.outcome.message}"
+        for trial in later
+        if isinstance(trial.outcome, Failed) and trial.outcome.reason != "interrupted"
+    ]
 
 
 def _plural(count: int, word: str) -> str:

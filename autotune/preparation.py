@@ -112,6 +112,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     model: Document = facts["model"]
     if request.workload.source is not None:
         request = adopt_own_settings(request, model)
+        _check_own_samples(request, model.get("samples"))
     context_bytes = int(facts["context_bytes"])
     if request.workload.source is None:
         # Its own Trainer may have another optimizer, and weights of fewer bits.
@@ -146,6 +147,17 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
+
+
+def _check_own_samples(request: SearchRequest, samples: int | None) -> None:
+    """Raise where the user's own data is too little for one step."""
+    source, effective_batch = request.workload.source, request.effective_batch or 0
+    if source is not None and samples is not None and samples < effective_batch // request.world_size:
+        raise InvalidRequestError(
+            f"the training data of {source.name} has {samples} samples, less than one step of "
+            f"--effective-batch {effective_batch}",
+            f"use --effective-batch {samples * request.world_size} or less, or more data",
+        )
 
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:

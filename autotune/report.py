@@ -94,7 +94,8 @@ def verdict(report: Report, trial: TrialRecord) -> str:
         case Failed(reason=reason, message=message):
             return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
         case _ if not report.feasible(trial):
-            return "low headroom"
+            peak = measured.judged_bytes(trial.candidate.arm) if measured else 0
+            return "low headroom" if peak <= report.ceiling.cap_bytes else "does not fit"
     if trial.id == report.study.baseline_trial_id:
         words = ["baseline"]
     else:

@@ -75,18 +75,21 @@ class LossComparison:
 
     @property
     def accumulation_factor(self) -> float | None:
-        """By how much the winner's losses are larger where that is the ratio of accumulations, else ``None``.
+        """By how much the winner's first loss is larger where that is the ratio of accumulations, else ``None``.
+
+        The first loss alone, since later ones follow updates that such gradients have made different.
 
         transformers divides by the accumulation, or has the model divide by the number of labels, unless a model's
         ``forward`` takes any keyword and then ignores ``num_items_in_batch``: then nobody does.
         """
         factor = self.candidate.gradient_accumulation_steps / self.reference.gradient_accumulation_steps
-        is_so = factor != 1 and self._difference("losses", factor) <= self.loss_tolerance
+        is_so = factor != 1 and self._difference("losses", factor, first=1) <= self.loss_tolerance
         return factor if is_so and not self.is_same else None
 
-    def _difference(self, what: str, factor: float) -> float:
+    def _difference(self, what: str, factor: float, first: int | None = None) -> float:
         """The largest of ``|candidate / factor - reference| / |reference|``; infinite where one is no number."""
-        pairs = list(zip(self.candidate_curve[what], self.reference_curve[what], strict=False))[: self.steps]
+        compared = self.steps if first is None else min(first, self.steps)
+        pairs = list(zip(self.candidate_curve[what], self.reference_curve[what], strict=False))[:compared]
         found = [abs(ours / factor - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs]
         return max(found) if found and all(map(math.isfinite, found)) else math.inf
 
@@ -103,8 +106,8 @@ class LossComparison:
         if factor is not None:
             return (
                 f"different training: {against} has losses and gradients {factor:g} times as large {over}, as its "
-                f"accumulation is: neither model nor Trainer divides by it; divided, losses differ by at most "
-                f"{self._difference('losses', factor):.2g} ({self.loss_tolerance:.2g} allowed)"
+                f"accumulation is: neither model nor Trainer divides by it; divided, the first loss differs by "
+                f"{self._difference('losses', factor, first=1):.2g} ({self.loss_tolerance:.2g} allowed)"
             )
         return (
             f"{'the same training' if self.is_same else 'different training'}: {against}: {over} losses differ by at "

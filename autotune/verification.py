@@ -136,18 +136,30 @@ def read_arguments(path: Path) -> Document:
 
 
 def find_exported(store: Store, arguments: Document) -> Report:
-    """The newest study whose export has these values; ``UnknownStudyError`` where there is none."""
+    """The newest study whose export has these values; ``UnknownStudyError`` where there is none.
+
+    ``InvalidRequestError`` where there are some of different workloads: the file does not say which model it is of.
+    """
+    found: list[Report] = []
     for summary in store.studies():
         if summary.best is None:
             continue
         report = load_report(store, summary.study.name)
         exported = make_export(report).arguments
         if all(arguments.get(name) == value for name, value in exported.items()):
-            return report
-    raise UnknownStudyError(
-        f"no study in {store.label} exports this file",
-        "name the study with --study, or its database with --storage; an export of another machine is verified there",
-    )
+            found.append(report)
+    if not found:
+        raise UnknownStudyError(
+            f"no study in {store.label} exports this file",
+            "name the study with --study, or its database with --storage; an export of another machine is "
+            "verified there",
+        )
+    if len({report.study.workload_id for report in found}) > 1:
+        names = ", ".join(report.study.name for report in found[:5])
+        raise InvalidRequestError(
+            f"studies of different models or data export these values: {names}", "say which is meant with --study"
+        )
+    return found[0]
 
 
 def device_of(report: Report) -> Device:
@@ -230,10 +242,14 @@ class Verification:
         return self.subject.promised.judged_bytes(self.subject.best.candidate.arm)
 
     @property
+    def slack_bytes(self) -> int:
+        """What a peak may be higher besides, for the libraries of a process of its own."""
+        return CPU_SLACK_BYTES if self.subject.device.kind == "cpu" else 0
+
+    @property
     def most_bytes(self) -> int:
         """What a training peak may reach without being a miss."""
-        slack = CPU_SLACK_BYTES if self.subject.device.kind == "cpu" else 0
-        return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + slack
+        return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + self.slack_bytes
 
     def misses(self) -> list[str]:
         """What was promised and not kept, each in a sentence; empty where all was."""
@@ -266,6 +282,8 @@ class Verification:
             )
 
 
+# Beyond this a speed that is kept says little.
+_TELLING_TOLERANCE = 0.2
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
 
 
@@ -294,6 +312,10 @@ def notes(verification: Verification) -> list[str]:
     ]
     if changed:
         found.append(f"the study was measured with {'; '.join(changed)}")
+    if verification.speed_tolerance > _TELLING_TOLERANCE:
+        found.append(
+            f"the two ± leave {verification.speed_tolerance:.0%} open: too noisy a machine for a speed to tell much"
+        )
     if verification.obtained.get("skipped_steps"):
         found.append(f"fp16's gradient scaler left out {verification.obtained['skipped_steps']} updates at the start")
     return found
@@ -342,6 +364,7 @@ def verification_document(verification: Verification) -> Document:
         "peak_reserved_ratio": peak / verification.promised_peak_bytes if peak else None,
         "speed_tolerance": verification.speed_tolerance,
         "memory_tolerance": MEMORY_TOLERANCE,
+        "memory_slack_bytes": verification.slack_bytes,
         "cap_bytes": subject.cap_bytes,
         "notes": notes(verification),
     }

@@ -196,6 +196,12 @@ def test_a_loss_that_grows_with_accumulation_is_named() -> None:
     assert found.accumulation_factor == 0.25
     assert "0.25 times as large" in found.sentence()
     assert comparison(BF16, 0.3).accumulation_factor is None
+    # Such gradients make every later step another.
+    drifted = dataclasses.replace(
+        found, candidate_curve={**found.candidate_curve, "losses": list(found.candidate_curve["losses"])}
+    )
+    drifted.candidate_curve["losses"][-1] *= 1.5
+    assert drifted.accumulation_factor == 0.25
 
 
 def test_steps_after_one_that_was_left_out_are_not_compared() -> None:

@@ -192,12 +192,15 @@ def _questions(space: Space) -> list[Question]:
 
 def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
     """One chip's predictions."""
+    from autotune.trial import PREDICTION_MARGIN
+
     space, ceiling = prepared.space, prepared.ceiling
     return {
         "gpu": chip.name,
         "workload": {k: v for k, v in prepared.request.workload.document().items() if k != "config"},
         "ceiling_bytes": ceiling.cap_bytes,
         "line_bytes": ceiling.line_bytes,
+        "fits_below_bytes": int(ceiling.line_bytes * (1 - PREDICTION_MARGIN)),
         "arms": [_arm_document(arm, space, model) for arm in space.arms],
     }
 
@@ -243,7 +246,8 @@ def _print(document: dict[str, Any], anatomy: bool) -> None:
     workload = document["workload"]
     click.echo(
         f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {document['gpu']}: "
-        f"{format_bytes(document['ceiling_bytes'])} to reserve, {format_bytes(document['line_bytes'])} with headroom"
+        f"{format_bytes(document['ceiling_bytes'])} to reserve, {format_bytes(document['line_bytes'])} with headroom; "
+        f"what is predicted up to {format_bytes(document['fits_below_bytes'])} is said to fit"
     )
     head = ["configuration", "batch × acc", "allocated", "reserved", "fits"]
     rows = []

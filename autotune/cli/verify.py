@@ -94,8 +94,9 @@ def _verified(subject: Subject, steps: int, storage: str) -> Verification:
     from autotune.verification import verify
 
     click.echo(
-        f"training {steps} steps of {subject.best.candidate.describe()} on {subject.device.label} "
-        "in a process of its own, without instruments …",
+        f"training {subject.report.workload['model']} of the study {subject.report.study.name} for {steps} steps: "
+        f"{subject.best.candidate.describe()} on {subject.device.label} in a process of its own, "
+        "without instruments …",
         err=True,
     )
     return verify(subject, steps, log_folder(storage, subject.report.study.name) / "verify.log")
@@ -107,7 +108,11 @@ def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
     from autotune.session import log_folder
 
     name = subject.report.study.name
-    click.echo(f"training {DEFAULT_STEPS} steps of the winner and of the baseline, without dropout …", err=True)
+    click.echo(
+        f"training {subject.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner and "
+        "of the baseline, without dropout …",
+        err=True,
+    )
     comparison = compare_losses(subject, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
     if as_json:
         print_json(comparison.document())

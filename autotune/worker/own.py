@@ -317,6 +317,7 @@ def _model_facts(trainer: Any) -> Document:
         "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
         "num_labels": getattr(config, "num_labels", None),
         "dtype": _weight_dtype(model),
+        "samples": _length(getattr(trainer, "train_dataset", None)),
         "config": _config_document(config),
         "own": {
             "per_device_train_batch_size": batch,

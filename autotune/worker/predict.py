@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autotune.device.chips import Chip
-from autotune.trial import Arm, Document
+from autotune.trial import PREDICTION_MARGIN, Arm, Document
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
@@ -20,9 +20,6 @@ from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
-# What is predicted to fit stays so much below the line: of 44 arms of eleven models, recorded on an H200, the largest
-# batch is then right or one multiple too small in 41 and one too large in two; without it in 38 and five.
-_MARGIN = 0.01
 _NICENESS = 19
 
 
@@ -99,7 +96,7 @@ class Limits:
         }
 
     def _fit(self, peaks: _Peaks) -> bool:
-        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - _MARGIN)
+        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
 
     def _peaks(self, events: Events) -> _Peaks:
         """Without a cap where that stays under it; else under the cap, where cached segments are given back."""

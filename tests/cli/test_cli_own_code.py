@@ -174,3 +174,12 @@ def test_a_script_that_never_trains_is_one_clear_error(tmp_path: Path, text: str
     stderr = re.sub("^running run.py .*\n", "", ran.stderr, flags=re.MULTILINE)
     check_error(Ran(ran.code, ran.stdout, stderr), 10, "inspect.log", *named)
     assert list((tmp_path / "studies").iterdir()) == [tmp_path / "studies" / "logs"]
+
+
+def test_data_for_less_than_a_step_is_told_before_any_trial(searched: Searched) -> None:
+    words = ("--study", "toomany", "--effective-batch", "4096", "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    ran = searched.search(*words)
+    assert ran.code == 2, ran.stderr
+    assert "classify_texts.py has 200 samples, less than one step of --effective-batch 4096" in ran.stderr
+    assert "use --effective-batch 200 or less" in ran.stderr
+    assert not (searched.folder / "studies" / "logs" / "toomany").exists()
