@@ -24,6 +24,8 @@ from datasets import (
 )
 from datasets.table import InMemoryTable
 from datasets.utils.logging import disable_progress_bar
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
 from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, data_files, facts_in
@@ -41,6 +43,7 @@ from autotune.worker.feed import (
 from autotune.workload import Workload
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")
+_HUB_TIMEOUT_SECONDS = 10.0
 # Of fewer, each may well be of another class.
 _FEW_SAMPLES = 20
 _LABEL_NAMES = ("label", "labels", "target")
@@ -82,6 +85,20 @@ def read_data(job: Document) -> Document:
         # After an error nothing is there that was not before.
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
+
+
+def _is_at_hand(name: str | None) -> bool:
+    """Whether a folder is there, or else the hub answers: asked once, since ``from_pretrained`` tries for a minute."""
+    if name is None or os.path.isdir(name):
+        return True
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "tokenizer_config.json"), timeout=_HUB_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        # An answer, if only that there is no such file.
+        return True
+    except Exception:
+        return False
+    return True
 
 
 class _Reading:
@@ -234,9 +251,9 @@ class _Reading:
 
     def _tokenizer(self) -> Any:
         name = self._spec.tokenizer
-        option = "give --tokenizer FOLDER, one that holds a tokenizer.json, or a name on the hub"
+        option = "give --tokenizer FOLDER, one to which a tokenizer was saved (save_pretrained), or a name on the hub"
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
         except Exception as error:
             raise InvalidRequestError(f"there is no tokenizer in {name}: {first_line(error)}", option) from error
         if len(tokenizer) == 0:

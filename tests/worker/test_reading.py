@@ -301,3 +301,28 @@ def test_what_is_predicted_is_the_worst_batch(
     found = peak_bytes(own)
     assert found == peak_bytes(tiny_workload("bert-tiny", seq_len=96, padding=0.3))
     assert found < 0.5 * peak_bytes(tiny_workload("bert-tiny", seq_len=512, padding=0.3))
+
+
+@pytest.mark.parametrize(("error", "answers"), [(None, True), (OSError("no route"), False), ("http", True)])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Any, answers: bool
+) -> None:
+    """``from_pretrained`` would try for most of a minute."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from autotune.worker import reading
+
+    asked = []
+
+    def ask(*_: Any, **__: Any) -> None:
+        asked.append(1)
+        if error == "http":
+            # Made without the response, whose type depends on the client of the installed hub library.
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(reading, "get_hf_file_metadata", ask)
+    assert reading._is_at_hand("someone/model") is answers
+    assert reading._is_at_hand(str(tmp_path))
+    assert asked == [1]
