@@ -6,6 +6,15 @@ code of the command line. Out of memory inside a trial is not here: that is a re
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio: float = 0.6) -> str:
+    """``did you mean this or that?``, or nothing where nothing known is at least so like the word."""
+    near = difflib.get_close_matches(word, list(known), n=most, cutoff=least_ratio)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
 
 class AutotuneError(Exception):
     """Something else failed, such as writing the output.

@@ -103,10 +103,11 @@ class Forecast:
 
         ``None`` stands for any arm.
         """
-        if arm is None or not self._is_settled(arm):
-            if arm is not None:
-                self._ask_about(arm)
-            self._fill()
+        if arm is not None:
+            if self._is_settled(arm):
+                return
+            self._ask_about(arm)
+        self._fill()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
         """Wait until what is predicted of the ``upcoming`` arm is there and nothing else is being predicted.

@@ -51,28 +51,12 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(folder))
 
 
-def train_epoch(job_path: str) -> None:
-    """In a process of its own: one epoch; prints what it saw."""
-    import torch
-    from datasets import load_dataset
-    from transformers import (
-        AutoConfig,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        DataCollatorWithPadding,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
-
-    from autotune.worker.meter import open_meter
-
-    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    meter = open_meter(job["device_kind"], job["device_uuid"])
-    meter.limit(job["cap_bytes"])
+def make_clock(meter: Any) -> Any:
+    """A callback that knows when the last step of the warm-up ended, and the step in the middle of the rest."""
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """When the last step of the warm-up ended, and the step in the middle of the rest."""
+        """Reads the time at these two steps alone."""
 
         began = middle = 0.0
         middle_step = 0
@@ -83,6 +67,28 @@ def train_epoch(job_path: str) -> None:
                 meter.synchronize()
                 self.began, self.middle = self.began or time.perf_counter(), time.perf_counter()
 
+    return Clock()
+
+
+def train_epoch(job_path: str) -> None:
+    """In a process of its own: one epoch; prints what it saw."""
+    import torch
+    from datasets import load_dataset
+    from transformers import (
+        AutoConfig,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+    )
+
+    from autotune.worker.meter import open_meter
+
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    meter = open_meter(job["device_kind"], job["device_uuid"])
+    meter.limit(job["cap_bytes"])
+    clock = make_clock(meter)
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     config = AutoConfig.for_model(job["config"].pop("model_type"), **job["config"])
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +100,6 @@ def train_epoch(job_path: str) -> None:
             output_dir=folder, num_train_epochs=1, save_strategy="no", report_to="none", disable_tqdm=True,
             **job["arguments"],
         )  # fmt: skip
-        clock = Clock()
         trainer = Trainer(
             model=model, args=arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer),
             callbacks=[clock],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import io
@@ -58,9 +57,10 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], _COMMANDS, n=2)
-        if near and args[0] not in _COMMANDS and not ctx.resilient_parsing:
-            raise click.UsageError(f"no such command {args[0]!r}; did you mean {' or '.join(near)}?", ctx)
+        if args[0] not in _COMMANDS and not ctx.resilient_parsing:
+            meant = errors.did_you_mean(args[0], _COMMANDS)
+            if meant:
+                raise click.UsageError(f"no such command {args[0]!r}; {meant}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

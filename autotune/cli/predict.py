@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ from click.core import ParameterSource
 from autotune.cli.options import BYTES, SectionedCommand, json_option, print_json, storage_option, words
 from autotune.cli.table import print_table
 from autotune.cli.workload_options import workload_options
-from autotune.errors import InvalidRequestError
+from autotune.errors import InvalidRequestError, did_you_mean
 
 if TYPE_CHECKING:
     from autotune.answers import AnswersBeside
@@ -105,11 +104,9 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple
     for name in names:
         chip = CHIPS.get(name.lower())
         if chip is None or chip.memory_bytes is None:
-            near = difflib.get_close_matches(name.lower(), CHIPS, n=2)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise InvalidRequestError(
-                f"--gpu {name!r} is not known", f"{meant}known are {', '.join(CHIPS)}; or --memory-limit"
-            )
+            every = f"known are {', '.join(CHIPS)}; or --memory-limit"
+            hint = " ".join(filter(None, [did_you_mean(name.lower(), CHIPS), every]))
+            raise InvalidRequestError(f"--gpu {name!r} is not known", hint)
         if limit_bytes is not None and limit_bytes > chip.memory_bytes:
             raise InvalidRequestError(
                 f"--memory-limit {format_bytes(limit_bytes)} is more than the {format_bytes(chip.memory_bytes)} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from autotune.errors import StorageError, UnknownStudyError
+from autotune.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
@@ -125,8 +124,7 @@ class Store:
         if study is not None:
             return study
         known = [summary.study.name for summary in self.studies()]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the newest are {', '.join(known[:5])}"
+        hint = did_you_mean(name, known, most=3, least_ratio=0.5) or f"the newest are {', '.join(known[:5])}"
         raise UnknownStudyError(
             f"there is no study {name!r} in {self.label}", hint if known else "run autotune search first"
         )

@@ -136,17 +136,18 @@ def make_schedule(
     sizes = np.ones(samples, dtype=np.int64) if lengths is None else np.asarray(lengths)
     worst = _worst_steps(sizes, targets, spec, shape)
     random = np.random.default_rng(seed)
-    chosen = random.permutation(samples)[:_MOST_SAMPLES]
-    epoch = chosen
+    epoch = random.permutation(samples)[:_MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
     if spec.group_by_length and lengths is not None:
-        epoch = chosen[grouped_order(sizes[chosen], step_samples, seed)]
+        epoch = epoch[grouped_order(sizes[epoch], step_samples, seed)]
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
     # Axes: step, micro-step, sample.
     steps = epoch.reshape(-1, shape.micro_steps, shape.batch)
     padded = _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
     # Targets are padded on their own: one number for both lengths.
-    shapes = padded if targets is None else padded * _MOST_TOKENS + _padded_targets(np.asarray(targets)[steps], spec)
+    shapes = padded
+    if targets is not None:
+        shapes = padded * _MOST_TOKENS + _padded(np.asarray(targets)[steps].max(axis=2), spec, seq_len, is_text=True)
     micro_costs = shape.batch * padded
     costs = micro_costs.sum(axis=1)
     by_cost = np.argsort(costs, kind="stable")
@@ -184,12 +185,6 @@ def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any
     multiple = spec.pad_to_multiple_of or 1
     tokens = np.full_like(longest, seq_len) if spec.padding == "max_length" else longest
     return -(-tokens // multiple) * multiple
-
-
-def _padded_targets(targets: Any, spec: DataSpec) -> Any:
-    """Padded lengths of the targets of each batch; axes as of its steps."""
-    multiple = spec.pad_to_multiple_of or 1
-    return -(-targets.max(axis=2) // multiple) * multiple
 
 
 def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) -> list[int]:

@@ -81,18 +81,18 @@ def import_everything(preload: dict[str, Any] | None) -> int:
     if COLD_VARIABLE in os.environ:
         return threads
     workload = Workload.from_document(preload) if preload else None
-    if workload is None or workload.source is not None:
+    if workload is not None and workload.source is not None:
         # Code of the user's own may use anything.
-        with _cuda_not_started():
-            import autotune.worker.facts
-            import autotune.worker.trial
-        return threads
-    with _cuda_not_started(), _without(_NO_STEP_NEEDS, _not_used_by(workload)):
+        workload = None
+    hidden = ((), ()) if workload is None else (_NO_STEP_NEEDS, _not_used_by(workload))
+    with _cuda_not_started(), _without(*hidden):
         import autotune.worker.facts
         import autotune.worker.trial  # noqa: F401
-        from autotune.worker.build import model_class
 
-        # Only a head start: what is wrong with the workload is told by the inspect job.
-        with contextlib.suppress(Exception):
-            model_class(workload)
+        if workload is not None:
+            from autotune.worker.build import model_class
+
+            # Only a head start: what is wrong with the workload is told by the inspect job.
+            with contextlib.suppress(Exception):
+                model_class(workload)
     return threads
