@@ -14,6 +14,9 @@ from autotune.trial import Candidate, Effort
 _BASELINE_SPREAD = 0.03
 # A candidate slower than this fraction of the best is measured no further; noise is 2 %, at most 6 %.
 _BEHIND = 0.85
+# What a search promises in the end may take so many times longer to measure where the machine is noisy; where it is
+# quiet, a few steps are enough as before. Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
+_FINAL = 3
 
 
 def effort_of(request: SearchRequest, candidate: Candidate, stage: Stage, best: Tried | None) -> Effort:
@@ -21,7 +24,11 @@ def effort_of(request: SearchRequest, candidate: Candidate, stage: Stage, best: 
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
         # What compiles is measured in full at once: a second trial would compile again.
-        return replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
+        effort = replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
+    if stage == "final":
+        return replace(effort, max_steps=_FINAL * effort.max_steps, max_seconds=_FINAL * effort.max_seconds)
+    if candidate.arm.torch_compile:
+        return effort
     if request.objective == "max-batch":
         return effort
     if stage == "baseline":

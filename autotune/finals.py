@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.history import History, Tried
+from autotune.history import History, Tried, promised_within
 from autotune.trial import Candidate
 
 _MOST_RIVALS = 2
@@ -12,7 +12,7 @@ _ROUNDS = 2
 
 
 def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
-    """What is still to be measured, in turn: a winner that was measured in part, and rivals that may be faster.
+    """What is still to be measured, in turn: a winner measured in part or amid noise, and rivals that may be faster.
 
     A rival is faster than the winner by more than the tolerance, but by no more than the noise between trials that
     were minutes apart. Winner and rivals are measured in full, one after the other, so that whatever drifts hits
@@ -25,8 +25,14 @@ def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
     enough = winner.measurement.samples_per_second * (1 + history.tolerance)
     faster = [t for t in history.believed(among) if t.measurement and t.measurement.samples_per_second > enough]
     rivals = sorted(faster, key=_speed, reverse=True)[:_MOST_RIVALS]
-    wanted = [winner, *rivals] if rivals else [] if winner.in_full else [winner]
+    wanted = [winner, *rivals] if rivals else [winner] if not winner.in_full or _is_in_doubt(winner) else []
     return [tried.candidate for tried in wanted if len(history.outcomes_of(tried.candidate)) < _ROUNDS]
+
+
+def _is_in_doubt(tried: Tried) -> bool:
+    """Whether a stock run might well be slower than this measurement promises, by more than noise between runs."""
+    measured = tried.measurement
+    return measured is not None and measured.relative_spread > promised_within(tried.candidate, measured)
 
 
 def _speed(tried: Tried) -> float:

@@ -50,15 +50,23 @@ DEFAULT_TOLERANCE = 0.01
 NOISE = 0.02
 LAUNCH_BOUND_NOISE = 0.05
 LAUNCH_BOUND_SECONDS = 0.06
+# What a stock run may be slower than was promised: medians of a few steps lay within it of those over 150 steps.
+PROMISE = 0.03
 
 
 def noise(tried: Tried) -> float:
     """The relative difference in speed below which another candidate counts as equal."""
-    measured = tried.measurement
-    if measured is None:
-        return NOISE
-    micro = measured.step_seconds / tried.candidate.gradient_accumulation_steps
-    return LAUNCH_BOUND_NOISE if micro < LAUNCH_BOUND_SECONDS else NOISE
+    return LAUNCH_BOUND_NOISE if _is_launch_bound(tried.candidate, tried.measurement) else NOISE
+
+
+def promised_within(candidate: Candidate, measured: Measurement) -> float:
+    """The share by which a stock run of a candidate may be slower than it was measured."""
+    return LAUNCH_BOUND_NOISE if _is_launch_bound(candidate, measured) else PROMISE
+
+
+def _is_launch_bound(candidate: Candidate, measured: Measurement | None) -> bool:
+    """Whether a micro-step is so short that starting its kernels takes much of it."""
+    return measured is not None and measured.step_seconds / candidate.gradient_accumulation_steps < LAUNCH_BOUND_SECONDS
 
 
 @dataclass

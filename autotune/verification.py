@@ -15,7 +15,7 @@ from typing import Any
 from autotune.device import Device, list_devices
 from autotune.errors import DeviceError, InvalidRequestError, PromiseMissedError, TrialServerError, UnknownStudyError
 from autotune.export import make_export
-from autotune.history import LAUNCH_BOUND_NOISE, LAUNCH_BOUND_SECONDS
+from autotune.history import promised_within
 from autotune.report import Report, load_report, measurement
 from autotune.runner.fresh import run_fresh
 from autotune.store import Store, TrialRecord
@@ -24,8 +24,6 @@ from autotune.units import MIB, format_bytes, format_rate
 
 DEFAULT_STEPS = 100
 LEAST_STEPS = 20
-# What a search promises: medians of a few steps lay within these of the median over 150 (H200, four workloads).
-SPEED_TOLERANCE = 0.03
 MEMORY_TOLERANCE = 0.02
 # A CPU's peak is resident memory: a process that was not forked reads libraries and keeps pages of its own.
 CPU_SLACK_BYTES = 96 * MIB
@@ -219,8 +217,7 @@ class Verification:
     def speed_tolerance(self) -> float:
         """How much slower is no miss: 3 %, 5 % of launch-bound steps, or what the two spreads leave open."""
         promised = self.subject.promised
-        micro_seconds = promised.step_seconds / self.subject.best.candidate.gradient_accumulation_steps
-        stated = LAUNCH_BOUND_NOISE if micro_seconds < LAUNCH_BOUND_SECONDS else SPEED_TOLERANCE
+        stated = promised_within(self.subject.best.candidate, promised)
         return max(stated, math.hypot(promised.relative_spread, self.relative_spread))
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune.device import CAPABILITY_VARIABLE
@@ -20,8 +19,24 @@ COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
 _NO_STEP_NEEDS = ("sklearn", "scipy")
 
 
+# Of torch.cuda: the compute capability, properties with it in them, and the device meant.
+_ASKED = ("get_device_capability", "get_device_properties", "current_device")
+
+
 class CudaStartedError(Exception):
     """An import started CUDA in the server."""
+
+
+class _Properties:
+    """A GPU's compute capability, and of torch whatever else is asked of it."""
+
+    def __init__(self, major: int, minor: int, find: Callable[[], Any]) -> None:
+        self.major = major
+        self.minor = minor
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
 
 
 @contextlib.contextmanager
@@ -30,25 +45,31 @@ def _cuda_not_started() -> Iterator[None]:
 
     transformers imports peft where that is installed, which imports bitsandbytes and torchao, which ask torch for
     the compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
+    What an imported module keeps of it (torch._dynamo keeps the functions) is the real thing once the imports are over.
     """
     import torch
 
     told = os.environ.get(CAPABILITY_VARIABLE)
-    answers: dict[str, Any] = {}
+    real = {name: getattr(torch.cuda, name) for name in _ASKED} if told else {}
+    importing = True
     if told:
         major, minor = map(int, told.split("."))
-        properties = types.SimpleNamespace(major=major, minor=minor)
-        answers = {"get_device_capability": (major, minor), "get_device_properties": properties, "current_device": 0}
-    asked = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        properties = _Properties(major, minor, lambda: real["get_device_properties"](0))
+        for name, answer in zip(_ASKED, ((major, minor), properties, 0), strict=True):
+            setattr(torch.cuda, name, _answering(answer, real[name], lambda: importing))
     try:
         yield
     finally:
-        for name, function in asked.items():
+        importing = False
+        for name, function in real.items():
             setattr(torch.cuda, name, function)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise CudaStartedError
+
+
+def _answering(answer: Any, real: Callable[..., Any], is_importing: Callable[[], bool]) -> Callable[..., Any]:
+    """A function that gives the answer during the imports, and is the real one from then on."""
+    return lambda *args, **kwargs: answer if is_importing() else real(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,26 @@ def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: py
     assert torch.cuda.get_device_capability is before
 
 
+def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch._dynamo`` keeps the functions, caches keep what they gave; torchao's optimizers compile with both."""
+    import types
+
+    import torch
+
+    from autotune.device import CAPABILITY_VARIABLE
+    from autotune.worker import imports
+
+    real = types.SimpleNamespace(major=8, minor=6, multi_processor_count=82)
+    monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: real)
+    with imports._cuda_not_started():
+        kept_function = torch.cuda.get_device_properties
+        kept = kept_function(0)
+        assert kept is not real
+    assert kept_function(0) is real
+    assert (kept.major, kept.multi_processor_count) == (8, 82)
+
+
 @pytest.mark.parametrize(("own_data", "imported"), [(False, False), (True, True)])
 def test_the_server_imports_what_the_workload_needs(own_data: bool, imported: bool) -> None:
     workload = tiny_workload("bert-tiny")
