@@ -30,10 +30,11 @@ from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
+from autotune.subject import device_of, subject_of
 from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Candidate, Completed, Document, Measurement
 from autotune.units import format_rate, parse_bytes, parse_seconds, parse_share
-from autotune.verification import DEFAULT_STEPS, Verification, device_of, subject_of, verify
+from autotune.verification import DEFAULT_STEPS, Verification, verify
 from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
 DEFAULT_STORAGE = "studies/autotune.db"

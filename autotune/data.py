@@ -135,6 +135,14 @@ class DataSpec:
         multiple = self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
+    def check_unchanged(self) -> None:
+        """``InvalidRequestError`` where data or tokenizer are gone, or hold something else than they did."""
+        changed = self.source if locate(self.source, self.split)[2] != self.content else None
+        if self.tokenizer is not None and tokenizer_content(self.tokenizer) != self.tokenizer_content:
+            changed = changed or self.tokenizer
+        if changed is not None:
+            raise InvalidRequestError(f"{changed} has changed since the search", "search again on what it is now")
+
     @property
     def label(self) -> str:
         """A short name for messages: the file's or folder's own, or the hub's."""

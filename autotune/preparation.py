@@ -348,11 +348,8 @@ def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Cal
         return request
     note(f"reading {data.label} …")
     workload = request.workload
-    vocabulary = workload.config.get("vocab_size")
-    asked = [data.identity(), workload.seq_len, workload.task, vocabulary]
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    # Beside the studies' logs, where other searches on the same data find it; no study has a name with a dot first.
-    folder = logs / ".data" / key
+    folder = workload.data_folder(logs)
+    assert folder is not None
     workload = runner.read_data(folder)
     request = dataclasses.replace(request, workload=workload)
     facts = workload.data.facts if workload.data else None

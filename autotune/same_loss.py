@@ -11,8 +11,8 @@ from autotune.arguments import training_arguments
 from autotune.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
 from autotune.runner.fresh import run_fresh
 from autotune.space import Batches
+from autotune.subject import Subject
 from autotune.trial import Arm, Candidate, Document
-from autotune.verification import Subject
 
 DEFAULT_STEPS = 8
 # Unit roundoffs: half the distance from 1 to the next number of 24, 11, 11 and 8 significant bits.
@@ -159,6 +159,13 @@ def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparis
     """Train winner and reference a few steps each, in processes of their own; smaller batches where memory ends."""
     if steps < 1:
         raise InvalidRequestError(f"--same-loss {steps} compares nothing", "use 1 or more")
+    if subject.has_data:
+        # Batches of other sizes are padded to other lengths and masked at other places.
+        raise InvalidRequestError(
+            f"the study {subject.report.study.name!r} was searched with data of its own, on which losses are not "
+            "compared",
+            "search the same model without --dataset; autotune verify without --same-loss runs on the data",
+        )
     candidate, baseline = subject.best.candidate, subject.report.baseline
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)
     reference = reference_of(candidate, baseline.candidate.arm if baseline else plain)

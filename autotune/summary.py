@@ -12,6 +12,7 @@ from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory
 from autotune.units import format_bytes, format_rate, format_seconds, format_spread
 
 _NOTICEABLE_SECONDS = 1.0
+_NOTICEABLE_SHARE = 0.1
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -44,7 +45,7 @@ def summary_lines(report: Report) -> list[str]:
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
-    lines += _data_lines(measured)
+    lines += [*_data_lines(measured), *_first_epoch_lines(measured)]
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
@@ -77,7 +78,6 @@ def _data_lines(measured: Measurement) -> list[str]:
             + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
             + "the speed is that of an epoch's mean batch"
         )
-    lines += _first_epoch_lines(measured)
     share = waits_for_data(measured)
     which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
     return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
@@ -86,6 +86,12 @@ def _data_lines(measured: Measurement) -> list[str]:
 def _first_epoch_lines(measured: Measurement) -> list[str]:
     """What lengths cost that come for the first time, where a person would notice."""
     each, count = measured.new_length_seconds, measured.epoch_lengths
+    if each is not None and count is None and each > _NOTICEABLE_SHARE * measured.step_seconds:
+        # Code of the user's own, whose epoch nobody has looked at.
+        return [
+            f"  a batch whose shape comes for the first time takes {format_seconds(each)} longer; that is not in the "
+            "speed, so a first epoch of many shapes is slower"
+        ]
     if each is None or count is None or each * count < _NOTICEABLE_SECONDS:
         return []
     return [

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from autotune.data import DataFacts, DataSpec
@@ -83,6 +84,15 @@ class Workload:
     def is_text(self) -> bool:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
         return self.task not in ("image-classification", "speech-seq2seq", "own")
+
+    def data_folder(self, logs: Path) -> Path | None:
+        """Where the data is read into, beside the logs of studies: one folder for all that read the same."""
+        if self.data is None:
+            return None
+        asked = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        # No study has a name with a dot first.
+        return logs / ".data" / key
 
     def describe_weights(self) -> str:
         """``float32 weights``, ``bfloat16 weights in 4 bits, LoRA of rank 16``."""

@@ -164,6 +164,26 @@ def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
     assert describe_data({**WORKLOAD, **changes}) == text
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"new_length_seconds": 0.1, "epoch_lengths": 30},
+            "the first epoch takes some 3.0 s longer: 100 ms for each of",
+        ),
+        ({"new_length_seconds": 0.1, "epoch_lengths": 9}, None),
+        ({"new_length_seconds": 0.1}, "a batch whose shape comes for the first time takes 100 ms longer"),
+        ({"new_length_seconds": 0.01}, None),
+    ],
+)
+def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, Any], told: str | None) -> None:
+    """Of data whose lengths are known how long in all; of code of one's own, with steps of 205 ms, how long each."""
+    measured = completed(312.0)
+    fed = Completed(dataclasses.replace(measured.measurement, **changes))
+    text = "\n".join(summary_lines(report(BASELINE, trial(1, BF16, 32, fed))))
+    assert told in text if told else "for the first time" not in text
+
+
 NOTES: dict[str, tuple[Report, str]] = {
     "micro-steps": (report(BASELINE, trial(1, BF16, 8, completed(300, micro_steps=3))), "with 3 of its 8 micro-steps"),
     "noise": (report(BASELINE, trial(1, BF16, 32, completed(300, spread=0.31))), "uncertain by ± 31%"),

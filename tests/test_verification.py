@@ -15,9 +15,10 @@ from autotune.report import Report
 from autotune.runner.fresh import run_fresh
 from autotune.same_loss import LossComparison, reference_of
 from autotune.store import StudyRecord, TrialRecord
+from autotune.subject import Subject
 from autotune.trial import Arm, Candidate, Completed, Measurement
 from autotune.units import GIB
-from autotune.verification import Subject, Verification, verification_document
+from autotune.verification import Verification, verification_document
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
@@ -93,6 +94,29 @@ def test_where_segments_expand_what_is_allocated_counts() -> None:
     peaks = {"before": (19 * GIB, 23 * GIB), "end": (19 * GIB, 23 * GIB)}
     assert Verification(expanding, 100, obtained(peak_bytes=peaks)).misses() == []
     assert Verification(plain, 100, obtained(peak_bytes=peaks)).misses()
+
+
+def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
+    """95 steps of 0.2 s and 19 lengths of 0.5 s: 6080 samples in 28.5 s in place of 19."""
+    plain = subject()
+    promised = dataclasses.replace(plain.promised, new_length_seconds=0.5, epoch_lengths=40)
+    fed = dataclasses.replace(plain, promised=promised)
+    run = Verification(fed, 100, obtained(210.0, measured_steps=95, new_lengths=19))
+    assert run.promised_samples_per_second == pytest.approx(64 * 95 / 28.5)
+    assert run.misses() == []
+    document = verification_document(run)
+    assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
+    assert document["samples_per_second_ratio"] == pytest.approx(210 * 28.5 / (64 * 95))
+    assert "19 padded lengths came for the first time" in document["notes"][0]
+    assert Verification(plain, 100, obtained(210.0, measured_steps=95, new_lengths=19)).misses()
+
+
+def test_on_data_of_all_lengths_what_is_allocated_counts() -> None:
+    """The allocator keeps what other lengths have left, up to the cap: 23 GiB of which 19 were ever in use."""
+    plain = subject()
+    report = dataclasses.replace(plain.report, workload={**plain.report.workload, "data": {"source": "x.jsonl"}})
+    peaks = {"before": (19 * GIB, 23 * GIB), "end": (19 * GIB, 23 * GIB)}
+    assert Verification(dataclasses.replace(plain, report=report), 100, obtained(peak_bytes=peaks)).misses() == []
 
 
 def test_what_the_evaluation_needs_is_told_apart() -> None:

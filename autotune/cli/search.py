@@ -176,11 +176,9 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
 
 def _check_can_be_verified(request: SearchRequest) -> None:
     """Raise before the search for what ``verify`` would refuse after it."""
-    from autotune.verification import what_is_not_run
-
-    if what_is_not_run(request.workload.document()) is not None:
+    if request.workload.source is not None:
         raise InvalidRequestError(
-            "--verify makes model and data itself, which it cannot of data or code of your own", "leave --verify out"
+            "--verify makes the model and the Trainer itself, which code of your own does", "leave --verify out"
         )
 
 

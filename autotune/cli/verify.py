@@ -11,7 +11,8 @@ from autotune.cli.options import COUNT, json_option, print_json, storage_option
 
 if TYPE_CHECKING:
     from autotune.report import Report
-    from autotune.verification import Subject, Verification
+    from autotune.subject import Subject
+    from autotune.verification import Verification
 
 
 @click.command()
@@ -56,7 +57,7 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
     from autotune.errors import InvalidRequestError
     from autotune.report import load_report
     from autotune.store import Store
-    from autotune.verification import device_of, find_exported, read_arguments, subject_of
+    from autotune.subject import device_of, find_exported, read_arguments, subject_of
 
     assert isinstance(store, Store)
     path = Path(target)
@@ -75,8 +76,9 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
+    from autotune.subject import device_of, subject_of
     from autotune.summary import report_document
-    from autotune.verification import DEFAULT_STEPS, device_of, subject_of, verification_document
+    from autotune.verification import DEFAULT_STEPS, verification_document
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
@@ -130,9 +132,10 @@ def verification_lines(verification: Verification) -> list[str]:
     promised, speed, peak = subject.promised, verification.samples_per_second, verification.training_peak_bytes
     lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
     if speed is not None and peak is not None:
+        told = verification.promised_samples_per_second
         lines += [
-            f"{'samples/s':9} {_speed(promised.samples_per_second, promised.relative_spread):>18} "
-            f"{_speed(speed, verification.relative_spread):>18}  {speed / promised.samples_per_second - 1:+.1%}",
+            f"{'samples/s':9} {_speed(told, promised.relative_spread):>18} "
+            f"{_speed(speed, verification.relative_spread):>18}  {speed / told - 1:+.1%}",
             f"{'peak':9} {format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
@@ -142,8 +145,8 @@ def verification_lines(verification: Verification) -> list[str]:
                 took = format_seconds(seconds[what])
                 lines.append(f"  with the {name}: {format_bytes(peaks[what][1])} at the peak so far; it took {took}")
         if obtained["joules_per_sample"] is not None:
-            told = promised.joules_per_sample
-            before = f", {told:.3g} J promised" if told is not None else ""
+            joules = promised.joules_per_sample
+            before = f", {joules:.3g} J promised" if joules is not None else ""
             lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
         lines.append(f"  {obtained['measured_steps']} steps of {obtained['samples_per_step']:,.0f} samples were timed")
     lines += [f"  note: {note}" for note in notes(verification)]

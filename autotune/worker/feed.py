@@ -271,16 +271,21 @@ class Feed:
 
     def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> FedTrainer:
         """A real ``Trainer`` with the user's collator."""
-        dataset, options = self.dataset, {}
-        if self.is_text:
-            tokenizer = AutoTokenizer.from_pretrained(str(self._folder / TOKENIZER_FOLDER))
-            options = {"processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}
-        else:
-            dataset = dataset.with_transform(_ImageTransform(model.config))
-            options = {"data_collator": default_data_collator}
-        trainer = FedTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback], **options)
+        trainer = FedTrainer(model=model, args=arguments, callbacks=[callback], **self.ingredients(model))
         trainer.schedule = schedule
         return trainer
+
+    def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:
+        """What a ``Trainer`` is made of besides model and arguments; the first so many samples to evaluate on."""
+        datasets = {"train_dataset": self.dataset}
+        if evaluated is not None:
+            datasets["eval_dataset"] = self.dataset.select(range(min(evaluated, len(self.dataset))))
+        if self.is_text:
+            tokenizer = AutoTokenizer.from_pretrained(str(self._folder / TOKENIZER_FOLDER))
+            return {**datasets, "processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}
+        transform = _ImageTransform(model.config)
+        pictures = {name: dataset.with_transform(transform) for name, dataset in datasets.items()}
+        return {**pictures, "data_collator": default_data_collator}
 
     def _collator(self, tokenizer: Any, model: Any) -> Any:
         spec = self._spec

@@ -22,6 +22,7 @@ from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
+from autotune.worker.feed import Feed
 from autotune.worker.losses import LossWatch, skipped_steps
 from autotune.worker.meter import Meter, open_meter
 from autotune.workload import Workload
@@ -52,6 +53,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.joules: float | None = 0.0
         self.peaks: dict[str, tuple[int, int]] = {}
         self.pause_seconds: dict[str, float] = {}
+        self.new_shapes = 0
+        """Of training batches in the timed steps, those that none had before."""
+        self._shapes: set[Any] = set()
+        self._is_timed = False
+
+    def see(self, model: Any, _: Any, inputs: Any) -> None:
+        """One batch goes into the model."""
+        shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
+        if model.training and shapes not in self._shapes:
+            self._shapes.add(shapes)
+            self.new_shapes += self._is_timed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer evaluates and saves after this, where it is told to."""
@@ -61,6 +73,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         is_pause = step == self._pause_after
         is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
         if step == self._warmup:
+            self._is_timed = True
             self._begin(step)
         elif is_end:
             self._end(step)
@@ -123,11 +136,14 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     model = build_model(workload, job["attn_implementation"], meter.device)
     fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
     fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
-    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments})
+    feed = _open_feed(workload, job.get("data_folder"))
+    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(feed.arguments if feed else {})})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
-    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
+    if feed is not None:
+        return Trainer(model=model, args=made, callbacks=callbacks, **feed.ingredients(model, evaluated))
+    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
     return Trainer(
         model=model,
         args=made,
@@ -137,8 +153,21 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     )
 
 
+def _open_feed(workload: Workload, folder: str | None) -> Feed | None:
+    """The user's data, read again where what was read of it is gone."""
+    if workload.data is None or folder is None:
+        return None
+    from autotune.worker.reading import read_data
+
+    answer = read_data({"workload": workload.document(), "folder": folder})
+    if "error" in answer:
+        raise RuntimeError(answer["error"][0])
+    return Feed(workload, folder)
+
+
 def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
     trainer = build_trainer(job, meter, {}, [watch])
+    trainer.model.register_forward_pre_hook(watch.see, with_kwargs=True)
     losses = LossWatch(trainer)
     trainer.train()
     made = trainer.args
@@ -155,6 +184,7 @@ def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
         "joules_per_sample": watch.joules / samples if watch.joules else None,
         "skipped_steps": skipped_steps(trainer.accelerator.scaler),
         "loss_problem": losses.problem(),
+        "new_lengths": watch.new_shapes,
         "evaluation_batch_size": made.per_device_eval_batch_size,
     }
 

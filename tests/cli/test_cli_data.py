@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,28 @@ def test_the_winner_survives_an_epoch_in_shuffled_order(searched: Ran, place: Pa
     assert seen["peak_bytes"] < document["ceiling_bytes"]
     # The limit is one: less than the long sample's batch needs ends the same epoch.
     assert "allocate memory" in train(document["best"]["worst_batch_peak_reserved_bytes"] // 2).stderr
+
+
+def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, place: Path) -> None:
+    """Its batches come as they will; what was read is read again where it is gone, unless it has changed."""
+    verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
+    shutil.rmtree(place / "logs" / ".data")
+    ran = run_process(*verify, folder=place)
+    assert ran.code in (0, 11), ran.stderr
+    document = json.loads(ran.stdout)
+    obtained, best = document["obtained"], json.loads(searched.stdout)["best"]
+    assert obtained["state"] == "completed"
+    assert obtained["measured_steps"] == 15
+    assert 0 < obtained["new_lengths"] < 15 * best["gradient_accumulation_steps"]
+    # A CPU has nothing to build for them.
+    assert document["samples_per_second_ratio"] == obtained["samples_per_second"] / best["samples_per_second"]
+    shutil.rmtree(place / "logs" / ".data")
+    content = (place / "train.jsonl").read_text()
+    (place / "train.jsonl").write_text(content.replace("\n", "\n" + content.splitlines()[0] + "\n", 1))
+    ran = run_process(*verify, folder=place)
+    (place / "train.jsonl").write_text(content)
+    assert ran.code == 2
+    assert "train.jsonl has changed since the search" in ran.stderr
 
 
 def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:

@@ -102,10 +102,15 @@ def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
     refused(run("verify", "tiny", "--storage", storage), 4, "was measured on NVIDIA H200; here are cpu", "search again")
 
 
-@pytest.mark.parametrize("what", ["source", "data"])
-def test_what_the_stock_process_cannot_build_is_refused(what: str, doctored: Doctor, run: Run) -> None:
-    storage = doctored("autotune_workloads.document", lambda workload: workload.update({what: {"path": "x"}}))
+def test_what_the_stock_process_cannot_build_is_refused(doctored: Doctor, run: Run) -> None:
+    storage = doctored("autotune_workloads.document", lambda workload: workload.update(source={"path": "x"}))
     refused(run("verify", "tiny", "--storage", storage), 2, "which verify does not run")
+
+
+def test_losses_are_not_compared_on_data_of_ones_own(doctored: Doctor, run: Run) -> None:
+    data = {"source": "train.jsonl", "kind": "json", "content": "1"}
+    storage = doctored("autotune_workloads.document", lambda workload: workload.update(data=data))
+    refused(run("verify", "tiny", "--same-loss", "--storage", storage), 2, "on which losses are not compared")
 
 
 def test_files_that_are_no_export_are_refused(studied: Studied, run: Run, folder: Path) -> None:
