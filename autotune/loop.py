@@ -174,7 +174,8 @@ class Search:
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""
         if self.best() is None:
-            raise no_result(self._history, reason, is_certain=reason == _NOTHING_LEFT, log_folder=self._log_folder)
+            is_certain = reason == _NOTHING_LEFT
+            raise no_result(self._history, self._request, reason, is_certain=is_certain, log_folder=self._log_folder)
 
     # What is known
 

@@ -11,6 +11,7 @@ from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, N
 from autotune.history import History
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, changes_since
+from autotune.request import SearchRequest
 from autotune.store import Store, StudyRecord, TrialRecord
 from autotune.trial import Failed
 from autotune.units import format_bytes
@@ -68,7 +69,13 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
             f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
         )
     trials = tuple(store.trials(known.id))
-    notes.append(f"continuing the study {known.name}, {len(trials)} trial{'' if len(trials) == 1 else 's'} recorded")
+    count = f"{len(trials)} trial{'' if len(trials) == 1 else 's'} recorded"
+    is_finished = known.state == "finished"
+    notes.append(
+        f"the study {known.name} was finished, {count}"
+        if is_finished
+        else f"continuing the study {known.name}, {count}"
+    )
     study = replace(known, state="running", ended_at=None)
     store.update_study(study)
     # Verdicts under two ceilings cannot be compared: the study keeps its own.
@@ -87,7 +94,9 @@ def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> 
         )
 
 
-def no_result(history: History, reason: str, *, is_certain: bool, log_folder: Path) -> AutotuneError:
+def no_result(
+    history: History, request: SearchRequest, reason: str, *, is_certain: bool, log_folder: Path
+) -> AutotuneError:
     """Why a search that ended for this reason has nothing to recommend.
 
     ``is_certain`` says that no candidate was left to try.
@@ -106,7 +115,19 @@ def no_result(history: History, reason: str, *, is_certain: bool, log_folder: Pa
         f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
         f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(tried)} trials were run"
         + (f", {len(failed)} of them failed" if failed else ""),
-        ("" if is_certain else "search on with the same --study and more --trials or --time-budget, ")
-        + "raise --memory-limit, shorten --seq-len, or allow more with --gradient-checkpointing auto "
-        "and --batch-multiple 1",
+        _what_may_help(request, is_certain=is_certain),
     )
+
+
+def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
+    """What a person whose search found nothing that fits has not done yet."""
+    workload = request.workload
+    ways = [
+        ("search on with the same --study and more --trials or --time-budget", not is_certain),
+        ("raise --memory-limit", request.memory_limit_bytes is not None),
+        ("free memory on the device or take a larger one", request.memory_limit_bytes is None),
+        ("shorten --seq-len", workload.is_text),
+        ("allow --gradient-checkpointing auto", request.gradient_checkpointing == "off"),
+        ("leave --batch-multiple out", (request.batch_multiple or 1) > 1),
+    ]
+    return ", or ".join(way for way, is_open in ways if is_open)

@@ -194,12 +194,18 @@ class TestInterruption:
 
 
 class TestNothing:
+    def test_only_what_was_ruled_out_by_hand_is_suggested(self, store: Store) -> None:
+        with pytest.raises(NothingFitsError) as caught:
+            search(store, ComputedRunner(lambda _: 30 * GIB), gradient_checkpointing="off", batch_multiple=8)
+        assert "--gradient-checkpointing auto" in caught.value.hint
+        assert "leave --batch-multiple out" in caught.value.hint
+
     def test_fits(self, store: Store) -> None:
         runner = ComputedRunner(lambda _: 30 * GIB)
         with pytest.raises(NothingFitsError) as caught:
             search(store, runner)
         assert "nothing fits under 22.7 GiB" in caught.value.message
-        assert "--memory-limit" in caught.value.hint
+        assert caught.value.hint == "raise --memory-limit, or shorten --seq-len"
         study = store.study("bert")
         assert study is not None
         assert (study.state, study.best_trial_id) == ("finished", None)

@@ -119,7 +119,7 @@ def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, pl
              "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
     same = run_process(*again, "--dataset", "train.jsonl", folder=place)
     assert same.code == 0, same.stderr
-    assert "continuing the study own" in same.stderr
+    assert "the study own was finished" in same.stderr
     write_jsonl(place / "other.jsonl", samples([*SHORT * 40, 100]))
     other = run_process(*again, "--dataset", "other.jsonl", folder=place)
     assert other.code == 2

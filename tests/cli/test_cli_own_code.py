@@ -113,7 +113,7 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     own = (*SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
     again = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own)
     assert again.code == 0, again.stderr
-    assert "continuing the study mine, 3 trials recorded" in again.stderr
+    assert "the study mine was finished, 3 trials recorded" in again.stderr
     other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
     assert other.code == 2
     assert "is of something else (source.argv: " in other.stderr

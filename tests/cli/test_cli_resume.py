@@ -33,7 +33,7 @@ def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     shutil.copy(studied.storage, storage)
     ran = run_process("resume", "tiny", "--trials", "4", "--storage", str(storage), "--json", folder=tmp_path)
     assert ran.code == 0, ran.stderr
-    assert "continuing the study tiny, 3 trials recorded" in ran.stderr
+    assert "the study tiny was finished, 3 trials recorded" in ran.stderr
     document = json.loads(ran.stdout)
     assert document["trials"][:3] == studied.document["trials"]
     assert len(document["trials"]) == 4
