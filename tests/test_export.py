@@ -6,15 +6,21 @@ import ast
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from arbitrary import WORDS, candidates
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny import tiny_workload
 
 from autotune.arguments import checkpointing_field
+from autotune.data import DataSpec
 from autotune.device import Ceiling
 from autotune.errors import NoResultError
 from autotune.export import FORMATS, Export, beside_lines, make_export, render
@@ -65,6 +71,38 @@ def fields() -> tuple[str, ...]:
     from transformers import TrainingArguments
 
     return tuple(field.name for field in dataclasses.fields(TrainingArguments))
+
+
+@given(candidates(), st.sampled_from(["cpu", "cuda"]), WORDS, WORDS, st.none() | WORDS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_form_says_the_same_of_any_winner(
+    fields: tuple[str, ...], candidate: Candidate, device_kind: str, model: str, device: str, data: str | None
+) -> None:
+    """Whatever stands in the names: no comment ends early, no quote is left open."""
+    workload = dataclasses.replace(
+        tiny_workload("bert-tiny"), model=model, data=None if data is None else DataSpec(data, "json", "1")
+    )
+    report = report_of(candidate, device_kind, fields, workload)
+    report.environment["device_name"] = device
+    export = make_export(report)
+    arguments = json.loads(render(export, "json"))
+    assert arguments == export.arguments
+    assert yaml.safe_load(render(export, "yaml")) == arguments
+    flags = shlex.split(render(export, "cli"))
+    assert [flag.removeprefix("--") for flag in flags[::2]] == list(arguments)
+    assert [as_flag(value) for value in arguments.values()] == flags[1::2]
+    made = ast.parse(render(export, "python")).body[-1]
+    assert isinstance(made, ast.Assign)
+    assert isinstance(made.value, ast.Call)
+    assert {word.arg: ast.literal_eval(word.value) for word in made.value.keywords} == arguments
+    for line in render(export, "env").splitlines():
+        assert len(shlex.split(line)) == 1
+    assert all(len(line.splitlines()) == 1 for line in beside_lines(export))
+
+
+def as_flag(value: object) -> str:
+    """What an argument parser is given for a value."""
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
 
 
 @pytest.fixture(scope="module")

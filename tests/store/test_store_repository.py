@@ -14,6 +14,9 @@ from pathlib import Path
 
 import optuna
 import pytest
+from arbitrary import candidates, outcomes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from autotune.errors import StorageError
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, TrialRecord, new_id, open_store
@@ -54,6 +57,24 @@ def test_a_study_comes_back_as_it_was(store: Store, new_study: NewStudy) -> None
     )
     store.update_study(ended)
     assert store.study("first") == ended
+
+
+@given(candidates(), outcomes(), st.floats(0, 1e9))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_trial_comes_back_as_it_was(
+    store: Store, new_study: NewStudy, candidate: Candidate, outcome: Outcome, seconds: float
+) -> None:
+    """Whatever its words hold: quotes, NULs, halves of characters."""
+    study = store.study("any") or new_study("any")
+    number = len(store.trials(study.id))
+    trial = TrialRecord(study.id, number, candidate, study.workload_id, study.environment_id)
+    store.start_trial(trial)
+    assert store.trial(trial.id) == trial
+    store.finish_trial(trial.id, outcome, seconds)
+    ended = store.trial(trial.id)
+    assert ended is not None
+    assert (ended.candidate, ended.outcome, ended.seconds) == (candidate, outcome, seconds)
+    assert store.trials(study.id)[number] == ended
 
 
 def test_name_and_start_of_a_study_are_not_overwritten(store: Store, new_study: NewStudy) -> None:
