@@ -167,6 +167,9 @@ def report_document(report: Report) -> Document:
     environment = {k: v for k, v in report.environment.items() if k != "training_arguments_fields"}
     return {
         "study": study.name,
+        "autotune_version": study.autotune_version,
+        "started_at": study.started_at.isoformat(),
+        "ended_at": study.ended_at.isoformat() if study.ended_at else None,
         "state": study.state,
         "stopped_because": _why_it_ended(study)[0] if study.stopped_because else None,
         "left_out": [_left_out(line) for line in _why_it_ended(study)[1:]],

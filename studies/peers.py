@@ -33,6 +33,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from replay import ROOT
@@ -297,7 +298,9 @@ def _begin(options: argparse.Namespace, prepared: Prepared) -> Document:
             return known
         raise SystemExit(f"{options.json} is of other settings: {known['settings']}")
     ceiling = {"cap_bytes": prepared.ceiling.cap_bytes, "line_bytes": prepared.ceiling.line_bytes}
-    return {"settings": settings, "environment": environment, "ceiling": ceiling, "runs": [], "measured": {}}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    begun = {"date": date, "settings": settings, "environment": environment, "ceiling": ceiling}
+    return {**begun, "runs": [], "measured": {}}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,10 @@ def test_nothing_to_note() -> None:
 
 def test_the_document_is_plain_json() -> None:
     """What was not measured is null; the list of fields that only exports need is left out."""
-    document = json.loads(json.dumps(report_document(report(BASELINE, WINNER, OVER))))
+    made = report(BASELINE, WINNER, OVER)
+    document = json.loads(json.dumps(report_document(made)))
+    assert datetime.fromisoformat(document["started_at"]) == made.study.started_at
+    assert datetime.fromisoformat(document["ended_at"]) == made.study.ended_at
     assert document["speedup"] == pytest.approx(310.7 / 41.7)
     assert document["best"]["number"] == 1
     assert document["baseline"]["number"] == 0
