@@ -16,19 +16,20 @@ _BASELINE_SPREAD = 0.03
 _BEHIND = 0.85
 # What a search promises in the end may take so many times longer to measure where the machine is noisy; where it is
 # quiet, a few steps are enough as before. Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
-_FINAL = 3
+_FINAL_TIMES = 3
 
 
 def effort_of(request: SearchRequest, candidate: Candidate, stage: Stage, best: Tried | None) -> Effort:
     """The effort of the next trial, with ``best`` as the one to beat."""
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
-        # What compiles is measured in full at once: a second trial would compile again.
-        effort = replace(effort, max_micro_steps=candidate.gradient_accumulation_steps)
-    if stage == "final":
-        return replace(effort, max_steps=_FINAL * effort.max_steps, max_seconds=_FINAL * effort.max_seconds)
-    if candidate.arm.torch_compile:
-        return effort
+        # What compiles is measured so at once: a second trial would compile again.
+        return replace(
+            effort,
+            max_steps=_FINAL_TIMES * effort.max_steps,
+            max_seconds=_FINAL_TIMES * effort.max_seconds,
+            max_micro_steps=candidate.gradient_accumulation_steps,
+        )
     if request.objective == "max-batch":
         return effort
     if stage == "baseline":

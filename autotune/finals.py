@@ -25,14 +25,19 @@ def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
     enough = winner.measurement.samples_per_second * (1 + history.tolerance)
     faster = [t for t in history.believed(among) if t.measurement and t.measurement.samples_per_second > enough]
     rivals = sorted(faster, key=_speed, reverse=True)[:_MOST_RIVALS]
-    wanted = [winner, *rivals] if rivals else [winner] if not winner.in_full or _is_in_doubt(winner) else []
+    wanted = [winner, *rivals] if rivals else [winner] if needs_another(winner) else []
     return [tried.candidate for tried in wanted if len(history.outcomes_of(tried.candidate)) < _ROUNDS]
 
 
-def _is_in_doubt(tried: Tried) -> bool:
-    """Whether a stock run might well be slower than this measurement promises, by more than noise between runs."""
-    measured = tried.measurement
-    return measured is not None and measured.relative_spread > promised_within(tried.candidate, measured)
+def needs_another(winner: Tried) -> bool:
+    """Whether it was measured in part, or a stock run may be slower by more than is promised, so wide is its ±.
+
+    What compiles is measured at length at once: another trial would compile again.
+    """
+    measured = winner.measurement
+    if measured is None or winner.candidate.arm.torch_compile:
+        return False
+    return not winner.in_full or measured.relative_spread > promised_within(winner.candidate, measured)
 
 
 def _speed(tried: Tried) -> float:

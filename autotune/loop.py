@@ -10,7 +10,7 @@ from typing import Protocol
 
 from autotune.effort import effort_of
 from autotune.errors import AutotuneError
-from autotune.finals import finals
+from autotune.finals import finals, needs_another
 from autotune.forecast import Forecast
 from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.levers import compiles
@@ -295,8 +295,8 @@ class Search:
         owed = finals(self._history, self._in_space)
         most = self._request.most_trials
         if most is not None and self._trials_spent == most - 1:
-            # The last trial is the winner's, unless it was measured in full.
-            owed = [best.candidate] if best.candidate in owed and not best.in_full else []
+            # The last trial is the winner's, where it is owed one on its own account.
+            owed = [best.candidate] if best.candidate in owed and needs_another(best) else []
             return ("final", owed[0]) if owed else ("search", None)
         return ("final", owed[0]) if owed and self._done() else ("search", None)
 

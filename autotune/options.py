@@ -122,6 +122,8 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
     tokenizer = None
     if task != "image-classification":
         tokenizer = options["tokenizer"] or source.path or source.repository or source.name
+        if os.path.isdir(folder := os.path.expanduser(tokenizer)):
+            tokenizer = os.path.abspath(folder)
     return DataSpec(
         source=path,
         kind=kind,

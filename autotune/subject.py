@@ -65,6 +65,12 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
             f"the study {report.study.name!r} was searched with code of its own, which verify does not run",
             "train with the export as usual; the Trainer's log tells samples a second",
         )
+    if (report.workload.get("data") or {}).get("group_by_length"):
+        # Batches come longest first, fifty at a time: no hundred steps are an epoch's mean.
+        raise InvalidRequestError(
+            f"the study {report.study.name!r} groups samples by length, and a part of such an epoch says nothing of it",
+            "train an epoch with the export; the Trainer's log tells samples a second",
+        )
     export = make_export(report)
     best, promised = report.best, measurement(report.best)
     assert best is not None, "an export has a winner"

@@ -9,10 +9,12 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from autotune.data import facts_in
 from autotune.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.history import promised_within
+from autotune.runner import LocalRunner
 from autotune.runner.fresh import run_fresh
 from autotune.subject import Subject
 from autotune.trial import Document
@@ -50,13 +52,40 @@ class Verification:
     @property
     def samples_per_second(self) -> float | None:
         """Of the training steps alone; ``None`` where the run did not end well."""
-        speed: float | None = self.obtained.get("samples_per_second")
-        return speed
+        return self._total("samples") / self._total("seconds") if self.stretches else None
+
+    @property
+    def stretches(self) -> list[Document]:
+        """Of each timed stretch ``steps``, ``samples``, ``seconds``, ``new_shapes``."""
+        stretches: list[Document] = self.obtained.get("stretches", [])
+        return stretches
+
+    def _total(self, what: str) -> float:
+        return float(sum(stretch[what] for stretch in self.stretches))
+
+    @property
+    def steps_timed(self) -> int:
+        """Optimizer steps in the stretches."""
+        return int(self._total("steps"))
+
+    @property
+    def samples_timed(self) -> int:
+        """Samples in them; the last step of an epoch may have fewer than the others."""
+        return int(self._total("samples"))
+
+    @property
+    def new_shapes(self) -> int:
+        """Padded lengths that came for the first time in them."""
+        return int(self._total("new_shapes"))
 
     @property
     def relative_spread(self) -> float:
-        """Half the 95 % interval of the mean speed of the stretches over that mean."""
-        each: list[float] = self.obtained.get("samples_per_second_each", [])
+        """Half the 95 % interval of the mean speed of the stretches over that mean, new lengths aside."""
+        each: list[float] = []
+        for stretch in self.stretches:
+            seconds = float(stretch["seconds"])
+            # What new lengths cost differs; no stretch is mostly that.
+            each.append(stretch["samples"] / max(seconds - self._new_seconds(stretch["new_shapes"]), seconds / 2))
         if len(each) < 2:
             return 0.0
         return 1.96 * statistics.stdev(each) / math.sqrt(len(each)) / statistics.mean(each)
@@ -71,15 +100,17 @@ class Verification:
     @property
     def promised_samples_per_second(self) -> float:
         """Of the steps that were timed: those with padded lengths that came for the first time take longer."""
-        promised, new = self.subject.promised, self.obtained.get("new_lengths", 0)
-        steps = self.obtained.get("measured_steps")
-        if not new or not steps or promised.new_length_seconds is None:
-            return promised.samples_per_second
-        seconds = steps * promised.step_seconds + new * promised.new_length_seconds
-        return float(self.subject.best.candidate.samples_per_step * steps / seconds)
+        speed = self.subject.promised.samples_per_second
+        if not self.samples_timed:
+            return speed
+        return self.samples_timed / (self.samples_timed / speed + self._new_seconds(self.new_shapes))
+
+    def _new_seconds(self, new_shapes: int) -> float:
+        """What so many new lengths cost by what the search saw, nothing where it saw nothing."""
+        return new_shapes * (self.subject.promised.new_length_seconds or 0.0)
 
     @property
-    def _judges_allocated(self) -> bool:
+    def judges_allocated(self) -> bool:
         """Whether what is reserved depends on more than the training: where segments expand, or lengths differ.
 
         The allocator keeps what batches of every length have left, up to its cap.
@@ -88,14 +119,15 @@ class Verification:
 
     @property
     def training_peak_bytes(self) -> int | None:
-        """Peak reserved of the steps: before the evaluation, and later if it then grew beyond that of the save.
+        """What is judged: peak reserved of the steps, or peak allocated; see ``judges_allocated``."""
+        return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
-        Peak allocated where that is what is judged.
-        """
+    def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
+        """Of the steps: before the evaluation, and later if it then grew beyond that of the save."""
         peaks = self.obtained.get("peak_bytes")
         if not peaks:
             return None
-        which = 0 if self._judges_allocated else 1
+        which = 0 if kind == "allocated" else 1
         before, end = int(peaks.get("before", peaks["end"])[which]), int(peaks["end"][which])
         return end if end > int(peaks.get("save", peaks["end"])[which]) else before
 
@@ -103,7 +135,7 @@ class Verification:
     def promised_peak_bytes(self) -> int:
         """What it is compared with."""
         promised = self.subject.promised
-        return promised.peak_allocated_bytes if self._judges_allocated else promised.peak_reserved_bytes
+        return promised.peak_allocated_bytes if self.judges_allocated else promised.peak_reserved_bytes
 
     @property
     def slack_bytes(self) -> int:
@@ -167,11 +199,15 @@ def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
 
 
 def _data_folder(subject: Subject, logs: Path) -> Path | None:
-    """Where the study's data was read into; where that is gone, the data must still be what it was."""
+    """Where the study's data was read into; where that is gone, it is read again, if it still is what it was."""
     workload = Workload.from_document(subject.report.workload)
+    if workload.data is None:
+        return None
     folder = workload.data_folder(logs)
-    if workload.data is not None and folder is not None and facts_in(folder) is None:
+    if facts_in(folder) is None:
         workload.data.check_unchanged()
+        with LocalRunner(subject.device, workload, logs / subject.report.study.name) as runner:
+            runner.read_data(folder)
     return folder
 
 
@@ -190,11 +226,17 @@ def notes(verification: Verification) -> list[str]:
         found.append(
             f"the two ± leave {verification.speed_tolerance:.0%} open: too noisy a machine for a speed to tell much"
         )
-    new = verification.obtained.get("new_lengths")
-    if new and verification.subject.promised.new_length_seconds:
+    promised, line_bytes = verification.subject.promised, verification.subject.report.ceiling.line_bytes
+    if verification.new_shapes and promised.new_length_seconds:
         found.append(
-            f"{format_count(new)} padded lengths came for the first time in these steps, which is in what was promised "
-            f"({format_rate(verification.subject.promised.samples_per_second)} without)"
+            f"{format_count(verification.new_shapes)} padded lengths came for the first time in these steps, which is "
+            f"in what was promised ({format_rate(promised.samples_per_second)} without)"
+        )
+    reserved = verification.peak_bytes("reserved") or 0
+    if verification.subject.has_data and reserved > line_bytes:
+        found.append(
+            f"the allocator kept {format_bytes(reserved)} of what batches of other lengths left, over the "
+            f"{format_bytes(line_bytes)} that the headroom leaves: under its cap it gives that back"
         )
     if verification.obtained.get("skipped_steps"):
         found.append(f"fp16's gradient scaler left out {verification.obtained['skipped_steps']} updates at the start")
@@ -207,6 +249,7 @@ def verification_document(verification: Verification) -> Document:
     promised, speed = subject.promised, verification.samples_per_second
     peak = verification.training_peak_bytes
     peaks = {name: reserved for name, (_, reserved) in obtained.get("peak_bytes", {}).items()}
+    reserved = verification.peak_bytes("reserved")
     return {
         "study": subject.report.study.name,
         "model": subject.report.workload["model"],
@@ -217,6 +260,7 @@ def verification_document(verification: Verification) -> Document:
         "misses": verification.misses(),
         "promised": {
             "samples_per_second": promised.samples_per_second,
+            "samples_per_second_with_new_lengths": verification.promised_samples_per_second,
             "relative_spread": promised.relative_spread,
             "peak_allocated_bytes": promised.peak_allocated_bytes,
             "peak_reserved_bytes": promised.peak_reserved_bytes,
@@ -227,10 +271,11 @@ def verification_document(verification: Verification) -> Document:
             "message": obtained.get("message"),
             "samples_per_second": speed,
             "relative_spread": verification.relative_spread if speed else None,
-            "samples_per_second_each": obtained.get("samples_per_second_each", []),
-            "measured_steps": obtained.get("measured_steps"),
-            "peak_allocated_bytes": obtained.get("peak_bytes", {}).get("before", [None])[0],
-            "peak_reserved_bytes": peak,
+            "samples_per_second_each": [s["samples"] / s["seconds"] for s in verification.stretches],
+            "measured_steps": verification.steps_timed,
+            "measured_samples": verification.samples_timed,
+            "peak_allocated_bytes": verification.peak_bytes("allocated"),
+            "peak_reserved_bytes": reserved,
             "peak_reserved_with_evaluation_bytes": peaks.get("evaluate"),
             "peak_reserved_with_save_bytes": peaks.get("save"),
             "peak_reserved_at_the_end_bytes": peaks.get("end"),
@@ -239,10 +284,12 @@ def verification_document(verification: Verification) -> Document:
             "evaluation_batch_size": obtained.get("evaluation_batch_size"),
             "joules_per_sample": obtained.get("joules_per_sample"),
             "skipped_steps": obtained.get("skipped_steps"),
-            "new_lengths": obtained.get("new_lengths"),
+            "new_lengths": verification.new_shapes,
         },
         "samples_per_second_ratio": speed / verification.promised_samples_per_second if speed else None,
-        "peak_reserved_ratio": peak / verification.promised_peak_bytes if peak else None,
+        "peak_ratio": peak / verification.promised_peak_bytes if peak else None,
+        "peak_judged": "allocated" if verification.judges_allocated else "reserved",
+        "peak_reserved_ratio": reserved / promised.peak_reserved_bytes if reserved else None,
         "speed_tolerance": verification.speed_tolerance,
         "memory_tolerance": MEMORY_TOLERANCE,
         "memory_slack_bytes": verification.slack_bytes,

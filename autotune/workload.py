@@ -85,10 +85,9 @@ class Workload:
         """Whether a sample is a sequence of ``seq_len`` tokens."""
         return self.task not in ("image-classification", "speech-seq2seq", "own")
 
-    def data_folder(self, logs: Path) -> Path | None:
-        """Where the data is read into, beside the logs of studies: one folder for all that read the same."""
-        if self.data is None:
-            return None
+    def data_folder(self, logs: Path) -> Path:
+        """Where its data is read into, beside the logs of studies: one folder for all that read the same."""
+        assert self.data is not None
         asked = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.

@@ -80,6 +80,11 @@ def test_a_winner_less_certain_than_is_promised_is_measured_once_more(spread: fl
     assert finals(told.history, ALL) == []
 
 
+def test_what_compiles_is_not_compiled_again_for_that() -> None:
+    compiled = Candidate(Arm("bf16", torch_compile=True), 64, 1)
+    assert finals(Told().measured(compiled, 100.0, spread=0.2).history, [compiled]) == []
+
+
 def test_launch_bound_steps_are_promised_less_exactly() -> None:
     """64 samples in 50 ms: the machine's own cores are most of what is timed."""
     assert finals(Told().measured(RIVAL, 1280.0, spread=0.04).history, ALL) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, faul
 from searching import interrupt_after, new_store, request, search
 
 from autotune.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.runner.local import TrialJob
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Failed, OutOfMemory
+from autotune.trial import Arm, Candidate, Completed, Failed, Outcome, OutOfMemory
 from autotune.units import GIB, MIB
 
 
@@ -292,6 +294,24 @@ class TestFinal:
         run = search(store, RecordedRunner(EFFECTIVE_64), memory_limit_bytes=self.LIMIT, trials=6)
         assert run.observer.stages()[-1] == "final"
         assert len(run.trials) == 6
+
+    @pytest.mark.parametrize("trials", [None, 4])
+    def test_a_noisy_winner_is_measured_once_more(self, store: Store, trials: int | None) -> None:
+        """32 × 2 runs whole steps, of which ± 5 % is too wide a promise; the budget's last trial is for that, too."""
+
+        class Noisy(RecordedRunner):
+            def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+                outcome, seconds = super().answer(job)
+                if isinstance(outcome, Completed):
+                    noisy = dataclasses.replace(outcome.measurement, relative_spread=0.05)
+                    outcome = dataclasses.replace(outcome, measurement=noisy)
+                return outcome, seconds
+
+        run = search(store, Noisy(EFFECTIVE_64), trials=trials)
+        assert run.observer.stages().count("final") == 1
+        assert run.best.stage == "final"
+        assert run.trials[-1].id == run.best.id
+        assert trials is None or len(run.trials) == trials
 
     @pytest.mark.parametrize("end", [out_of_memory(), fault(), Failed("timeout", "stopped")])
     def test_that_fails_is_not_tried_for_ever(self, store: Store, tmp_path: Path, end: Failed | OutOfMemory) -> None:

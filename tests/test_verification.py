@@ -35,13 +35,18 @@ def subject(step_seconds: float = 0.2, spread: float = 0.003, limit_bytes: int |
     return Subject(report, best, measured, {}, "sdpa", GPU)
 
 
+def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> list[dict[str, Any]]:
+    """Timed stretches of so many steps of 64 samples."""
+    one = {"steps": steps, "samples": 64 * steps, "new_shapes": new_shapes}
+    return [{**one, "seconds": 64 * steps / speed} for speed in speeds]
+
+
 def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict[str, Any]:
     """What a stock run answers."""
     peaks = {name: (size - GIB, size) for name, size in {"before": peak, "evaluate": peak, "save": peak}.items()}
     return {
         "state": "completed",
-        "samples_per_second": speed,
-        "samples_per_second_each": [speed] * 10,
+        "stretches": stretches([speed] * 10),
         "peak_bytes": {**peaks, "end": peaks["save"]},
         "loss_problem": None,
         "packages": {"torch": "2.13.0"},
@@ -73,7 +78,7 @@ def test_the_speed_that_is_kept(step_seconds: float, share: float, kept: bool) -
 
 def test_two_wide_intervals_leave_more_open() -> None:
     each = [280.0, 320.0] * 5
-    noisy = Verification(subject(spread=0.10), 100, obtained(300.0, samples_per_second_each=each))
+    noisy = Verification(subject(spread=0.10), 100, obtained(300.0, stretches=stretches(each)))
     assert noisy.relative_spread == pytest.approx(1.96 * 21.08 / math.sqrt(10) / 300, rel=0.01)
     assert noisy.speed_tolerance == pytest.approx(math.hypot(0.10, noisy.relative_spread))
     assert not noisy.misses()
@@ -96,27 +101,54 @@ def test_where_segments_expand_what_is_allocated_counts() -> None:
     assert Verification(plain, 100, obtained(peak_bytes=peaks)).misses()
 
 
-def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
-    """95 steps of 0.2 s and 19 lengths of 0.5 s: 6080 samples in 28.5 s in place of 19."""
-    plain = subject()
-    promised = dataclasses.replace(plain.promised, new_length_seconds=0.5, epoch_lengths=40)
-    fed = dataclasses.replace(plain, promised=promised)
-    run = Verification(fed, 100, obtained(210.0, measured_steps=95, new_lengths=19))
-    assert run.promised_samples_per_second == pytest.approx(64 * 95 / 28.5)
-    assert run.misses() == []
-    document = verification_document(run)
-    assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
-    assert document["samples_per_second_ratio"] == pytest.approx(210 * 28.5 / (64 * 95))
-    assert "19 padded lengths came for the first time" in document["notes"][0]
-    assert Verification(plain, 100, obtained(210.0, measured_steps=95, new_lengths=19)).misses()
-
-
-def test_on_data_of_all_lengths_what_is_allocated_counts() -> None:
-    """The allocator keeps what other lengths have left, up to the cap: 23 GiB of which 19 were ever in use."""
+def fed_subject(**promised: Any) -> Subject:
+    """The same winner, found on data of the user's own."""
     plain = subject()
     report = dataclasses.replace(plain.report, workload={**plain.report.workload, "data": {"source": "x.jsonl"}})
-    peaks = {"before": (19 * GIB, 23 * GIB), "end": (19 * GIB, 23 * GIB)}
-    assert Verification(dataclasses.replace(plain, report=report), 100, obtained(peak_bytes=peaks)).misses() == []
+    return dataclasses.replace(plain, report=report, promised=dataclasses.replace(plain.promised, **promised))
+
+
+def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
+    """20 steps of 0.2 s in the first stretch, in which 8 lengths of 0.5 s are new, and 20 in the second."""
+    first = {"steps": 20, "samples": 1280, "seconds": 8.0, "new_shapes": 8}
+    second = {"steps": 20, "samples": 1280, "seconds": 4.0, "new_shapes": 0}
+    answer = obtained(stretches=[first, second])
+    run = Verification(fed_subject(new_length_seconds=0.5), 100, answer)
+    assert run.samples_per_second == pytest.approx(2560 / 12)
+    assert run.promised_samples_per_second == pytest.approx(2560 / 12)
+    assert run.misses() == []
+    assert run.relative_spread == pytest.approx(0), "it is known why the stretches differ"
+    assert run.speed_tolerance == pytest.approx(0.03)
+    document = verification_document(run)
+    assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
+    assert document["promised"]["samples_per_second_with_new_lengths"] == pytest.approx(2560 / 12)
+    assert document["samples_per_second_ratio"] == pytest.approx(1)
+    assert "8 padded lengths came for the first time" in document["notes"][0]
+    unknown = Verification(fed_subject(), 100, answer)
+    assert unknown.promised_samples_per_second == 320.0, "nothing is promised of what no trial has seen"
+
+
+def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
+    """An epoch ends with 8 samples in place of 64, in a tenth of a step's time."""
+    run = Verification(
+        fed_subject(), 100, obtained(stretches=[{"steps": 3, "samples": 136, "seconds": 0.425, "new_shapes": 0}])
+    )
+    assert run.samples_per_second == pytest.approx(320)
+    assert (run.steps_timed, run.samples_timed) == (3, 136)
+
+
+@pytest.mark.parametrize(("allocated_gib", "kept"), [(19.0, True), (19.3, True), (19.5, False)])
+def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, kept: bool) -> None:
+    """The allocator keeps what other lengths have left, up to the cap, which is said: 23 GiB, 19 promised."""
+    allocated = int(allocated_gib * GIB)
+    peaks = {"before": (allocated, 23 * GIB), "end": (allocated, 23 * GIB)}
+    run = Verification(fed_subject(), 100, obtained(peak_bytes=peaks))
+    assert (run.misses() == []) == kept
+    document = verification_document(run)
+    assert document["obtained"]["peak_reserved_bytes"] == 23 * GIB
+    assert document["obtained"]["peak_allocated_bytes"] == allocated
+    assert (document["peak_judged"], document["peak_ratio"]) == ("allocated", allocated / (19 * GIB))
+    assert any("the allocator kept 23.0 GiB" in note for note in document["notes"])
 
 
 def test_what_the_evaluation_needs_is_told_apart() -> None:

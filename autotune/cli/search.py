@@ -180,6 +180,11 @@ def _check_can_be_verified(request: SearchRequest) -> None:
         raise InvalidRequestError(
             "--verify makes the model and the Trainer itself, which code of your own does", "leave --verify out"
         )
+    if request.workload.data is not None and request.workload.data.group_by_length:
+        raise InvalidRequestError(
+            "--verify runs a part of an epoch, which says nothing of one that is grouped by length",
+            "leave --verify or --group-by-length out",
+        )
 
 
 def search_and_print(

@@ -136,19 +136,23 @@ def verification_lines(verification: Verification) -> list[str]:
         lines += [
             f"{'samples/s':9} {_speed(told, promised.relative_spread):>18} "
             f"{_speed(speed, verification.relative_spread):>18}  {speed / told - 1:+.1%}",
-            f"{'peak':9} {format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
+            f"{'in use' if verification.judges_allocated else 'peak':9} "
+            f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
         peaks, seconds = obtained["peak_bytes"], obtained["pause_seconds"]
+        which = 0 if verification.judges_allocated else 1
         for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
             if what in peaks:
                 took = format_seconds(seconds[what])
-                lines.append(f"  with the {name}: {format_bytes(peaks[what][1])} at the peak so far; it took {took}")
+                lines.append(
+                    f"  with the {name}: {format_bytes(peaks[what][which])} at the peak so far; it took {took}"
+                )
         if obtained["joules_per_sample"] is not None:
             joules = promised.joules_per_sample
             before = f", {joules:.3g} J promised" if joules is not None else ""
             lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
-        lines.append(f"  {obtained['measured_steps']} steps of {obtained['samples_per_step']:,.0f} samples were timed")
+        lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
     lines += ["kept: a stock Trainer does what was promised"] if not verification.misses() else []
     return lines

@@ -36,6 +36,9 @@ class _Properties:
         self._find = find
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # Of a copy that is being made, say, which has nothing to ask yet.
+            raise AttributeError(name)
         return getattr(self._find(), name)
 
 

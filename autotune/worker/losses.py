@@ -25,6 +25,17 @@ def on_each_loss(trainer: Any, take: Callable[[Any], None]) -> None:
     trainer.training_step = training_step
 
 
+def before_each_micro_step(trainer: Any, take: Callable[[Any], None]) -> None:
+    """Have ``take`` called with the batch of every micro-step."""
+    run_step = trainer.training_step
+
+    def training_step(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        take(inputs)
+        return run_step(model, inputs, *arguments, **keywords)
+
+    trainer.training_step = training_step
+
+
 class LossWatch:
     """Keeps the loss of a trainer's latest micro-step.
 

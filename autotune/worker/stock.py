@@ -23,7 +23,7 @@ from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.feed import Feed
-from autotune.worker.losses import LossWatch, skipped_steps
+from autotune.worker.losses import LossWatch, before_each_micro_step, skipped_steps
 from autotune.worker.meter import Meter, open_meter
 from autotune.workload import Workload
 
@@ -47,23 +47,23 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._first_step = 0
         self._joules = 0.0
+        self._shapes: set[Any] = set()
+        self._samples = 0
+        self._new_shapes = 0
         self.during = "train"
-        self.stretches: list[tuple[int, float]] = []
-        """Steps and seconds of each stretch."""
+        self.stretches: list[Document] = []
+        """Of each: ``steps``, ``samples``, ``seconds``, and ``new_shapes`` of batches that none before it had."""
         self.joules: float | None = 0.0
         self.peaks: dict[str, tuple[int, int]] = {}
         self.pause_seconds: dict[str, float] = {}
-        self.new_shapes = 0
-        """Of training batches in the timed steps, those that none had before."""
-        self._shapes: set[Any] = set()
-        self._is_timed = False
 
-    def see(self, model: Any, _: Any, inputs: Any) -> None:
-        """One batch goes into the model."""
+    def count(self, inputs: Any) -> None:
+        """One batch is trained on. The last of an epoch may be smaller, which is a shape of its own but no length."""
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
-        if model.training and shapes not in self._shapes:
-            self._shapes.add(shapes)
-            self.new_shapes += self._is_timed
+        lengths = tuple(shape[1:] for shape in shapes)
+        self._samples += shapes[0][0]
+        self._new_shapes += lengths not in self._shapes
+        self._shapes.add(lengths)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer evaluates and saves after this, where it is told to."""
@@ -73,7 +73,6 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         is_pause = step == self._pause_after
         is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
         if step == self._warmup:
-            self._is_timed = True
             self._begin(step)
         elif is_end:
             self._end(step)
@@ -103,12 +102,15 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, step: int) -> None:
         self._meter.synchronize()
+        self._samples = self._new_shapes = 0
         self._first_step, self._began = step, time.perf_counter()
         self._joules = self._meter.energy_joules() or 0.0
 
     def _end(self, step: int) -> None:
         self._meter.synchronize()
-        self.stretches.append((step - self._first_step, time.perf_counter() - self._began))
+        seconds = time.perf_counter() - self._began
+        counted = {"steps": step - self._first_step, "samples": self._samples, "new_shapes": self._new_shapes}
+        self.stretches.append({"seconds": seconds, **counted})
         joules = self._meter.energy_joules()
         self.joules = None if joules is None or self.joules is None else self.joules + joules - self._joules
 
@@ -136,7 +138,7 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     model = build_model(workload, job["attn_implementation"], meter.device)
     fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
     fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
-    feed = _open_feed(workload, job.get("data_folder"))
+    feed = Feed(workload, job["data_folder"]) if workload.data is not None else None
     made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(feed.arguments if feed else {})})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
@@ -153,39 +155,20 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     )
 
 
-def _open_feed(workload: Workload, folder: str | None) -> Feed | None:
-    """The user's data, read again where what was read of it is gone."""
-    if workload.data is None or folder is None:
-        return None
-    from autotune.worker.reading import read_data
-
-    answer = read_data({"workload": workload.document(), "folder": folder})
-    if "error" in answer:
-        raise RuntimeError(answer["error"][0])
-    return Feed(workload, folder)
-
-
 def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
     trainer = build_trainer(job, meter, {}, [watch])
-    trainer.model.register_forward_pre_hook(watch.see, with_kwargs=True)
+    before_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()
-    made = trainer.args
-    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
-    seconds = sum(passed for _, passed in watch.stretches)
-    samples = per_step * sum(steps for steps, _ in watch.stretches)
+    samples = sum(stretch["samples"] for stretch in watch.stretches)
     return {
-        "samples_per_second": samples / seconds,
-        "samples_per_second_each": [per_step * steps / passed for steps, passed in watch.stretches],
-        "measured_steps": samples // per_step,
-        "samples_per_step": per_step,
+        "stretches": watch.stretches,
         "peak_bytes": watch.peaks,
         "pause_seconds": watch.pause_seconds,
         "joules_per_sample": watch.joules / samples if watch.joules else None,
         "skipped_steps": skipped_steps(trainer.accelerator.scaler),
         "loss_problem": losses.problem(),
-        "new_lengths": watch.new_shapes,
-        "evaluation_batch_size": made.per_device_eval_batch_size,
+        "evaluation_batch_size": trainer.args.per_device_eval_batch_size,
     }
 
 

@@ -93,18 +93,34 @@ def test_the_winner_survives_an_epoch_in_shuffled_order(searched: Ran, place: Pa
 
 
 def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, place: Path) -> None:
-    """Its batches come as they will; what was read is read again where it is gone, unless it has changed."""
+    """Its batches come as they will. An epoch of 601 samples ends with a step of 25, which counts for no more."""
+    data = place / "logs" / ".data"
+    before = [(path.name, path.stat().st_mtime_ns) for path in data.iterdir()]
+    assert len(before) == 1
     verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
-    shutil.rmtree(place / "logs" / ".data")
     ran = run_process(*verify, folder=place)
     assert ran.code in (0, 11), ran.stderr
     document = json.loads(ran.stdout)
     obtained, best = document["obtained"], json.loads(searched.stdout)["best"]
     assert obtained["state"] == "completed"
     assert obtained["measured_steps"] == 15
+    # The warm-up is steps 1 to 5; the 19th is an epoch's last.
+    assert obtained["measured_samples"] == 14 * BATCH + 601 % BATCH
     assert 0 < obtained["new_lengths"] < 15 * best["gradient_accumulation_steps"]
+    assert document["peak_judged"] == "allocated"
     # A CPU has nothing to build for them.
     assert document["samples_per_second_ratio"] == obtained["samples_per_second"] / best["samples_per_second"]
+    assert [(path.name, path.stat().st_mtime_ns) for path in data.iterdir()] == before, "read once"
+
+
+def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(searched: Ran, place: Path) -> None:
+    verify = ("verify", "own", "--steps", "20", "--storage", "s.db", "--json")
+    shutil.rmtree(place / "logs" / ".data")
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    ran = run_process("verify", "own", "--steps", "20", "--storage", str(place / "s.db"), "--json", folder=elsewhere)
+    assert ran.code in (0, 11), ran.stderr
+    assert len(list((place / "logs" / ".data").iterdir())) == 1
     shutil.rmtree(place / "logs" / ".data")
     content = (place / "train.jsonl").read_text()
     (place / "train.jsonl").write_text(content.replace("\n", "\n" + content.splitlines()[0] + "\n", 1))
