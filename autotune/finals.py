@@ -25,19 +25,22 @@ def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
     enough = winner.measurement.samples_per_second * (1 + history.tolerance)
     faster = [t for t in history.believed(among) if t.measurement and t.measurement.samples_per_second > enough]
     rivals = sorted(faster, key=_speed, reverse=True)[:_MOST_RIVALS]
-    wanted = [winner, *rivals] if rivals else [winner] if needs_another(winner) else []
+    # Where a second measurement was no more certain than the first, the machine is as it is.
+    in_vain = any(_is_in_doubt(t) and history.times_measured(t.candidate) > 1 for t in history.believed(among))
+    is_owed = needs_another(winner) and not (winner.in_full and in_vain)
+    wanted = [winner, *rivals] if rivals else [winner] if is_owed else []
     return [tried.candidate for tried in wanted if len(history.outcomes_of(tried.candidate)) < _ROUNDS]
 
 
 def needs_another(winner: Tried) -> bool:
-    """Whether it was measured in part, or a stock run may be slower by more than is promised, so wide is its ±.
+    """Whether it was measured in part or amid noise. What compiles was measured at length, and would compile again."""
+    return (not winner.in_full or _is_in_doubt(winner)) and not winner.candidate.arm.torch_compile
 
-    What compiles is measured at length at once: another trial would compile again.
-    """
-    measured = winner.measurement
-    if measured is None or winner.candidate.arm.torch_compile:
-        return False
-    return not winner.in_full or measured.relative_spread > promised_within(winner.candidate, measured)
+
+def _is_in_doubt(tried: Tried) -> bool:
+    """Whether a stock run may be slower by more than is promised, so wide is the ±."""
+    measured = tried.measurement
+    return measured is not None and measured.relative_spread > promised_within(tried.candidate, measured)
 
 
 def _speed(tried: Tried) -> float:

@@ -80,6 +80,15 @@ def test_a_winner_less_certain_than_is_promised_is_measured_once_more(spread: fl
     assert finals(told.history, ALL) == []
 
 
+@pytest.mark.parametrize(("run", "is_owed"), [(None, False), (1, True)])
+def test_on_a_machine_that_stays_noisy_doubt_is_not_pursued(run: int | None, is_owed: bool) -> None:
+    """What was measured in part is owed a whole measurement all the same."""
+    told = Told().measured(COMFORTABLE, 100.0, spread=0.2).measured(COMFORTABLE, 60.0, spread=0.2)
+    told.measured(RIVAL, 90.0, run, spread=0.2)
+    assert told.winner() == RIVAL
+    assert finals(told.history, ALL) == ([RIVAL] if is_owed else [])
+
+
 def test_what_compiles_is_not_compiled_again_for_that() -> None:
     compiled = Candidate(Arm("bf16", torch_compile=True), 64, 1)
     assert finals(Told().measured(compiled, 100.0, spread=0.2).history, [compiled]) == []
