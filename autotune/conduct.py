@@ -65,9 +65,11 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Obs
             watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
             trials = watched if device.kind == "cuda" else runner
             return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
-    except (KeyboardInterrupt, NothingFitsError, NoResultError):
+    except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
-        observer.note(f"every trial is recorded in the study {study}; autotune resume {study} goes on with it")
+        on = f"autotune resume {study} goes on with it"
+        next_step = on if isinstance(error, KeyboardInterrupt) else f"autotune show {study} lists them"
+        observer.note(f"every trial is recorded in the study {study}; {next_step}")
         raise
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.errors import InvalidRequestError
-from autotune.units import MIB
+from autotune.units import MIB, in_one_line
 
 DATA_OPTIONS = (
     "dataset",
@@ -137,16 +137,21 @@ class DataSpec:
 
     def check_unchanged(self) -> None:
         """``InvalidRequestError`` where data or tokenizer are gone, or hold something else than they did."""
-        changed = self.source if locate(self.source, self.split)[2] != self.content else None
-        if self.tokenizer is not None and tokenizer_content(self.tokenizer) != self.tokenizer_content:
-            changed = changed or self.tokenizer
-        if changed is not None:
-            raise InvalidRequestError(f"{changed} has changed since the search", "search again on what it is now")
+        if locate(self.source, self.split)[2] != self.content:
+            raise InvalidRequestError(
+                f"{in_one_line(self.source)} has changed since the search", "search again on what it is now"
+            )
+        if self.tokenizer is None or tokenizer_content(self.tokenizer) == self.tokenizer_content:
+            return
+        what = "has changed since the search" if os.path.isdir(os.path.expanduser(self.tokenizer)) else "is gone"
+        raise InvalidRequestError(
+            f"the tokenizer in {in_one_line(self.tokenizer)} {what}", "search again with --tokenizer"
+        )
 
     @property
     def label(self) -> str:
         """A short name for messages: the file's or folder's own, or the hub's."""
-        return self.source if self.kind == "hub" else os.path.basename(self.source)
+        return self.source if self.kind == "hub" else in_one_line(os.path.basename(self.source))
 
 
 def facts_from_document(document: dict[str, Any]) -> DataFacts:
@@ -198,6 +203,17 @@ def tokenizer_content(name: str) -> str:
         return name
     named = ("tokenizer", "vocab", "merges", "special_tokens", "spiece", "added_tokens")
     return _content(folder, sorted(file for file in folder.iterdir() if file.is_file() and file.name.startswith(named)))
+
+
+def under_plain_names(files: list[str], folder: Path) -> list[str]:
+    """Links to files in a new folder, with names that nothing takes for a pattern, a chain of URLs or an option."""
+    folder.mkdir(parents=True)
+    links = []
+    for number, file in enumerate(files):
+        link = folder / f"{number:06}{''.join(s for s in Path(file).suffixes[-2:] if s[1:].isalnum())}"
+        link.symlink_to(file)
+        links.append(str(link))
+    return links
 
 
 def data_files(source: str, kind: DataKind, split: str) -> list[str]:

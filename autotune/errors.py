@@ -12,7 +12,9 @@ from collections.abc import Iterable
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio: float = 0.6) -> str:
     """``did you mean this or that?``, or nothing where nothing known is at least so like the word."""
-    near = difflib.get_close_matches(word, list(known), n=most, cutoff=least_ratio)
+    names = list(known)
+    begun = [name for name in names if word and name.startswith(word)][:most]
+    near = begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -15,6 +15,7 @@ from autotune.levers import allocator_variable
 from autotune.model_source import repository_of
 from autotune.report import Report, describe_data
 from autotune.trial import Candidate
+from autotune.units import in_one_line
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
@@ -55,7 +56,8 @@ def make_export(report: Report) -> Export:
     best = report.best
     if best is None:
         raise NoResultError(
-            f"the study {report.study.name!r} has no feasible trial to export", "continue it with autotune search"
+            f"the study {report.study.name!r} has no feasible trial to export",
+            f"autotune show {report.study.name} says what was tried",
         )
     environment = report.environment
     packages = environment["packages"]
@@ -91,12 +93,7 @@ def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
 
 def beside_lines(export: Export) -> list[str]:
     """What the export cannot hold because it is no field of ``TrainingArguments``."""
-    return [_in_one_line(line) for line in _beside(export)]
-
-
-def _in_one_line(text: str) -> str:
-    """Text that no comment ends in, whatever a file or a device is called."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return [in_one_line(line) for line in _beside(export)]
 
 
 def _beside(export: Export) -> list[str]:
@@ -161,14 +158,14 @@ def _flag(name: str, value: Any) -> str:
 def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     if export.task == "own":
-        return f"# measured on {_in_one_line(export.measured)}\noverrides = dict(\n{fields})\n"
+        return f"# measured on {in_one_line(export.measured)}\noverrides = dict(\n{fields})\n"
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
     bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
     return (
-        f"# measured on {_in_one_line(export.measured)}\n"
+        f"# measured on {in_one_line(export.measured)}\n"
         + (f"import os\n\n{variables}\n" if variables else "")
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")

@@ -259,7 +259,7 @@ class Search:
             return _INTERRUPTED
         most = request.most_trials
         if most is not None and self._trials_spent >= most:
-            return f"the budget of {most} trials is spent"
+            return f"the budget of {most} trial{'' if most == 1 else 's'} is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
         return None

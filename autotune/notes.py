@@ -41,7 +41,10 @@ def notes(report: Report) -> list[str]:
         )
     baseline = measurement(report.baseline)
     if baseline and best and best != report.baseline and baseline.relative_spread > _VERY_WIDE_SPREAD:
-        found.append(f"the baseline's is by ± {baseline.relative_spread:.0%}, and so is what is said to be won over it")
+        found.append(
+            f"the baseline's step time is uncertain by ± {baseline.relative_spread:.0%}, and so is what is said to be "
+            "won over it"
+        )
     found += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)

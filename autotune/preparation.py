@@ -33,7 +33,7 @@ from autotune.request import SearchRequest, differences
 from autotune.runner import LocalRunner
 from autotune.space import Space, choose_arms
 from autotune.trial import Arm, Candidate, Document
-from autotune.units import GIB, format_bytes, format_count
+from autotune.units import GIB, MIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
 
@@ -304,15 +304,16 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
     where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"
     beside = "CUDA context and headroom" if context_bytes else "headroom"
     # Rounded up, so that what is asked for is enough.
-    needed_gib = f"{math.ceil(least_bytes / GIB * 100) / 100:g}"
-    enough = f"--memory-limit {needed_gib}GiB" if least_bytes <= free_bytes else f"a device with {needed_gib} GiB free"
+    unit, name = (GIB, "GiB") if least_bytes >= GIB else (MIB, "MiB")
+    needed = f"{math.ceil(least_bytes / unit * 100) / 100:g}"
+    enough = f"--memory-limit {needed}{name}" if least_bytes <= free_bytes else f"a device with {needed} {name} free"
     ways = [f"use {enough} or more", "a smaller model"]
     if request.workload.dtype == "float32":
         ways.append("--dtype bfloat16")
     raise NothingFitsError(
         f"{where} {format_bytes(reachable_bytes)} is too little for {request.workload.model}: the weights, gradients "
         f"and optimizer state of its {format_count(model['parameters'])} parameters alone take "
-        f"{format_bytes(state_bytes)}, with {beside} {needed_gib} GiB",
+        f"{format_bytes(state_bytes)}, with {beside} {needed} {name}, before a single sample",
         f"{', '.join(ways[:-1])} or {ways[-1]}",
     )
 

@@ -186,8 +186,14 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
         if isinstance(before, dict) and isinstance(now, dict):
             found += [f"{key}.{inner}" for inner in differences(before, now)]
         elif before != now:
-            found.append(f"{key}: {before!r}, now {now!r}")
+            found.append(f"{key}: {_shown(before)}, now {_shown(now)}")
     return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return ", ".join(map(str, value))
+    return "not given" if value is None else repr(value)
 
 
 def check_study_name(name: str) -> None:

@@ -47,6 +47,8 @@ def recorded_request(
             f"the request of the study {study!r} cannot be read: {error}",
             "repeat the options of the search with autotune search and the same --study",
         ) from error
+    if workload.data is not None:
+        workload.data.check_unchanged()
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
     return dataclasses.replace(request, **spent)
 

@@ -155,10 +155,8 @@ def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
     return Candidate(dataclasses.replace(baseline, optim=candidate.arm.optim), batch, accumulation)
 
 
-def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparison:
-    """Train winner and reference a few steps each, in processes of their own; smaller batches where memory ends."""
-    if steps < 1:
-        raise InvalidRequestError(f"--same-loss {steps} compares nothing", "use 1 or more")
+def check_can_compare(subject: Subject) -> None:
+    """``InvalidRequestError`` where two ways of training do not see the same samples."""
     if subject.has_data:
         # Batches of other sizes are padded to other lengths and masked at other places.
         raise InvalidRequestError(
@@ -166,6 +164,13 @@ def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparis
             "compared",
             "search the same model without --dataset; autotune verify without --same-loss runs on the data",
         )
+
+
+def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparison:
+    """Train winner and reference a few steps each, in processes of their own; smaller batches where memory ends."""
+    if steps < 1:
+        raise InvalidRequestError(f"--same-loss {steps} compares nothing", "use 1 or more")
+    check_can_compare(subject)
     candidate, baseline = subject.best.candidate, subject.report.baseline
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)
     reference = reference_of(candidate, baseline.candidate.arm if baseline else plain)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune import __version__
 from autotune.device import Ceiling
 from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
-from autotune.history import History
+from autotune.history import History, Tried
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, changes_since
 from autotune.request import SearchRequest
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.trial import Failed
+from autotune.trial import Failed, source_of
 from autotune.units import format_bytes
 
 
@@ -113,10 +114,17 @@ def no_result(
             return NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
     return NothingFitsError(
         f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
-        f"({format_bytes(ceiling.cap_bytes)} less headroom); {len(tried)} trials were run"
+        f"({format_bytes(ceiling.cap_bytes)} less headroom); {_how_many(tried)}"
         + (f", {len(failed)} of them failed" if failed else ""),
         _what_may_help(request, is_certain=is_certain),
     )
+
+
+def _how_many(tried: Sequence[Tried]) -> str:
+    """``26 trials were run``, ``4 trials were run, 22 reused``."""
+    reused = sum(source_of(t.outcome) is not None for t in tried)
+    run = len(tried) - reused
+    return f"{run} trial{' was' if run == 1 else 's were'} run" + (f", {reused} reused" if reused else "")
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:

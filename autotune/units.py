@@ -115,6 +115,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
+def in_one_line(text: str) -> str:
+    """Text without what ends a line, moves a cursor or colours a terminal, whatever a file or a device is called."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def format_count(count: float) -> str:
     """``335143938`` as ``335.1M``; small numbers are left as they are."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):

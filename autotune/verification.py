@@ -168,6 +168,12 @@ class Verification:
             found.append(str(self.obtained["loss_problem"]))
         return found
 
+    def verdict(self) -> str:
+        """Of a run without a miss, how much that says."""
+        if self.speed_tolerance > _TELLING_TOLERANCE:
+            return f"not refuted: so noisy was it that {self.speed_tolerance:.0%} slower would have passed"
+        return "kept: a stock Trainer does what was promised"
+
     def check(self) -> None:
         """Raise ``PromiseMissedError`` where a promise was not kept."""
         misses = self.misses()
@@ -184,12 +190,17 @@ _TELLING_TOLERANCE = 0.2
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
 
 
-def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
-    """Run the stock process; ``TrialServerError`` where it fails for another reason than memory."""
+def check_steps(steps: int) -> None:
+    """``InvalidRequestError`` where so many are too few."""
     if steps < LEAST_STEPS:
         raise InvalidRequestError(
             f"--steps {steps} are too few to tell a speed after the warm-up", f"use {LEAST_STEPS} or more"
         )
+
+
+def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
+    """Run the stock process; ``TrialServerError`` where it fails for another reason than memory."""
+    check_steps(steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * subject.promised.step_seconds
     folder = _data_folder(subject, log_path.parent.parent)
     job = subject.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
@@ -206,7 +217,6 @@ def _data_folder(subject: Subject, logs: Path) -> Path | None:
         return None
     folder = workload.data_folder(logs)
     if facts_in(folder) is None:
-        workload.data.check_unchanged()
         with LocalRunner(subject.device, workload, logs / subject.report.study.name) as runner:
             runner.read_data(folder)
     return folder
@@ -238,6 +248,11 @@ def notes(verification: Verification) -> list[str]:
         found.append(
             f"the allocator kept {format_bytes(reserved)} of what batches of other lengths left, over the "
             f"{format_bytes(line_bytes)} that the headroom leaves: under its cap it gives that back"
+        )
+    peak = verification.training_peak_bytes or 0
+    if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
+        found.append(
+            f"on a CPU a process of its own may hold {format_bytes(verification.slack_bytes)} more than a forked one"
         )
     if verification.obtained.get("skipped_steps"):
         found.append(f"fp16's gradient scaler left out {verification.obtained['skipped_steps']} updates at the start")

@@ -142,9 +142,22 @@ def test_the_script_trains_with_an_export(tmp_path: Path) -> None:
     assert re.search(r"^\d+\.\d samples/s$", printed, flags=re.MULTILINE), printed
 
 
+def test_the_texts_are_made_and_searched_on(tmp_path: Path) -> None:
+    """By the file as it stands in the README; what is said of them is what it shows."""
+    texts, _ = blocks("py")
+    (tmp_path / "make_texts.py").write_text(texts, encoding="utf-8")
+    run("make_texts.py", folder=tmp_path)
+    words = ("--model", "bert-tiny", "--dataset", "train.jsonl", "--tokenizer", "tok", "--seq-len", "128")
+    more = ("--effective-batch", "32", "--device", "cpu", "--trials", "1")
+    run("-m", "autotune", "search", *words, *more, folder=tmp_path)
+    shown = run("-m", "autotune", "show", "bert-tiny-32", folder=tmp_path)
+    told = next(line for line in shown.splitlines() if "train.jsonl" in line).strip()
+    assert f"data    {told.split('; ')[0]}" in README
+
+
 def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> None:
     """The file as it stands in the README, on one candidate, and then by itself."""
-    (trainer,) = blocks("py")
+    _, trainer = blocks("py")
     (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
     words = (
         "--trainer",

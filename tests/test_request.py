@@ -79,6 +79,11 @@ class TestBudgetAndEffort:
         assert request().effort == Effort()
 
 
+def shown(value: object) -> str:
+    """As differences name a value."""
+    return "not given" if value is None else ", ".join(value) if isinstance(value, list) else repr(value)
+
+
 class TestDifferences:
     def test_a_recorded_request_is_the_same_as_it_was(self) -> None:
         asked = request(
@@ -97,14 +102,14 @@ class TestDifferences:
         changed = {**recorded, key: "something else"}
         is_budget = key in ("trials", "time_budget_seconds", "trial_timeout_seconds", "fresh")
         assert differences(recorded, changed) == (
-            [] if is_budget else [f"{key}: {recorded[key]!r}, now 'something else'"]
+            [] if is_budget else [f"{key}: {shown(recorded[key])}, now 'something else'"]
         )
 
     def test_nested_ones_bear_both_names(self) -> None:
         before = {"config": {"layers": 2, "heads": 4}, "name": "x"}
         now = {"config": {"layers": 3, "heads": 4, "dropout": 0.1}, "name": "x"}
-        assert differences(before, now) == ["config.dropout: None, now 0.1", "config.layers: 2, now 3"]
+        assert differences(before, now) == ["config.dropout: not given, now 0.1", "config.layers: 2, now 3"]
 
     def test_what_one_side_lacks_is_one(self) -> None:
-        assert differences({"a": 1}, {}) == ["a: 1, now None"]
+        assert differences({"a": 1}, {}) == ["a: 1, now not given"]
         assert differences({}, {"a": None}) == []

@@ -113,7 +113,7 @@ class TestBaseline:
 
     def test_alone_is_no_result(self, store: Store) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
-        with pytest.raises(NoResultError, match="budget of 1 trials") as caught:
+        with pytest.raises(NoResultError, match="budget of 1 trial is") as caught:
             search(store, runner, precisions=("bf16",), trials=1)
         assert "--trials" in caught.value.hint
         assert len(runner.jobs) == 1

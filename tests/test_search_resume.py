@@ -126,7 +126,7 @@ class TestRefused:
         ("options", "named"),
         [
             ({"effective_batch": 128}, "effective_batch: 64, now 128"),
-            ({"precisions": ("bf16",)}, "precision: None, now ['bf16']"),
+            ({"precisions": ("bf16",)}, "precision: not given, now bf16"),
             ({"memory_limit_bytes": 16 * GIB}, f"memory_limit_bytes: {24 * GIB}, now {16 * GIB}"),
             ({"objective": "max-batch"}, "objective: 'throughput', now 'max-batch'"),
             ({"sampler": "tpe"}, "sampler: 'autotune', now 'tpe'"),

@@ -35,7 +35,8 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:
-        click.echo(f"  autotune export {name}{where} > training_arguments.json")
+        is_script = report.workload["task"] == "own" and ":" not in report.workload["model"]
+        click.echo(f"  autotune export {name}{where} {'--format cli' if is_script else '> training_arguments.json'}")
     if report.study.state != "finished":
         click.echo(f"  autotune resume {name}{where}")
     click.echo(f"  autotune show {name}{where}")

@@ -93,8 +93,9 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
 
 def _verified(subject: Subject, steps: int, storage: str) -> Verification:
     from autotune.session import log_folder
-    from autotune.verification import verify
+    from autotune.verification import check_steps, verify
 
+    check_steps(steps)
     click.echo(
         f"training {subject.report.workload['model']} of the study {subject.report.study.name} for {steps} steps: "
         f"{subject.best.candidate.describe()} on {subject.device.label} in a process of its own, "
@@ -106,9 +107,10 @@ def _verified(subject: Subject, steps: int, storage: str) -> Verification:
 
 def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
     """Compare losses, print the finding, and raise where the two do not train alike."""
-    from autotune.same_loss import DEFAULT_STEPS, compare_losses
+    from autotune.same_loss import DEFAULT_STEPS, check_can_compare, compare_losses
     from autotune.session import log_folder
 
+    check_can_compare(subject)
     name = subject.report.study.name
     click.echo(
         f"training {subject.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner and "
@@ -145,17 +147,14 @@ def verification_lines(verification: Verification) -> list[str]:
         for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
             if what in peaks:
                 took = format_seconds(seconds[what])
-                lines.append(
-                    f"  with the {name}: {format_bytes(peaks[what][which])} at the peak so far; it took {took}"
-                )
+                lines.append(f"  by the end of the {name}: {format_bytes(peaks[what][which])}; it took {took}")
         if obtained["joules_per_sample"] is not None:
             joules = promised.joules_per_sample
             before = f", {joules:.3g} J promised" if joules is not None else ""
             lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
-    lines += ["kept: a stock Trainer does what was promised"] if not verification.misses() else []
-    return lines
+    return lines if verification.misses() else [*lines, verification.verdict()]
 
 
 def _speed(samples_per_second: float, spread: float) -> str:

@@ -304,6 +304,9 @@ class LocalRunner:
         return self._workload
 
     def _read_anew(self, folder: Path) -> DataFacts:
+        assert self._workload.data is not None
+        # Its folder is named after what the data held when it was looked at.
+        self._workload.data.check_unchanged()
         log_path = self._log_folder / "read_data.log"
         job = {
             "id": "read_data",

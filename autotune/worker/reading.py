@@ -28,7 +28,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
-from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, data_files, facts_in
+from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, data_files, facts_in, under_plain_names
 from autotune.errors import AutotuneError, InvalidRequestError
 from autotune.trial import Document
 from autotune.worker.failures import first_line
@@ -156,7 +156,7 @@ class _Reading:
             return load_dataset(name, config or None, split=spec.split)
         if spec.kind == "imagefolder":
             return load_dataset("imagefolder", data_dir=spec.source, cache_dir=cache)
-        files = data_files(spec.source, spec.kind, spec.split)
+        files = under_plain_names(data_files(spec.source, spec.kind, spec.split), self._folder / "cache" / "links")
         options = {"sep": "\t"} if spec.kind == "csv" and ".tsv" in files[0] else {}
         return load_dataset(spec.kind, data_files=files, split="train", cache_dir=cache, **options)
 

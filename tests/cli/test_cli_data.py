@@ -124,10 +124,13 @@ def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(sear
     shutil.rmtree(place / "logs" / ".data")
     content = (place / "train.jsonl").read_text()
     (place / "train.jsonl").write_text(content.replace("\n", "\n" + content.splitlines()[0] + "\n", 1))
-    ran = run_process(*verify, folder=place)
+    changed = [run_process(*words, folder=place) for words in (verify, ("resume", "own", "--storage", "s.db"))]
     (place / "train.jsonl").write_text(content)
-    assert ran.code == 2
-    assert "train.jsonl has changed since the search" in ran.stderr
+    for ran in changed:
+        assert ran.code == 2
+        assert "train.jsonl has changed since the search" in ran.stderr
+    # Nor does what was not asked for lie where other searches would find it.
+    assert not list((place / "logs").glob(".data/*"))
 
 
 def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:

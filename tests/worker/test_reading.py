@@ -117,6 +117,16 @@ def test_every_kind_of_text_file_is_read_and_trained_on(
 
 
 @pytest.mark.parametrize(
+    "name", ["g*.jsonl", "g[1].jsonl", "a::b.jsonl", "{x}%s[b]red[bold].jsonl", "two\nlines.jsonl"]
+)
+def test_a_name_is_no_pattern(read: Callable[..., Read], tokenizer: str, tmp_path: Path, name: str) -> None:
+    """Nor a chain of URLs: of these files the one that is named is read."""
+    write_jsonl(tmp_path / "g1.jsonl", samples([5] * 7))
+    write_jsonl(tmp_path / name, samples([5] * 40))
+    assert read("bert-tiny", spec(tmp_path / name, tokenizer)).facts.samples == 40
+
+
+@pytest.mark.parametrize(
     ("model", "task", "changes", "longest"),
     [
         ("bert-tiny", "sequence-classification", {"padding": "max_length"}, 64),
