@@ -124,9 +124,13 @@ class DataSpec:
             fields["facts"] = facts_from_document(fields["facts"])
         return cls(**fields)
 
+    def place(self) -> dict[str, Any]:
+        """Where the data lies, which is each study's own: the same may lie in several places."""
+        return {"source": self.source, "tokenizer": self.tokenizer}
+
     def identity(self) -> dict[str, Any]:
         """What decides the batches: not where the data lies, nor what follows from it."""
-        left_out = {"source", "facts", "tokenizer"}
+        left_out = {*self.place(), "facts"}
         return {name: value for name, value in self.document().items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:

@@ -215,7 +215,7 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
         else:
             named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
     # What a model's config says of labels comes from the data.
-    own = {"data", "source", *(["config"] if named else [])}
+    own = {"data", "data_at", "source", *(["config"] if named else [])}
     told = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
     return named + differences(*told)
 

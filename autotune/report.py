@@ -71,7 +71,7 @@ def load_report(store: Store, name: str) -> Report:
     try:
         return Report(
             study,
-            store.workload(study.workload_id),
+            store.workload_of(study),
             store.environment(study.environment_id),
             Ceiling.from_document(study.ceiling),
             tuple(store.trials(study.id)),

@@ -135,6 +135,7 @@ class SearchRequest:
             # Absent by itself, as in studies from before it could be chosen.
             **({} if self.tolerance == DEFAULT_TOLERANCE else {"tolerance": self.tolerance}),
             "fresh": self.fresh,
+            **({"data_at": self.workload.data.place()} if self.workload.data else {}),
         }
 
     def _check_levers(self) -> None:

@@ -38,7 +38,7 @@ def recorded_request(
     try:
         environment = store.environment(record.environment_id)
         found = find_device(device) if device is not None else _device_of(environment, study)
-        workload = workload_from_document(store.workload(record.workload_id))
+        workload = workload_from_document(store.workload_of(record))
         if workload.source is not None:
             workload = dataclasses.replace(workload, source=workload.source.as_it_is_now())
         request = request_from_document(record.request, workload, found, study)
@@ -85,7 +85,7 @@ def workload_from_document(document: Document) -> Workload:
 # Names in the document and in the request, where they differ.
 _RENAMED = {"precision": "precisions", "attn_implementation": "attn_implementations", "optim": "optims"}
 # What the rest of the document says again.
-_ELSEWHERE = frozenset({"model", "headroom_fraction", "headroom_bytes"})
+_ELSEWHERE = frozenset({"model", "headroom_fraction", "headroom_bytes", "data_at"})
 
 
 def request_from_document(document: Document, workload: Workload, device: Device, study: str) -> SearchRequest:

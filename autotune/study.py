@@ -85,7 +85,7 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
 
 def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> None:
     """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
-    workload = store.workload(known.workload_id)
+    workload = store.workload_of(known)
     environment = store.environment(known.environment_id)
     changed = changes_since(prepared, known.request, workload, environment)
     if changed:

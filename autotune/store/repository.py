@@ -86,6 +86,12 @@ class Store:
         """The workload's document; ``ValueError`` when there is none of this id."""
         return self._document(WorkloadRow, workload_id)
 
+    def workload_of(self, study: StudyRecord) -> Document:
+        """A study's workload, which it may share with others, with its data where this study had it."""
+        workload = self.workload(study.workload_id)
+        place = study.request.get("data_at")
+        return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
+
     # Studies
 
     def create_study(self, study: StudyRecord) -> None:

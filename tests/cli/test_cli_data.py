@@ -133,6 +133,23 @@ def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(sear
     assert not list((place / "logs").glob(".data/*"))
 
 
+def test_the_same_data_elsewhere_is_the_other_studys_own(searched: Ran, place: Path) -> None:
+    """What was measured is shared; where its data lies each study says for itself, and goes on with that."""
+    shutil.copy(place / "train.jsonl", place / "copy of it.jsonl")
+    options = (
+        "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--precision", "fp32",
+        "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B",
+    )  # fmt: skip
+    copied = ("--study", "copied", "--dataset", "copy of it.jsonl")
+    first, second = (run_process(*SEARCH, *options, *copied, folder=place) for _ in range(2))
+    assert (first.code, second.code) == (0, 0), second.stderr
+    assert "data    copy of it.jsonl" in first.stderr
+    assert "the study copied was finished" in second.stderr
+    shown = run_process("show", "copied", "--storage", "s.db", folder=place).stdout
+    assert "copy of it.jsonl" in shown
+    assert "train.jsonl" not in shown
+
+
 def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:
     again = (*SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own",
              "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
