@@ -13,7 +13,7 @@ from autotune.data import DataSpec
 from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
 from autotune.model_source import repository_of
-from autotune.report import Report, describe_data
+from autotune.report import Report, describe_data, is_script
 from autotune.trial import Candidate
 from autotune.units import in_one_line
 
@@ -99,9 +99,9 @@ def beside_lines(export: Export) -> list[str]:
 def _beside(export: Export) -> list[str]:
     if export.task == "own":
         over = (
-            f"hand them to {export.model} as its overrides"
-            if ":" in export.model
-            else f"give them to {export.model} after its other options (--format cli), where the last one counts"
+            f"give them to {export.model} after its other options (--format cli), where the last one counts"
+            if is_script(export.task, export.model)
+            else f"hand them to {export.model} as its overrides"
         )
         return [over, f"measured on {export.measured}"]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())

@@ -26,7 +26,7 @@ from autotune.speed import Speeds
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
 from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome
-from autotune.units import format_seconds
+from autotune.units import format_seconds, plural
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REPEATS = 64
@@ -259,7 +259,7 @@ class Search:
             return _INTERRUPTED
         most = request.most_trials
         if most is not None and self._trials_spent >= most:
-            return f"the budget of {most} trial{'' if most == 1 else 's'} is spent"
+            return f"the budget of {plural(most, 'trial')} is spent"
         if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
             return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
         return None

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.report import Report, measurement
 from autotune.store import TrialRecord
 from autotune.trial import Completed, Failed, Measurement, OutOfMemory, source_of
-from autotune.units import format_seconds
+from autotune.units import format_seconds, plural
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
 # enough; a wider interval than that deserves a word.
@@ -108,7 +108,7 @@ def _reused(report: Report) -> list[str]:
         return []
     names = sorted({source.study for source in sources})
     where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-    found = [f"{_plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures anew"]
+    found = [f"{plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures anew"]
     for name, trial in (("winner", report.best), ("baseline", report.baseline)):
         source = source_of(trial.outcome) if trial else None
         if source is not None and source.derived:
@@ -125,10 +125,6 @@ def _failed_again(report: Report) -> list[str]:
         for trial in later
         if isinstance(trial.outcome, Failed) and trial.outcome.reason != "interrupted"
     ]
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

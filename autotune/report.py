@@ -123,6 +123,11 @@ def lengths_of(workload: Document) -> Lengths | None:
     return facts.lengths if facts else None
 
 
+def is_script(task: str, model: str) -> bool:
+    """Whether a script of the user's own trained, which takes options, and no function that builds a Trainer."""
+    return task == "own" and ":" not in model
+
+
 def describe_data(workload: Document) -> str:
     """The measured samples in words: ``512 tokens, full length``."""
     data = DataSpec.from_document(workload["data"]) if workload.get("data") else None

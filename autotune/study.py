@@ -15,7 +15,7 @@ from autotune.preparation import Prepared, changes_since
 from autotune.request import SearchRequest
 from autotune.store import Store, StudyRecord, TrialRecord
 from autotune.trial import Failed, source_of
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,9 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
             f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
         )
     trials = tuple(store.trials(known.id))
-    count = f"{len(trials)} trial{'' if len(trials) == 1 else 's'} recorded"
-    is_finished = known.state == "finished"
-    notes.append(
-        f"the study {known.name} was finished, {count}"
-        if is_finished
-        else f"continuing the study {known.name}, {count}"
-    )
+    name = f"the study {known.name}"
+    beginning = f"{name} was finished" if known.state == "finished" else f"continuing {name}"
+    notes.append(f"{beginning}, {plural(len(trials), 'trial')} recorded")
     study = replace(known, state="running", ended_at=None)
     store.update_study(study)
     # Verdicts under two ceilings cannot be compared: the study keeps its own.
@@ -124,7 +120,7 @@ def _how_many(tried: Sequence[Tried]) -> str:
     """``26 trials were run``, ``4 trials were run, 22 reused``."""
     reused = sum(source_of(t.outcome) is not None for t in tried)
     run = len(tried) - reused
-    return f"{run} trial{' was' if run == 1 else 's were'} run" + (f", {reused} reused" if reused else "")
+    return f"{plural(run, 'trial')} {'was' if run == 1 else 'were'} run" + (f", {reused} reused" if reused else "")
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:

@@ -55,21 +55,26 @@ class Subject:
         }
 
 
+def what_is_not_verified(workload: Document) -> str | None:
+    """What of a workload no hundred steps of a stock ``Trainer`` can show, and why; ``None`` where they can."""
+    if workload.get("source"):
+        return "code of its own, which verify does not run: it makes model and Trainer itself"
+    if (workload.get("data") or {}).get("group_by_length"):
+        # Batches come longest first, fifty at a time.
+        return "samples grouped by length, and a part of such an epoch says nothing of it"
+    return None
+
+
 def subject_of(report: Report, device: Device, arguments: Document | None = None) -> Subject:
     """The winner of a study, with ``arguments`` from a file in place of its export's.
 
     Raises ``NoResultError`` where the study has no winner and ``InvalidRequestError`` where the file is not its export.
     """
-    if report.workload.get("source"):
+    unverified = what_is_not_verified(report.workload)
+    if unverified is not None:
         raise InvalidRequestError(
-            f"the study {report.study.name!r} was searched with code of its own, which verify does not run",
+            f"the study {report.study.name!r} was searched with {unverified}",
             "train with the export as usual; the Trainer's log tells samples a second",
-        )
-    if (report.workload.get("data") or {}).get("group_by_length"):
-        # Batches come longest first, fifty at a time: no hundred steps are an epoch's mean.
-        raise InvalidRequestError(
-            f"the study {report.study.name!r} groups samples by length, and a part of such an epoch says nothing of it",
-            "train an epoch with the export; the Trainer's log tells samples a second",
         )
     export = make_export(report)
     best, promised = report.best, measurement(report.best)

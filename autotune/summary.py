@@ -9,7 +9,7 @@ from autotune.notes import notes
 from autotune.report import Report, lengths_of, measurement, verdict
 from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
-from autotune.units import format_bytes, format_rate, format_seconds, format_spread
+from autotune.units import format_bytes, format_rate, format_seconds, format_spread, plural
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1
@@ -86,13 +86,16 @@ def _data_lines(measured: Measurement) -> list[str]:
 def _first_epoch_lines(measured: Measurement) -> list[str]:
     """What lengths cost that come for the first time, where a person would notice."""
     each, count = measured.new_length_seconds, measured.epoch_lengths
-    if each is not None and count is None and each > _NOTICEABLE_SHARE * measured.step_seconds:
+    if each is None:
+        return []
+    if count is None:
         # Code of the user's own, whose epoch nobody has looked at.
-        return [
+        told = (
             f"  a batch whose shape comes for the first time takes {format_seconds(each)} longer; that is not in the "
             "speed, so a first epoch of many shapes is slower"
-        ]
-    if each is None or count is None or each * count < _NOTICEABLE_SECONDS:
+        )
+        return [told] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
+    if each * count < _NOTICEABLE_SECONDS:
         return []
     return [
         f"  the first epoch takes some {format_seconds(each * count)} longer: {format_seconds(each)} for each of "
@@ -130,7 +133,7 @@ def _counts(report: Report) -> str:
         )
         if state in states
     ]
-    text = f"{len(states)} trial{'' if len(states) == 1 else 's'}"
+    text = plural(len(states), "trial")
     if others:
         text += f" ({', '.join(others)})"
     if study.ended_at is None:

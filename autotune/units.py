@@ -120,6 +120,11 @@ def in_one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def plural(count: int, word: str) -> str:
+    """``1 trial``, ``2 trials``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def format_count(count: float) -> str:
     """``335143938`` as ``335.1M``; small numbers are left as they are."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):

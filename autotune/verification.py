@@ -151,13 +151,7 @@ class Verification:
         """What was promised and not kept, each in a sentence; empty where all was."""
         if self.obtained["state"] == "out_of_memory":
             return [f"memory ran out during {_DURING[self.obtained['during']]}: {self.obtained['message']}"]
-        found = []
-        promised, obtained = self.promised_samples_per_second, self.samples_per_second or 0.0
-        if obtained < promised * (1 - self.speed_tolerance):
-            found.append(
-                f"{format_rate(obtained)} samples/s are {1 - obtained / promised:.1%} below the "
-                f"promised {format_rate(promised)}; {self.speed_tolerance:.1%} would be in order"
-            )
+        found = self._too_slow()
         peak = self.training_peak_bytes or 0
         if peak > self.most_bytes:
             found.append(
@@ -167,6 +161,16 @@ class Verification:
         if self.obtained["loss_problem"]:
             found.append(str(self.obtained["loss_problem"]))
         return found
+
+    def _too_slow(self) -> list[str]:
+        """The missed speed in a sentence; nothing where it was kept."""
+        promised, obtained = self.promised_samples_per_second, self.samples_per_second or 0.0
+        if obtained >= promised * (1 - self.speed_tolerance):
+            return []
+        return [
+            f"{format_rate(obtained)} samples/s are {1 - obtained / promised:.1%} below the "
+            f"promised {format_rate(promised)}; {self.speed_tolerance:.1%} would be in order"
+        ]
 
     def verdict(self) -> str:
         """Of a run without a miss, how much that says."""
@@ -178,8 +182,7 @@ class Verification:
         """Raise ``PromiseMissedError`` where a promise was not kept."""
         misses = self.misses()
         if misses:
-            is_slow_alone = self.obtained["state"] == "completed" and all("samples/s" in miss for miss in misses)
-            hint = "on an idle machine" if is_slow_alone else "with more --headroom, on an idle machine"
+            hint = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
             raise PromiseMissedError(
                 "; ".join(misses), f"search again {hint}; autotune devices shows who else is there"
             )

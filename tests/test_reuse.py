@@ -11,7 +11,7 @@ import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, measurement, out_of_memory
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, measurement, out_of_memory
 from searching import ceiling_of, new_store, prepared, search, with_environment
 
 from autotune.device import Ceiling
@@ -308,15 +308,9 @@ class TestSearches:
     def test_another_effective_batch_is_worked_out_and_its_winner_run_in_full(
         self, store: Store, tmp_path: Path
     ) -> None:
-        class Timed(ComputedRunner):
+        def timed() -> ComputedRunner:
             """Says apart what the optimizer takes."""
-
-            def answer(self, job: Any) -> tuple[Outcome, float]:
-                outcome, seconds = super().answer(job)
-                if isinstance(outcome, Completed):
-                    found = dataclasses.replace(outcome.measurement, optimizer_seconds=0.1)
-                    outcome = dataclasses.replace(outcome, measurement=found)
-                return outcome, seconds
+            return always(ComputedRunner(peak, step), optimizer_seconds=0.1)
 
         def peak(candidate: Candidate) -> float:
             return candidate.per_device_train_batch_size * (0.5 if candidate.arm.gradient_checkpointing else 1) * GIB
@@ -328,10 +322,10 @@ class TestSearches:
 
         options: dict[str, Any] = {"precisions": ("bf16",), "effective_batch": 256}
         with new_store(tmp_path, "alone.db") as other:
-            alone = Timed(peak, step)
+            alone = timed()
             expected = search(other, alone, study="alone", **options)
-        search(store, Timed(peak, step), study="first", **{**options, "effective_batch": 128})
-        runner = Timed(peak, step)
+        search(store, timed(), study="first", **{**options, "effective_batch": 128})
+        runner = timed()
         second = search(store, runner, study="second", **options)
         assert second.best.candidate == expected.best.candidate
         assert second.best.stage == "final"

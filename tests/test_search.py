@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault, out_of_memory
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault, out_of_memory
 from searching import interrupt_after, new_store, request, search
 
 from autotune.errors import NoResultError, NothingFitsError, TrialServerError
-from autotune.runner.local import TrialJob
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Completed, Failed, Outcome, OutOfMemory
+from autotune.trial import Arm, Candidate, Failed, OutOfMemory
 from autotune.units import GIB, MIB
 
 
@@ -298,16 +296,7 @@ class TestFinal:
     @pytest.mark.parametrize("trials", [None, 4])
     def test_a_noisy_winner_is_measured_once_more(self, store: Store, trials: int | None) -> None:
         """32 × 2 runs whole steps, of which ± 5 % is too wide a promise; the budget's last trial is for that, too."""
-
-        class Noisy(RecordedRunner):
-            def answer(self, job: TrialJob) -> tuple[Outcome, float]:
-                outcome, seconds = super().answer(job)
-                if isinstance(outcome, Completed):
-                    noisy = dataclasses.replace(outcome.measurement, relative_spread=0.05)
-                    outcome = dataclasses.replace(outcome, measurement=noisy)
-                return outcome, seconds
-
-        run = search(store, Noisy(EFFECTIVE_64), trials=trials)
+        run = search(store, always(RecordedRunner(EFFECTIVE_64), relative_spread=0.05), trials=trials)
         assert run.observer.stages().count("final") == 1
         assert run.best.stage == "final"
         assert run.trials[-1].id == run.best.id

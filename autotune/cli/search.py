@@ -176,15 +176,11 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
 
 def _check_can_be_verified(request: SearchRequest) -> None:
     """Raise before the search for what ``verify`` would refuse after it."""
-    if request.workload.source is not None:
-        raise InvalidRequestError(
-            "--verify makes the model and the Trainer itself, which code of your own does", "leave --verify out"
-        )
-    if request.workload.data is not None and request.workload.data.group_by_length:
-        raise InvalidRequestError(
-            "--verify runs a part of an epoch, which says nothing of one that is grouped by length",
-            "leave --verify or --group-by-length out",
-        )
+    from autotune.subject import what_is_not_verified
+
+    unverified = what_is_not_verified(request.workload.document())
+    if unverified is not None:
+        raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
 def search_and_print(

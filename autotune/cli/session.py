@@ -25,6 +25,7 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """The result on stdout, with the commands that come next; ``storage`` where they need to be told."""
+    from autotune.report import is_script
     from autotune.summary import report_document, summary_lines
 
     if as_json:
@@ -35,8 +36,9 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:
-        is_script = report.workload["task"] == "own" and ":" not in report.workload["model"]
-        click.echo(f"  autotune export {name}{where} {'--format cli' if is_script else '> training_arguments.json'}")
+        takes_options = is_script(report.workload["task"], report.workload["model"])
+        form = "--format cli" if takes_options else "> training_arguments.json"
+        click.echo(f"  autotune export {name}{where} {form}")
     if report.study.state != "finished":
         click.echo(f"  autotune resume {name}{where}")
     click.echo(f"  autotune show {name}{where}")
