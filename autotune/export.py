@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune import catalog
-from autotune.arguments import data_arguments, training_arguments
+from autotune.arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 from autotune.data import DataSpec
 from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
@@ -36,7 +36,10 @@ class Export:
     """The winner's ``TrainingArguments`` fields, and what has to be said elsewhere."""
 
     arguments: dict[str, Any]
-    """Every tuned field and nothing else; ``TrainingArguments(**arguments)`` loads it."""
+    """Every tuned field, and the evaluation's batch size but for a user's own code.
+
+    ``TrainingArguments(**arguments)`` loads it.
+    """
     candidate: Candidate
     model_arguments: dict[str, str]
     """What belongs into ``from_pretrained``: attention implementation, weights' dtype. Empty for a user's own code."""
@@ -49,6 +52,11 @@ class Export:
     quantize: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the training process must be started with."""
+
+    @property
+    def measured_arguments(self) -> dict[str, Any]:
+        """Those that speed and memory were measured with: the evaluation's batch size is none of them."""
+        return {name: value for name, value in self.arguments.items() if name != EVALUATION_BATCH}
 
 
 def make_export(report: Report) -> Export:
@@ -63,12 +71,14 @@ def make_export(report: Report) -> Export:
     packages = environment["packages"]
     fields = environment["training_arguments_fields"]
     data = report.workload.get("data")
-    beside = data_arguments(DataSpec.from_document(data), fields) if data else {}
+    is_own = report.workload["task"] == "own"
+    arguments = data_arguments(DataSpec.from_document(data), fields) if data else {}
+    arguments |= training_arguments(best.candidate, fields, environment["device_kind"])
     return Export(
-        arguments=beside | training_arguments(best.candidate, fields, environment["device_kind"]),
+        arguments=arguments | ({} if is_own else evaluation_arguments(best.candidate)),
         candidate=best.candidate,
         model_arguments={}
-        if report.workload["task"] == "own"
+        if is_own
         else {
             "attn_implementation": best.candidate.arm.attn_implementation,
             "dtype": report.workload["dtype"],
@@ -77,7 +87,7 @@ def make_export(report: Report) -> Export:
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; "
-        + ("" if report.workload["task"] == "own" else f"{report.workload['task']}, ")
+        + ("" if is_own else f"{report.workload['task']}, ")
         + f"{describe_data(report.workload)}",
         lora_rank=report.workload.get("lora_rank"),
         quantize=report.workload.get("quantize"),
@@ -103,7 +113,12 @@ def _beside(export: Export) -> list[str]:
             if is_script(export.task, export.model)
             else f"hand them to {export.model} as its overrides"
         )
-        return [over, f"measured on {export.measured}"]
+        batch = export.candidate.per_device_train_batch_size
+        return [
+            over,
+            f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
+            f"measured on {export.measured}",
+        ]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
     if export.quantize:
         options += f", quantization_config={_bits(export)}"

@@ -81,7 +81,7 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
     assert best is not None, "an export has a winner"
     assert promised is not None, "a winner was measured"
     if arguments is not None:
-        _check_is_export_of(arguments, export.arguments, report)
+        _check_is_export_of(arguments, export.measured_arguments, report)
     return Subject(
         report,
         best,
@@ -134,7 +134,7 @@ def find_exported(store: Store, arguments: Document) -> Report:
         if summary.best is None:
             continue
         report = load_report(store, summary.study.name)
-        exported = make_export(report).arguments
+        exported = make_export(report).measured_arguments
         if all(arguments.get(name) == value for name, value in exported.items()):
             found.append(report)
     if not found:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from autotune.arguments import EVALUATION_BATCH
 from autotune.data import facts_in
 from autotune.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.history import promised_within
@@ -182,10 +183,15 @@ class Verification:
         """Raise ``PromiseMissedError`` where a promise was not kept."""
         misses = self.misses()
         if misses:
-            hint = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
-            raise PromiseMissedError(
-                "; ".join(misses), f"search again {hint}; autotune devices shows who else is there"
-            )
+            raise PromiseMissedError("; ".join(misses), self._hint(misses))
+
+    def _hint(self, misses: list[str]) -> str:
+        """What to do about them."""
+        batch = self.subject.best.candidate.per_device_train_batch_size
+        if self.obtained.get("during") == "evaluate" and self.subject.arguments.get(EVALUATION_BATCH) != batch:
+            return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
+        how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
+        return f"search again {how}; autotune devices shows who else is there"
 
 
 # Beyond this a speed that is kept says little.

@@ -1,4 +1,4 @@
-"""Search, verify with a stock ``Trainer``, compare losses with the baseline: four families, one document each.
+"""Search, verify with a stock ``Trainer``, compare losses with the baseline: six families, one document each.
 
     python studies/verify.py FOLDER [--only bert-large-uncased,…] [--memory-limit 24GiB] [--steps 100] [--seq-len N]
 
@@ -19,6 +19,8 @@ from typing import Any
 WORKLOADS: dict[str, tuple[str, ...]] = {
     "vit-large-patch16-224": (),
     "bert-large-uncased": (),
+    "t5-base": (),
+    "whisper-small": (),
     "Qwen2.5-0.5B": (),
     "gpt2-medium": ("--seq-len", "1024"),
 }

@@ -190,11 +190,20 @@ def test_an_old_transformers_gets_its_own_names() -> None:
 
 def test_only_what_was_tuned_is_exported(fields: tuple[str, ...]) -> None:
     exported = export_of("cuda-bf16", fields)
-    assert set(exported.arguments) == {
+    assert set(exported.measured_arguments) == {
         "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "tf32",
         checkpointing_field(fields), "optim", "torch_compile", "use_liger_kernel",
     }  # fmt: skip
     assert json.loads(render(exported, "json")) == exported.arguments
+
+
+def test_the_evaluation_has_the_batch_that_training_was_measured_with(fields: tuple[str, ...]) -> None:
+    """The Trainer's own 8 need not fit. What a user's own code evaluates with is the user's, and was not run."""
+    exported = export_of("cpu-adafactor-eager", fields)
+    assert exported.arguments == {**exported.measured_arguments, "per_device_eval_batch_size": 2}
+    own = export_of("cuda-bf16", fields, tiny_workload("bert-tiny", task="own", model="train.py:build"))
+    assert own.arguments == own.measured_arguments
+    assert "no evaluation was run; with per_device_eval_batch_size up to 32" in " ".join(beside_lines(own))
 
 
 def test_what_is_no_field_is_said_beside_it(fields: tuple[str, ...]) -> None:

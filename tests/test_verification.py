@@ -167,6 +167,9 @@ def test_out_of_memory_and_a_loss_that_is_no_number_are_misses() -> None:
     out = {"state": "out_of_memory", "message": "CUDA out of memory", "during": "evaluate"}
     assert Verification(subject(), 100, out).misses() == ["memory ran out during the evaluation: CUDA out of memory"]
     assert verification_document(Verification(subject(), 100, out))["obtained"]["samples_per_second"] is None
+    with pytest.raises(PromiseMissedError) as raised:
+        Verification(subject(), 100, {**out, "during": "train"}).check()
+    assert "more --headroom" in raised.value.hint
     bad = Verification(subject(), 100, obtained(loss_problem="the loss of the last step is nan"))
     assert bad.misses() == ["the loss of the last step is nan"]
 

@@ -53,7 +53,7 @@ def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Pa
     assert obtained["peak_reserved_with_evaluation_bytes"] <= obtained["peak_reserved_with_save_bytes"]
     assert obtained["evaluation_seconds"] > 0
     assert obtained["save_seconds"] > 0
-    assert obtained["evaluation_batch_size"] == 8
+    assert obtained["evaluation_batch_size"] == document["candidate"]["per_device_train_batch_size"]
     assert not list(temporary.glob("autotune-*"))
     assert (Path(studied.storage).parent / "logs" / "tiny" / "verify.log").stat().st_size > 0
 
@@ -84,6 +84,24 @@ def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> 
     document = json.loads(ran.stdout)
     assert document["obtained"]["state"] == "out_of_memory"
     assert document["cap_bytes"] == 48 * 1024**2
+
+
+def test_the_evaluation_fits_as_it_is_exported(tmp_path: Path) -> None:
+    """A vocabulary's logits of the Trainer's 8 samples run out of memory where one sample trains in a third of it."""
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50000}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    asked = ("--model", "./model", "--seq-len", "256", "--effective-batch", "1", "--memory-limit", "700MiB")
+    searched = run_process("search", *asked, "--device", "cpu", "--study", "wide", folder=tmp_path)
+    assert searched.code == 0, searched.stderr
+    exported = json.loads(run_process("export", "wide", folder=tmp_path).stdout)
+    file = tmp_path / "training_arguments.json"
+    for batch, said in ((exported["per_device_eval_batch_size"], None), (8, "memory ran out during the evaluation")):
+        file.write_text(json.dumps({**exported, "per_device_eval_batch_size": batch}))
+        ran = run_process("verify", str(file), "--steps", "20", "--json", folder=tmp_path)
+        assert json.loads(ran.stdout)["obtained"]["state"] == ("out_of_memory" if said else "completed"), ran.stderr
+        assert (said or "") in ran.stderr
+    assert "give it per_device_eval_batch_size=1" in ran.stderr
 
 
 def refused(ran: Ran, code: int, *said: str) -> None:
