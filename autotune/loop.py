@@ -23,7 +23,7 @@ from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
 from autotune.speed import Speeds
-from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
+from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
 from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome
 from autotune.units import format_seconds, plural
@@ -33,7 +33,6 @@ _MOST_REPEATS = 64
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
 _INTERRUPTED = "interrupted"
-_NOTHING_LEFT = "no remaining candidate is worth a trial"
 
 
 class Runner(Protocol):
@@ -167,14 +166,14 @@ class Search:
 
     def _left_out(self, reason: str) -> list[str]:
         """Which arms had no trial, and why, where the search ended because nothing was worth one."""
-        if reason != _NOTHING_LEFT or self._request.objective != "throughput":
+        if reason != NOTHING_LEFT or self._request.objective != "throughput":
             return []
         return Speeds(self._prepared.space, self._history).left_out_lines()
 
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""
         if self.best() is None:
-            is_certain = reason == _NOTHING_LEFT
+            is_certain = reason == NOTHING_LEFT
             raise no_result(self._history, self._request, reason, is_certain=is_certain, log_folder=self._log_folder)
 
     # What is known
@@ -276,7 +275,7 @@ class Search:
         if self._repeats >= _MOST_REPEATS:
             return f"the sampler proposed nothing new {_MOST_REPEATS} times in a row"
         is_policy = isinstance(self._optuna.sampler, PolicySampler)
-        return _NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
+        return NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
 
     def _next_forced(self) -> tuple[Stage, Candidate | None]:
         """What is owed another trial; the baseline; at the end what must be measured once more."""

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from autotune.report import Report, measurement
-from autotune.store import TrialRecord
+from autotune.store import NOTHING_LEFT, TrialRecord
 from autotune.trial import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_seconds, plural
 
@@ -32,7 +32,8 @@ def notes(report: Report) -> list[str]:
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps and added up"
         )
-    if len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
+    is_cut_short = not (report.study.stopped_because or "").startswith(NOTHING_LEFT)
+    if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
         found.append("nothing but one configuration was measured: give the search more --trials or --time-budget")
     if measured and measured.relative_spread > _WIDE_SPREAD:
         found.append(

@@ -14,7 +14,7 @@ from autotune.device import Ceiling
 from autotune.errors import UnknownStudyError
 from autotune.notes import notes
 from autotune.report import Report, describe_data, load_report, times, verdict
-from autotune.store import Stage, StudyRecord, TrialRecord, now, open_store
+from autotune.store import NOTHING_LEFT, Stage, StudyRecord, TrialRecord, now, open_store
 from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.units import GIB
@@ -203,6 +203,15 @@ def test_what_the_reader_should_know(name: str) -> None:
     (note,) = notes(made)
     assert words in note
     assert f"  note: {note}" in summary_lines(made)
+
+
+@pytest.mark.parametrize("is_cut_short", [True, False])
+def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut_short: bool) -> None:
+    made = report(WINNER, trial(1, BF16, 32, completed(310.0), "final"), best=1, baseline=None)
+    if not is_cut_short:
+        reason = f"{NOTHING_LEFT}\nall fp16: fp16 is never faster"
+        made = dataclasses.replace(made, study=dataclasses.replace(made.study, stopped_because=reason))
+    assert any("give the search more --trials" in note for note in notes(made)) == is_cut_short
 
 
 def test_nothing_to_note() -> None:

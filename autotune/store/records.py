@@ -27,6 +27,10 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+NOTHING_LEFT = "no remaining candidate is worth a trial"
+"""How ``stopped_because`` begins where no budget ended the search."""
+
+
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
     """One search: what was asked, under which ceiling, and how it ended."""

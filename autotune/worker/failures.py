@@ -54,6 +54,8 @@ _LOST_DEVICE_FRAGMENTS = (
     "cuda error: unknown error",
     "contained to this gpu",
 )
+# Enough for CUDA's words on what was free.
+_MOST_CHARACTERS = 300
 # Near the limit: cuDNN asks for workspaces of a few hundred MiB, a tenth of a small card.
 _NEAR_LIMIT = 0.9
 
@@ -92,10 +94,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """``TypeName: the first line of its message``, at most 300 characters."""
+    """``TypeName: the first line of its message``, at most 300 characters, the last an ``…`` where it is cut."""
     text = str(error).strip()
-    line = text.splitlines()[0] if text else ""
-    return f"{type(error).__name__}: {line}"[:300].rstrip(": ")
+    line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+    return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"
 
 
 def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[str, Any]) -> OutOfMemory | Failed:
