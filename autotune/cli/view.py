@@ -32,6 +32,7 @@ class View:
         self._console = console
         self._started = time.monotonic()
         self._prepared: Prepared | None = None
+        self._is_table_begun = False
         self._running = "starting"
         self._doing = ""
         self._best = ""
@@ -41,18 +42,14 @@ class View:
         self._print(text, style="dim")
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """What is searched, on what, and the head of the table."""
+        """What is searched, and on what."""
         self._prepared = prepared
         for line in _head_lines(prepared, study):
             self._print(line)
-        head = _ROW.format(
-            number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(prepared), speed="samples/s",
-            peak="peak", took="took", verdict="× baseline",
-        )  # fmt: skip
-        self._print(head.rstrip(), style="bold")
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Show what runs."""
+        """Show what runs, before the first trial the head of the table."""
+        self._begin_table()
         self._running, self._doing = f"trial {number}: {candidate.describe()}", "starting"
 
     def progress(self, record: Document) -> None:
@@ -62,6 +59,8 @@ class View:
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """One line, for good."""
         assert self._prepared is not None, "begins comes first"
+        # A trial that is taken from an earlier search did not begin.
+        self._begin_table()
         self._print(self.row(trial, history, self._prepared))
         self._running, self._doing = "choosing the next trial", ""
         best = _best(history, self._prepared)
@@ -87,6 +86,16 @@ class View:
         running = f"{self._running} ({self._doing})" if self._doing else self._running
         elapsed = format_seconds(time.monotonic() - self._started)
         return Text("; ".join(filter(None, (elapsed, running, self._best))), no_wrap=True, overflow="ellipsis")
+
+    def _begin_table(self) -> None:
+        if self._prepared is None or self._is_table_begun:
+            return
+        self._is_table_begun = True
+        head = _ROW.format(
+            number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
+            speed="samples/s", peak="peak", took="took", verdict="× baseline",
+        )  # fmt: skip
+        self._print(head.rstrip(), style="bold")
 
     @staticmethod
     def _arm_width(prepared: Prepared) -> int:

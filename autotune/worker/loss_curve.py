@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from autotune.trial import Document
 from autotune.worker.build import build_config
 from autotune.worker.failures import classify
-from autotune.worker.losses import on_each_loss, skipped_steps
+from autotune.worker.losses import on_each_micro_step, skipped_steps
 from autotune.worker.meter import open_meter
 from autotune.worker.stock import build_trainer, serve
 from autotune.workload import Workload
@@ -41,7 +41,7 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
         self.skipped: list[int] = []
         """Updates left out so far, after each step."""
 
-    def take(self, loss: Any) -> None:
+    def take(self, _: Any, loss: Any) -> None:
         """One micro-step's share of its step's loss."""
         self._losses.append(loss)
 
@@ -74,7 +74,7 @@ def run_curve(job: Document) -> Document:
         curve.scaler = scaler = trainer.accelerator.scaler
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict({**scaler.state_dict(), "scale": _MODEST_SCALE})
-        on_each_loss(trainer, curve.take)
+        on_each_micro_step(trainer, curve.take)
         trainer.train()
         return {
             "state": "completed",

@@ -10,28 +10,17 @@ from typing import Any
 _FIRST_SCALE = 2.0**16
 
 
-def on_each_loss(trainer: Any, take: Callable[[Any], None]) -> None:
-    """Have ``take`` called with the loss of every micro-step, a tensor on the device that nobody has waited for.
+def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
+    """Have ``take`` called with the batch of every micro-step and its loss, a tensor that nobody has waited for.
 
     Works with any subclass of ``Trainer``, since it stands before the instance's own ``training_step``.
     """
     run_step = trainer.training_step
 
-    def training_step(*arguments: Any, **keywords: Any) -> Any:
-        loss = run_step(*arguments, **keywords)
-        take(loss.detach())
-        return loss
-
-    trainer.training_step = training_step
-
-
-def before_each_micro_step(trainer: Any, take: Callable[[Any], None]) -> None:
-    """Have ``take`` called with the batch of every micro-step."""
-    run_step = trainer.training_step
-
     def training_step(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        take(inputs)
-        return run_step(model, inputs, *arguments, **keywords)
+        loss = run_step(model, inputs, *arguments, **keywords)
+        take(inputs, loss.detach())
+        return loss
 
     trainer.training_step = training_step
 
@@ -45,9 +34,9 @@ class LossWatch:
 
     def __init__(self, trainer: Any) -> None:
         self._latest: Any = None
-        on_each_loss(trainer, self._keep)
+        on_each_micro_step(trainer, self._keep)
 
-    def _keep(self, loss: Any) -> None:
+    def _keep(self, _: Any, loss: Any) -> None:
         self._latest = loss
 
     def problem(self) -> str | None:

@@ -23,7 +23,7 @@ from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.feed import Feed
-from autotune.worker.losses import LossWatch, before_each_micro_step, skipped_steps
+from autotune.worker.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.meter import Meter, open_meter
 from autotune.workload import Workload
 
@@ -57,7 +57,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.peaks: dict[str, tuple[int, int]] = {}
         self.pause_seconds: dict[str, float] = {}
 
-    def count(self, inputs: Any) -> None:
+    def count(self, inputs: Any, _: Any) -> None:
         """One batch is trained on. The last of an epoch may be smaller, which is a shape of its own but no length."""
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
@@ -157,7 +157,7 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
 
 def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
     trainer = build_trainer(job, meter, {}, [watch])
-    before_each_micro_step(trainer, watch.count)
+    on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()
     samples = sum(stretch["samples"] for stretch in watch.stretches)

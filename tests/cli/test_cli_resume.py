@@ -34,6 +34,7 @@ def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     ran = run_process("resume", "tiny", "--trials", "4", "--storage", str(storage), "--json", folder=tmp_path)
     assert ran.code == 0, ran.stderr
     assert "the study tiny was finished, 3 trials recorded" in ran.stderr
+    assert "configuration" not in ran.stderr, "the head of a table without a line"
     document = json.loads(ran.stdout)
     assert document["trials"][:3] == studied.document["trials"]
     assert len(document["trials"]) == 4
