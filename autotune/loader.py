@@ -33,18 +33,19 @@ def usable_cores() -> int:
 
 
 def next_loader(
-    best: Candidate, measured: Measurement | None, tried: Collection[Candidate], cores: int
+    best: Candidate, measured: Measurement | None, tried: Collection[Candidate], cores: int, own_workers: int = 0
 ) -> Candidate | None:
     """The next variant of the best candidate whose data may come sooner; ``None`` where it hardly waits.
 
-    Loading processes are doubled up to the cores for as long as that wins; then more is prefetched.
+    Loading processes are doubled up to the cores for as long as that wins; then more is prefetched. An arm that
+    says nothing of them loads with ``own_workers``, which the user's own code asks for.
     """
     if measured is None or waits_for_data(measured) <= LOADER_BOUND:
         return None
     arm = best.arm
-    workers = arm.dataloader_num_workers
+    workers = arm.dataloader_num_workers or own_workers
     variants = [dataclasses.replace(arm, dataloader_num_workers=max(_FEWEST_WORKERS, 2 * workers))]
-    if workers:
+    if arm.dataloader_num_workers:
         variants.append(dataclasses.replace(arm, dataloader_prefetch_factor=_MORE_PREFETCH))
     for variant in variants:
         candidate = dataclasses.replace(best, arm=variant)

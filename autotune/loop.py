@@ -286,7 +286,7 @@ class Search:
         if wants_baseline and not self._history.outcomes_of(baseline):
             return "baseline", baseline
         best = self.best()
-        loading = self._next_loader(best) if best and self._request.workload.data else None
+        loading = self._next_loader(best) if best else None
         if loading is not None:
             return "search", loading
         if best is None or self._request.objective != "throughput":
@@ -300,9 +300,16 @@ class Search:
         return ("final", owed[0]) if owed and self._done() else ("search", None)
 
     def _next_loader(self, best: Tried) -> Candidate | None:
-        """The winner with more loading processes, once all else is done, where it waits for data."""
+        """The winner with more loading processes, once all else is done, where it waits for data.
+
+        Not where the user's own code streams its data: each process might then bring all of it.
+        """
+        workload, model = self._request.workload, self._prepared.model
+        if workload.data is None and (workload.source is None or model.get("samples") is None):
+            return None
         tried = {t.candidate for t in self._history.tried}
-        more = next_loader(best.candidate, best.measurement, tried, usable_cores())
+        own_workers = model.get("dataloader_num_workers", 0)
+        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), own_workers)
         return more if more is not None and self._done() else None
 
     def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:

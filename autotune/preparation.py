@@ -31,7 +31,7 @@ from autotune.levers import (
 from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.runner import LocalRunner
-from autotune.space import Space, choose_arms
+from autotune.space import CheckpointingChoice, Space, choose_arms
 from autotune.trial import Arm, Candidate, Document
 from autotune.units import GIB, MIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
@@ -122,7 +122,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     attentions = _attentions(request, model)
     arms = choose_arms(
         request.chosen_precisions,
-        request.gradient_checkpointing,
+        _checkpointing(request, model),
         attentions,
         request.optims,
         model_checkpoints=bool(model["gradient_checkpointing"]),
@@ -173,6 +173,20 @@ def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest
         effective_batch=effective_batch,
         optims=request.optims or (own["optim"],),
     )
+
+
+def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoice:
+    """What of checkpointing is to be searched; always on where the user's own code turns it on by itself."""
+    source = request.workload.source
+    if source is None or not model.get("always_checkpoints"):
+        return request.gradient_checkpointing
+    if request.gradient_checkpointing == "off":
+        raise InvalidRequestError(
+            f"--gradient-checkpointing off: the model of {source.name} checkpoints by itself, whatever its "
+            "TrainingArguments say",
+            "have it call gradient_checkpointing_enable only where they say so, or leave the option out",
+        )
+    return "on"
 
 
 def _own_baseline(model: Document) -> Candidate | None:

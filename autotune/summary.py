@@ -45,7 +45,7 @@ def summary_lines(report: Report) -> list[str]:
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
-    lines += [*_data_lines(measured), *_first_epoch_lines(measured)]
+    lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
     if request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
@@ -65,12 +65,12 @@ def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> st
     return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
 
 
-def _data_lines(measured: Measurement) -> list[str]:
+def _data_lines(measured: Measurement, workload: Document) -> list[str]:
     """What the user's own data adds: the worst batches, and whether the loader keeps up."""
-    if measured.worst_batch_peak_reserved_bytes is None:
+    if not workload.get("data") and workload["task"] != "own":
         return []
     lines = []
-    if measured.worst_batch_tokens is not None:
+    if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
         seconds = measured.worst_batch_step_seconds
         lines.append(
             f"  after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "

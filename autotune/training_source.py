@@ -18,6 +18,7 @@ from autotune.errors import InvalidRequestError
 DEFAULT_FUNCTION = "build"
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
 # Options of the interpreter that change nothing which a trial depends on, and those that take a value.
 _PYTHON_FLAGS = frozenset({"-u", "-B", "-O", "-OO", "-E", "-s", "-I", "-P", "-q", "-v", "-b", "-d"})
 _PYTHON_OPTIONS = frozenset({"-W", "-X"})
@@ -82,6 +83,11 @@ def find_script(words: Sequence[str]) -> TrainingSource:
     """
     command = " ".join(words)
     left = list(words)
+    if _ASSIGNMENT.match(left[0]) or Path(left[0]).name == "env":
+        raise InvalidRequestError(
+            f"{command[:80]!r} begins with a variable of the environment, which is no script",
+            "set it before autotune itself: NAME=value autotune search … -- python train.py …",
+        )
     if Path(left[0]).name in _LAUNCHERS:
         raise InvalidRequestError(
             f"{command[:80]!r} starts other processes, which cannot be measured from within",
@@ -99,8 +105,23 @@ def find_script(words: Sequence[str]) -> TrainingSource:
         raise InvalidRequestError(
             f"{command[:80]!r} names no script", "give one after the --, such as: -- python train.py --do_train"
         )
-    file = _file(left[0], f"the script {left[0]}", "name a Python file, as in: -- python train.py --do_train")
+    hint = "name a Python file, as in: -- python train.py --do_train"
+    file = _file(left[0], f"the script {left[0]}", hint)
+    if not _is_python(file):
+        raise InvalidRequestError(f"the script {left[0]} is no Python", hint)
     return TrainingSource("script", str(file), _digest(file), os.getcwd(), tuple(left[1:]))
+
+
+def _is_python(file: Path) -> bool:
+    """Whether a file can be compiled, as Python finds out too: its name says nothing."""
+    try:
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except SyntaxError:
+        # A script of Python's with a slip in it will tell of that slip itself.
+        return file.suffix == ".py"
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _file(name: str, what: str, hint: str) -> Path:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from recorded import ComputedRunner
-from searching import BERT_LARGE, FACTS, Run, new_store, request, search
+from searching import BERT_LARGE, Run, facts, new_store, request, search
 
 from autotune.data import DataSpec
 from autotune.loader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 from autotune.memory import memory_class
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
+from autotune.training_source import TrainingSource
 from autotune.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
 from autotune.units import GIB
+from autotune.workload import Workload
 
 BEST = Candidate(Arm("bf16"), 8, 2)
 
@@ -47,6 +50,12 @@ def test_loading_processes_are_doubled_for_as_long_as_that_wins() -> None:
     assert next_loader(loaders(8, 4), waiting, tried, 8) is None
 
 
+def test_what_the_user_s_own_code_loads_with_is_where_doubling_begins() -> None:
+    """An arm that says nothing of loading processes leaves them to that code."""
+    assert next_loader(BEST, measured(0.5), {BEST}, 8, 4) == loaders(8)
+    assert next_loader(BEST, measured(0.5), {BEST}, 8, 8) is None
+
+
 def test_no_more_processes_than_cores() -> None:
     assert next_loader(BEST, measured(0.9), {BEST}, 1) is None
     assert next_loader(loaders(2), measured(0.9), {BEST, loaders(2)}, 3) == loaders(2, 4)
@@ -69,20 +78,25 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
             waited = dataclasses.replace(outcome.measurement, data_seconds=loading_seconds(job.candidate))
             return dataclasses.replace(outcome, measurement=waited), seconds
 
-    def run(name: str, data: DataSpec | None) -> Run:
+    def run(name: str, workload: Workload, **model: Any) -> Run:
         options = request(effective_batch=8, precisions=("bf16",), gradient_checkpointing="off", study=name)
-        given = prepare(dataclasses.replace(options, workload=dataclasses.replace(BERT_LARGE, data=data)), FACTS)
+        given = prepare(dataclasses.replace(options, workload=workload), facts(**model))
         runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
         with new_store(tmp_path, f"{name}.db") as store:
             return search(store, runner, given=given)
 
-    found = run("own", DataSpec("/x.jsonl", "json", ""))
+    found = run("own", dataclasses.replace(BERT_LARGE, data=DataSpec("/x.jsonl", "json", "")))
     counts = [trial.candidate.arm.dataloader_num_workers for trial in found.trials]
     most = 1 << (usable_cores().bit_length() - 1)
     climbed = [2**power for power in range(1, 5) if 2**power <= most]
     assert list(dict.fromkeys(counts)) == [0, *climbed]
     assert found.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
-    assert {t.candidate.arm.dataloader_num_workers for t in run("made-up", None).trials} == {0}, "nothing is loaded"
+    script = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
+    own = {"own": Candidate(Arm(), 8).parameters(), "config": None, "dtype": "float32"}
+    of_script = run("script", script, samples=64, **own)
+    assert of_script.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
+    for others in (run("made-up", BERT_LARGE), run("streamed", script, samples=None, **own)):
+        assert {t.candidate.arm.dataloader_num_workers for t in others.trials} == {0}, "nothing is loaded, or twice"
 
 
 def test_memory_is_that_of_the_plain_loader() -> None:

@@ -13,9 +13,12 @@ from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, r
 
 from autotune.device import Headroom
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.preparation import prepare, training_state_bytes
+from autotune.preparation import Prepared, prepare, training_state_bytes
+from autotune.space import CheckpointingChoice
+from autotune.training_source import TrainingSource
 from autotune.trial import Arm, Candidate
 from autotune.units import GIB, MIB, parse_bytes
+from autotune.workload import Workload
 
 STATE_BYTES = 16 * 335_143_938
 """Weights, gradients and two moments of BERT-large in float32."""
@@ -52,6 +55,26 @@ class TestPrepared:
         given = prepared(attn_implementations=("eager",), precisions=("bf16",), optims=("adafactor",))
         assert given.baseline.arm == Arm("fp32", False, "sdpa", "adamw_torch_fused")
         assert not given.space.contains(given.baseline)
+
+
+class TestOwnCheckpointing:
+    """Of code whose model checkpoints, whatever its ``TrainingArguments`` say."""
+
+    def prepared(self, choice: CheckpointingChoice, always: bool) -> Prepared:
+        source = TrainingSource("script", "/run.py", "0", "/")
+        asked = dataclasses.replace(request(gradient_checkpointing=choice), workload=Workload.of_source(source))
+        own = Candidate(Arm(gradient_checkpointing=True), 8, 8).parameters()
+        return prepare(asked, facts(always_checkpoints=always, own=own, config=None, dtype="float32"))
+
+    @pytest.mark.parametrize("choice", ["auto", "on"])
+    def test_nothing_else_is_searched(self, choice: CheckpointingChoice) -> None:
+        assert all(arm.gradient_checkpointing for arm in self.prepared(choice, True).space.arms)
+        assert self.prepared("auto", False).space.arms[0].gradient_checkpointing is False
+
+    def test_without_it_there_is_nothing_to_search(self) -> None:
+        assert self.prepared("off", False).space.arms
+        with pytest.raises(InvalidRequestError, match=r"the model of run\.py checkpoints by itself"):
+            self.prepared("off", True)
 
 
 class TestFingerprint:

@@ -18,6 +18,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a script and a package that must not be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run_glue.py").write_text("raise AssertionError('nobody runs this')\n")
+    (tmp_path / "run.sh").write_text("exec python run_glue.py\n")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0")
+    (tmp_path / "without_suffix").write_text("#!/usr/bin/env python\nprint('runs')\n")
     package = tmp_path / "pack" / "inner"
     package.mkdir(parents=True)
     for file in (
@@ -39,6 +42,10 @@ def test_a_script_is_found_with_and_without_python(folder: Path, before: tuple[s
     assert (found.kind, found.file, found.cwd) == ("script", str(folder / "run_glue.py"), os.getcwd())
     assert (found.argv, found.module) == (("--do_train", "-m", "python"), None)
     assert found.name == "run_glue.py"
+
+
+def test_a_script_needs_no_suffix(folder: Path) -> None:
+    assert find_script(["./without_suffix", "--x"]).name == "without_suffix"
 
 
 @pytest.mark.parametrize(("module", "file"), [("pack.inner.train", "train.py"), ("pack.inner", "__main__.py")])
@@ -66,6 +73,10 @@ def test_a_function_is_found_and_build_is_its_usual_name(folder: Path) -> None:
         (["python", "-m", "pack.none"], "there is no module pack.none"),
         (["python", "-m", "none.such"], "there is no module none.such"),
         (["accelerate", "launch", "run_glue.py"], "starts other processes"),
+        (["SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
+        (["env", "SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
+        (["./run.sh"], "the script ./run.sh is no Python"),
+        (["binary", "run_glue.py"], "the script binary is no Python"),
         (["torchrun", "--nproc-per-node", "1", "run_glue.py"], "starts other processes"),
     ],
 )

@@ -47,7 +47,8 @@ def how_it_ended(answer: Document, log_path: str) -> str:
         return "the trial server died"
     if answer.get("signal"):
         return f"killed by {_signal_name(answer['signal'])}"
-    return tail(log_path) or f"it ended with exit code {answer.get('exit_code')} and said nothing"
+    last = tail(log_path)
+    return f"its process ended with exit code {answer.get('exit_code')}{f'; its last words: {last}' if last else ''}"
 
 
 def _signal_name(number: int) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from autotune.trial import Document
 
@@ -29,7 +30,8 @@ class Overlay:
     """What is put over every ``TrainingArguments`` that is made in this process from ``install`` on.
 
     The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set
-    before it runs, so that it checks and derives from them as from the user's own.
+    before it runs, so that it checks and derives from them as from the user's own. What keeps a trial quiet
+    is set once more when a ``Trainer`` is made of them.
     """
 
     output_dir: str
@@ -51,6 +53,23 @@ class Overlay:
             original(arguments)
 
         TrainingArguments.__post_init__ = __post_init__
+        make = Trainer.__init__
+
+        @functools.wraps(make)
+        def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+            for given in (*words, *options.values()):
+                if isinstance(given, TrainingArguments):
+                    self._silence(given)
+            make(trainer, *words, **options)
+
+        Trainer.__init__ = __init__
+
+    def _silence(self, arguments: Any) -> None:
+        """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
+        # In arguments that are made, nobody is reported to by an empty list.
+        for name, value in {**_QUIET, "report_to": [], "output_dir": self.output_dir}.items():
+            if hasattr(arguments, name):
+                setattr(arguments, name, value)
 
     def _put(self, arguments: Any) -> None:
         given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from transformers import Trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from autotune.arguments import checkpointing_field, training_arguments
+from autotune.loader import DEFAULT_PREFETCH_FACTOR
 from autotune.training_source import TrainingSource
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
+from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.rehearsal import Rehearsing
@@ -88,7 +91,15 @@ def _run_source(source: TrainingSource, overrides: Document, output_dir: str) ->
 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
     """What the user's function returns; raises ``UserCodeError`` where that is no ``Trainer``."""
-    trainer = load_function(source)(dict(overrides))
+
+    def train(*_: Any, **__: Any) -> NoReturn:
+        raise UserCodeError(f"{source.name} calls train itself", "have it return the Trainer untrained")
+
+    intercepted, Trainer.train = Trainer.train, train
+    try:
+        trainer = load_function(source)(dict(overrides))
+    finally:
+        Trainer.train = intercepted
     if not isinstance(trainer, Trainer):
         kind = "the class" if isinstance(trainer, type) else "an object of type"
         name = trainer.__name__ if isinstance(trainer, type) else type(trainer).__name__
@@ -201,12 +212,13 @@ class _OwnTrial(Trial):
         """Raise ``UserCodeError`` where the ``Trainer`` would not train as the candidate says."""
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
-        ignored = self._overlay.ignored(trainer.args, self._wanted)
-        checkpoints = bool(getattr(trainer.model, "is_gradient_checkpointing", False))
-        if not self._is_unmodified and checkpoints and not self._candidate.arm.gradient_checkpointing:
-            ignored = "the model checkpoints, whatever gradient_checkpointing says"
-        if ignored:
+        if ignored := self._overlay.ignored(trainer.args, self._wanted):
             raise UserCodeError(_ignored_message(self._source, ignored))
+        if not self._is_unmodified and not self._candidate.arm.gradient_checkpointing and _checkpoints(trainer.model):
+            raise UserCodeError(
+                f"the model of {self._source.name} checkpoints, though gradient_checkpointing is false",
+                "have it do so only where its TrainingArguments say so",
+            )
 
     def _rehearse(self, trainer: Any) -> Rehearsing:
         """Have the steps of its training data come twice where their shapes are new."""
@@ -222,18 +234,26 @@ class _OwnTrial(Trial):
             if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
                 trainer.remove_callback(callback)
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
+        watch = LossWatch(trainer)
+        self._effort = _after_what_lies_ready(self._effort, self._candidate, trainer.args)
         trainer.add_callback(
             _WholeStepsCallback(
                 self._meter,
                 self._candidate,
                 self._effort,
-                on_enough=lambda measured: self._end(Completed(_with_loss(measured, trainer))),
+                on_enough=lambda measured: self._end(_measured(measured, trainer, watch)),
                 on_step=lambda step: self._send({"step": step}),
                 rehearsing=rehearsing,
             )
         )
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
+
+
+def _checkpoints(model: Any) -> bool:
+    """Whether the model recomputes activations as it is; transformers 5.18 and later deprecate the second name."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(next((getattr(model, name) for name in names if hasattr(model, name)), False))
 
 
 def _fields(candidate: Candidate, device_kind: str) -> Document:
@@ -252,11 +272,20 @@ def _ignored_message(source: TrainingSource, ignored: str) -> str:
     )
 
 
-def _with_loss(measured: Measurement, trainer: Any) -> Measurement:
+def _measured(measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
+    if (problem := watch.problem()) is not None:
+        return Failed("non_finite", problem, during="train")
     total = getattr(trainer, "_tr_loss", None)
     if total is None:
-        return measured
-    return dataclasses.replace(measured, train_loss=float(total) / max(1, trainer.state.global_step))
+        return Completed(measured)
+    return Completed(dataclasses.replace(measured, train_loss=float(total) / max(1, trainer.state.global_step)))
+
+
+def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> Effort:
+    """The effort with as many more steps of warm-up as the loading processes, the user's own too, prepare ahead."""
+    ahead = args.dataloader_num_workers * (args.dataloader_prefetch_factor or DEFAULT_PREFETCH_FACTOR)
+    ready = math.ceil(ahead / micro_steps_to_run(candidate, effort))
+    return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)
 
 
 # What a process sees of the user's training before the first trial
@@ -315,6 +344,8 @@ def _model_facts(trainer: Any) -> Document:
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "attn_implementations": [attention if isinstance(attention, str) else "eager"],
         "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "always_checkpoints": _checkpoints(model) and not checkpointing,
+        "dataloader_num_workers": args.dataloader_num_workers,
         "num_labels": getattr(config, "num_labels", None),
         "dtype": _weight_dtype(model),
         "samples": _length(getattr(trainer, "train_dataset", None)),
@@ -323,7 +354,7 @@ def _model_facts(trainer: Any) -> Document:
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": accumulation,
             "precision": _precision(args),
-            "gradient_checkpointing": checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
+            "gradient_checkpointing": checkpointing or _checkpoints(model),
             "attn_implementation": attention if isinstance(attention, str) else "eager",
             "optim": plain(args.optim),
         },

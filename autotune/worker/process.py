@@ -93,8 +93,8 @@ def bound_log(path: str) -> None:
 
 
 def redirect_output(log_path: str) -> None:
-    """Give standard output and error to a log file and standard input to nothing."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Give standard output and error to a log file, which begins anew, and standard input to nothing."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)

@@ -30,6 +30,8 @@ def enter(source: TrainingSource) -> None:
     """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
     os.environ.update(_SILENCED)
     os.chdir(source.cwd)
+    # Of a function as well: it may look for options of its own, and finds none.
+    sys.argv = [source.file]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path.insert(0, source.cwd if source.module else str(Path(source.file).parent))
 

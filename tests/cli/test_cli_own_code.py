@@ -16,6 +16,8 @@ from command_line import ROOT, Ran, Run, environment, run_process
 from test_cli_errors import check_error
 from texts import write_texts
 
+from autotune.loader import usable_cores
+
 OWN_CODE = ROOT / "tests" / "own_code"
 SCRIPT = ("python", str(OWN_CODE / "classify_texts.py"))
 OWN_SETTINGS = ("--train_file", "train.csv", "--do_train", "--per_device_train_batch_size", "2")
@@ -131,6 +133,19 @@ def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> No
     exported = run_process("export", "build_trainer-build", folder=tmp_path)
     assert "hand them to build_trainer.py:build as its overrides" in exported.stderr
     assert not (tmp_path / "own_output").exists()
+
+
+def test_the_loader_of_ones_own_data_is_tuned_where_it_is_the_bottleneck(tmp_path: Path) -> None:
+    """And the report says which it was."""
+    trainer = f"{OWN_CODE / 'build_trainer.py'}:load_slowly"
+    plain = ("--precision", "fp32", "--gradient-checkpointing", "off", "--effective-batch", "8")
+    ran = run_process("search", "--device", "cpu", *plain, "--trainer", trainer, folder=tmp_path)
+    assert ran.code == 0, ran.stderr
+    assert re.search(r"is the bottleneck: \d+\.\d% of a step is spent waiting for data", ran.stdout)
+    if usable_cores() > 1:
+        assert "fp32, 2 loaders" in ran.stderr
+        exported = json.loads(run_process("export", "build_trainer-load_slowly-8", folder=tmp_path).stdout)
+        assert exported["dataloader_num_workers"] >= 2
 
 
 @pytest.mark.parametrize(

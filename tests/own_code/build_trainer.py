@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +77,43 @@ def ignore_precision(overrides: dict[str, Any]) -> Trainer:
     """Takes the batch and nothing else."""
     batch = {name: value for name, value in overrides.items() if "batch" in name or "accumulation" in name}
     return make(SmoothArguments(output_dir="own_output", **batch))
+
+
+class SlowSamples(torch.utils.data.Dataset[Any]):
+    """Each takes 5 ms to come by."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        """As many as there are."""
+        return len(self._samples)
+
+    def __getitem__(self, at: int) -> Any:
+        """One of them, in time."""
+        time.sleep(0.005)
+        return self._samples[at]
+
+
+def load_slowly(overrides: dict[str, Any]) -> Trainer:
+    """Its data takes longer than what is done with it."""
+    trainer = build(overrides)
+    trainer.train_dataset = SlowSamples(trainer.train_dataset)
+    return trainer
+
+
+def train_itself(overrides: dict[str, Any]) -> Trainer:
+    """Trains before it returns."""
+    trainer = build(overrides)
+    trainer.train()
+    return trainer
+
+
+def parse_options(overrides: dict[str, Any]) -> Trainer:
+    """Has options of its own, none of which is given."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    return build({**vars(parser.parse_args()), **overrides})
 
 
 def forget(overrides: dict[str, Any]) -> None:

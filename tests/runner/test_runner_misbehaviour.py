@@ -49,8 +49,8 @@ def descendants_in(log: Path) -> list[int]:
         ('write {"result":{"state":"splendid"}}', "malformed", "unknown state 'splendid'"),
         ('write {"result":{"state":"completed"}}', "malformed", "malformed outcome"),
         ('write {"result":7}', "malformed", "malformed outcome"),
-        ("half", "error", "exit code 0 and said nothing"),
-        ("close", "error", "exit code 0 and said nothing"),
+        ("half", "error", "its process ended with exit code 0"),
+        ("close", "error", "its process ended with exit code 0"),
     ],
 )
 def test_how_a_trial_may_end(

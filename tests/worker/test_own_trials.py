@@ -202,6 +202,10 @@ def test_arguments_that_are_made_twice_keep_the_overlay(trial_server: ServerClie
     check_sane(trial_server.trial(trainer("copy_arguments"), Candidate(Arm(), 8, 3)), Candidate(Arm(), 8, 3))
 
 
+def test_a_function_finds_no_options_on_its_command_line(trial_server: ServerClient, folder: Path) -> None:
+    check_sane(trial_server.trial(trainer("parse_options"), Candidate(Arm(), 8)), Candidate(Arm(), 8))
+
+
 def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> None:
     outcome = trial_server.trial(trainer("build"), Candidate(Arm(), 32, 1), cap_bytes=4 * MIB).outcome
     assert isinstance(outcome, OutOfMemory)
@@ -265,6 +269,7 @@ def test_an_error_of_the_training_is_told_though_the_script_catches_it(
         ("forget", "build_trainer.py:forget returned None, not a transformers.Trainer"),
         ("return_the_class", "build_trainer.py:return_the_class returned the class SmoothTrainer, not a"),
         ("train_otherwise", "the Trainer of build_trainer.py:train_otherwise has a train method that never calls"),
+        ("train_itself", "build_trainer.py:train_itself calls train itself"),
         ("no_such", "build_trainer.py has no function no_such"),
         (
             "ignore",
@@ -283,6 +288,61 @@ def test_an_override_that_is_ignored_is_named(trial_server: ServerClient) -> Non
     outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).outcome
     assert isinstance(outcome, Failed)
     assert "ignored its overrides: bf16 is False, asked was True" in outcome.message
+
+
+def test_a_loss_that_is_no_number_disqualifies(trial_server: ServerClient, folder: Path) -> None:
+    text = "t = trainer(learning_rate=1e30, max_grad_norm=0.0, optim='sgd')\nt.train()\n"
+    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(optim="sgd"), 8)).outcome
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.message) == ("non_finite", "the loss of the last step is nan")
+
+
+SPEAKS_UP_LATER = """
+Trainer.init_hf_repo = lambda *_, **__: open("pushed", "w").close()
+arguments = TrainingArguments("out")
+arguments.set_push_to_hub("me/model")
+arguments.report_to, arguments.output_dir = ["tensorboard"], "elsewhere"
+model = AutoModelForSequenceClassification.from_config(config)
+trainer = Trainer(model, arguments, train_dataset=samples)
+print("reports to", trainer.args.report_to)
+trainer.train()
+"""
+
+
+def test_what_is_set_after_the_arguments_were_made_is_kept_quiet_too(trial_server: ServerClient, folder: Path) -> None:
+    workload = inline(folder, SPEAKS_UP_LATER)
+    trial_server.inspect(workload)
+    answer = trial_server.trial(workload, Candidate(Arm(), 4))
+    check_sane(answer, Candidate(Arm(), 4))
+    assert "reports to []" in answer.log
+    assert files(folder) == {"train.csv", "run.py"}
+
+
+def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
+    text = "t = trainer()\nt.model.gradient_checkpointing_enable()\nt.train()\n"
+    model = trial_server.inspect(inline(folder, text))["model"]
+    assert (model["always_checkpoints"], model["own"]["gradient_checkpointing"]) == (True, True)
+    outcome = trial_server.trial(inline(folder, text), Candidate(Arm(), 4)).outcome
+    assert isinstance(outcome, Failed)
+    assert "the model of run.py checkpoints, though gradient_checkpointing is false" in outcome.message
+    candidate = Candidate(Arm(gradient_checkpointing=True), 4)
+    answer = trial_server.trial(inline(folder, text), candidate)
+    check_sane(answer, candidate)
+    assert "is_gradient_checkpointing" not in answer.log
+    model = trial_server.inspect(inline(folder, "trainer(gradient_checkpointing=True).train()"))["model"]
+    assert (model["always_checkpoints"], model["own"]["gradient_checkpointing"]) == (False, True)
+
+
+def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folder: Path) -> None:
+    """Two processes have two batches each ready: four more steps pass unmeasured, whoever asked for them."""
+    effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=60.0)
+    own = SAYS_STEPS.replace("size=8", "size=8, dataloader_num_workers=2")
+    for text, arm in ((own, Arm()), (SAYS_STEPS, Arm(dataloader_num_workers=2))):
+        workload = inline(folder, text)
+        asked = trial_server.inspect(workload)["model"]["dataloader_num_workers"]
+        answer = trial_server.trial(workload, Candidate(arm, 8), effort)
+        assert len(answer.completed.measurement.step_seconds_each) == 2
+        assert (asked, answer.log.count("ends step")) == (0 if arm.dataloader_num_workers else 2, 1 + 4 + 2)
 
 
 def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: ServerClient, folder: Path) -> None:
