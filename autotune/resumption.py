@@ -31,22 +31,23 @@ def recorded_request(
 ) -> SearchRequest:
     """The request that continues the study of this name on the device that it ran on, or on ``device``.
 
-    Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, and ``StorageError`` for
-    a record that makes no request.
+    Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, ``StorageError`` for a record
+    that makes no request, and ``InvalidRequestError`` where the user's code or data is gone or has changed.
     """
     record = store.existing_study(study)
     try:
         environment = store.environment(record.environment_id)
         found = find_device(device) if device is not None else _device_of(environment, study)
         workload = workload_from_document(store.workload_of(record))
-        if workload.source is not None:
-            workload = dataclasses.replace(workload, source=workload.source.as_it_is_now())
         request = request_from_document(record.request, workload, found, study)
     except (ValueError, InvalidRequestError) as error:
         raise StorageError(
             f"the request of the study {study!r} cannot be read: {error}",
             "repeat the options of the search with autotune search and the same --study",
         ) from error
+    if workload.source is not None:
+        today = dataclasses.replace(workload, source=workload.source.as_it_is_now())
+        request = dataclasses.replace(request, workload=today)
     if workload.data is not None:
         workload.data.check_unchanged()
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}

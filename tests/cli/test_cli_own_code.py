@@ -121,6 +121,18 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     assert "is of something else (source.argv: " in other.stderr
 
 
+def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched) -> None:
+    (searched.folder / "run.py").write_text((OWN_CODE / "classify_texts.py").read_text())
+    asked = ("--study", "gone", "--effective-batch", "16", "--trials", "2")
+    ran = searched.search(*asked, "--", "run.py", *OWN_SETTINGS, "--output_dir", "out")
+    assert ran.code == 0, ran.stderr
+    (searched.folder / "run.py").unlink()
+    resumed = run_process("resume", "gone", folder=searched.folder)
+    assert resumed.code == 2
+    assert resumed.stderr.splitlines()[-2].endswith("run.py is gone")
+    assert resumed.stderr.splitlines()[-1] == "  put it back, or search anew under another --study"
+
+
 def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> None:
     trainer = str(OWN_CODE / "build_trainer.py")
     ran = run_process("search", "--device", "cpu", "--trials", "2", "--trainer", trainer, "--json", folder=tmp_path)
