@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from autotune.device import Headroom, parse_headroom
-from autotune.errors import InvalidRequestError, NoResultError
+from autotune.device import Headroom
+from autotune.errors import InvalidRequestError, NoResultError, PromiseMissedError
 from autotune.export import make_export
 from autotune.history import DEFAULT_TOLERANCE, History
+from autotune.keywords import as_options, refuse
 from autotune.levers import LeverChoice
 from autotune.loop import Observer
 from autotune.options import build_request
@@ -30,17 +32,18 @@ from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
-from autotune.subject import device_of, subject_of
+from autotune.subject import check_can_be_verified, device_of, subject_of
 from autotune.summary import report_document, summary_lines, trial_document
+from autotune.training_source import WITHIN_VARIABLE
 from autotune.trial import Candidate, Completed, Document, Measurement
-from autotune.units import format_rate, parse_bytes, parse_seconds, parse_share
+from autotune.units import format_bytes, format_rate, format_spread
 from autotune.verification import DEFAULT_STEPS, Verification, verify
 from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
 DEFAULT_STORAGE = "studies/autotune.db"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trial:
     """One trial of a result."""
 
@@ -52,8 +55,16 @@ class Trial:
     verdict: str
     """How it compares with the baseline, or why it has no measurement."""
 
+    def __repr__(self) -> str:
+        """In a line, as a notebook shows it."""
+        told = self.candidate.describe()
+        if (measured := self.measurement) is not None:
+            told += f", {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
+            told += f", peak {format_bytes(measured.peak_reserved_bytes)}"
+        return f"trial {self.number}: {told}; {self.verdict}"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Result:
     """A study, as a search left it or as ``load`` found it."""
 
@@ -126,6 +137,7 @@ class Result:
 
     def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
         """Train with a stock ``Trainer`` in a process of its own; ``misses()`` tells what was not kept."""
+        steps = as_options({"steps": steps}, {})["steps"]
         subject = subject_of(self.report, device_of(self.report))
         return verify(subject, steps, log_folder(self.storage, self.study) / "verify.log")
 
@@ -135,6 +147,9 @@ class Result:
 
     def __str__(self) -> str:
         return "\n".join(summary_lines(self.report))
+
+    # A notebook shows this for the last line of a cell.
+    __repr__ = __str__
 
 
 class _Lines:
@@ -175,28 +190,28 @@ class _Silence(_Lines):
 
 
 def search(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     effective_batch: int | None = None,
     *,
-    trainer: str | None = None,
-    script: Sequence[str] = (),
+    trainer: str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None = None,
+    script: Sequence[str | os.PathLike[str]] = (),
     task: Task | None = None,
     seq_len: int | None = None,
-    padding: float = 0.0,
+    padding: float | str = 0.0,
     dtype: DTypeName = "float32",
     pretrained: bool = False,
-    dataset: str | None = None,
+    dataset: str | os.PathLike[str] | None = None,
     split: str | None = None,
     text_column: str | Sequence[str] | None = None,
     label_column: str | None = None,
     image_column: str | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     pad_to_max_length: bool = False,
     pad_to_multiple_of: int | None = None,
     group_by_length: bool = False,
     device: str | None = None,
     memory_limit: int | str | None = None,
-    headroom: Headroom | str | None = None,
+    headroom: Headroom | float | str | None = None,
     world_size: int = 1,
     precision: str | Sequence[str] | None = None,
     gradient_checkpointing: CheckpointingChoice = "auto",
@@ -219,101 +234,71 @@ def search(
     sampler: SamplerName = "autotune",
     seed: int = DEFAULT_SEED,
     study: str | None = None,
-    storage: str = DEFAULT_STORAGE,
+    storage: str | os.PathLike[str] = DEFAULT_STORAGE,
     wait: bool = False,
+    verify: bool = False,
     progress: bool | Observer = True,
 ) -> Result:
     """Search for the fastest configuration by running real training steps; as the command ``autotune search``.
 
     Options bear the command's names and meanings; sizes are bytes or text (``"24GiB"``), durations seconds or text
-    (``"5m"``), lists sequences or text with commas; ``baseline=False`` is ``--no-baseline``. ``progress`` is whether a
-    line a trial goes to stderr, or an observer of one's own. In the main thread Ctrl-C ends the search after the
-    running trial, a second one at once. Raises the errors of ``autotune.errors``.
+    (``"5m"``), lists sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
+    ``--no-baseline``. ``trainer`` may be the function itself where that is one of a file, which trials import: where
+    the same file calls ``search``, the call belongs under ``if __name__ == "__main__":``. ``script`` is a list of
+    words, never one text. ``verify`` has a stock ``Trainer`` show at the end that the result is true, and raises
+    ``PromiseMissedError`` where it is not; the study stays. ``progress`` is whether a line a trial goes to stderr, or
+    an observer of one's own. In the main thread Ctrl-C ends the search after the running trial, a second one at once.
+    Raises the errors of ``autotune.errors``.
     """
-    named = {name: value for name, value in locals().items() if name not in ("storage", "wait", "progress")}
-    options = _as_the_command_has_them(named)
-    _check(options)
-    request = build_request(options, _given(options))
-    request.check()
-    observer: Any = progress
-    if isinstance(progress, bool):
-        observer = _Lines() if progress else _Silence()
-    _, report = run_search(request, storage, observer, wait=wait)
-    return Result(report, storage)
-
-
-_LISTS = ("text_column", "precision", "attn", "optim")
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "memory_limit": parse_bytes,
-    "headroom": parse_headroom,
-    "time_budget": parse_seconds,
-    "trial_timeout": parse_seconds,
-    "tolerance": parse_share,
-}
-
-
-def _as_the_command_has_them(named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``search`` as the command line hands its options on."""
-    options = {name: value for name, value in named.items() if name != "baseline"}
-    for name in _LISTS:
-        options[name] = _words(options[name])
-    for name, parse in _PARSERS.items():
-        options[name] = _parsed(options[name], parse, name)
-    return {**options, "script": tuple(named["script"]), "no_baseline": not named["baseline"]}
-
-
-def _given(options: dict[str, Any]) -> set[str]:
-    """The names of those that are not at their defaults."""
+    named = dict(locals())
+    observer = _observer(named.pop("progress"))
     defaults = {name: parameter.default for name, parameter in inspect.signature(search).parameters.items()}
-    return {name for name, value in options.items() if name in defaults and value != defaults[name]}
+    options = as_options(named, defaults)
+    _check_is_outermost()
+    given = {name for name, value in options.items() if value != defaults[name]}
+    place, waits, verifies = (options.pop(name) for name in ("storage", "wait", "verify"))
+    request = build_request({**options, "no_baseline": not options["baseline"]}, given)
+    request.check()
+    if verifies:
+        check_can_be_verified(request.workload.document())
+    record, report = run_search(request, place, observer, wait=waits)
+    result = Result(report, place)
+    if verifies and record.state != "interrupted":
+        _verify(result, observer)
+    return result
 
 
-def load(study: str, *, storage: str = DEFAULT_STORAGE) -> Result:
-    """A study that was searched before; ``UnknownStudyError`` where there is none of this name."""
-    with open_store(storage, create=False) as store:
-        return Result(load_report(store, study), storage)
+def _observer(progress: Any) -> Observer:
+    if isinstance(progress, bool):
+        return _Lines() if progress else _Silence()
+    if not isinstance(progress, Observer):
+        raise refuse("progress", progress, "True, False or an observer", "give True or False")
+    return progress
 
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "task": (None, *get_args(Task)),
-    "dtype": get_args(DTypeName),
-    "gradient_checkpointing": get_args(CheckpointingChoice),
-    "objective": get_args(Objective),
-    "expandable_segments": (None, *get_args(LeverChoice)),
-    "torch_compile": get_args(LeverChoice),
-    "liger": get_args(LeverChoice),
-    "peft": (None, *get_args(PeftName)),
-    "quantize": (None, *get_args(QuantizeName)),
-    "sampler": get_args(SamplerName),
-}
-_COUNTS = ("effective_batch", "seq_len", "world_size", "batch_multiple", "trials", "lora_rank", "pad_to_multiple_of")
+def _check_is_outermost() -> None:
+    """Raise where a file that trials import searches itself, which would begin another search in each of them."""
+    if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
+        raise InvalidRequestError(
+            f"a search began while trials ran {source}",
+            'move the call of search to another file or, beside a trainer function, under if __name__ == "__main__":',
+        )
 
 
-def _check(options: dict[str, Any]) -> None:
-    """Raise ``InvalidRequestError`` for values that the command line would not let through either."""
-    for name, choices in _CHOICES.items():
-        if options[name] not in choices:
-            known = ", ".join(repr(choice) for choice in choices)
-            raise InvalidRequestError(f"{name}={options[name]!r} is not one of {known}", "choose one of them")
-    for name in _COUNTS:
-        value = options[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InvalidRequestError(f"{name}={value!r} is not a whole number from 1", "give one")
-    if not 0 <= options["padding"] < 1:
-        raise InvalidRequestError(f"padding={options['padding']!r} is not a share", "use a number from 0 to below 1")
-
-
-def _parsed(value: Any, parse: Any, name: str) -> Any:
-    if not isinstance(value, str):
-        return value
+def _verify(result: Result, observer: Observer) -> None:
+    """Raise ``PromiseMissedError`` where a stock run is not what was promised; the observer is told either way."""
+    observer.note(f"training for {DEFAULT_STEPS} steps with a stock Trainer …")
+    verification = result.verify()
+    observer.note(str(verification))
     try:
-        return parse(value)
-    except ValueError as error:
-        raise InvalidRequestError(f"{name}={value!r}: {error}", "see autotune search --help") from error
+        verification.check()
+    except PromiseMissedError as error:
+        error.hint += f"; the result is autotune.load({result.study!r}, storage={result.storage!r})"
+        raise
 
 
-def _words(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    words = value.split(",") if isinstance(value, str) else value
-    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+def load(study: str, *, storage: str | os.PathLike[str] = DEFAULT_STORAGE) -> Result:
+    """A study that was searched before; ``UnknownStudyError`` where there is none of this name."""
+    named = as_options({"study": study, "storage": storage}, {})
+    with open_store(named["storage"], create=False) as store:
+        return Result(load_report(store, named["study"]), named["storage"])

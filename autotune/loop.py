@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from autotune.effort import effort_of
 from autotune.errors import AutotuneError
@@ -42,6 +42,7 @@ class Runner(Protocol):
         """Run one trial to its end; whatever happens to it is an outcome."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Who is told what happens, as it happens; nothing it does changes the search."""
 

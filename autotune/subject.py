@@ -65,6 +65,13 @@ def what_is_not_verified(workload: Document) -> str | None:
     return None
 
 
+def check_can_be_verified(workload: Document) -> None:
+    """Raise before a search that ends with ``verify`` for what that would refuse; ``InvalidRequestError``."""
+    unverified = what_is_not_verified(workload)
+    if unverified is not None:
+        raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
+
+
 def subject_of(report: Report, device: Device, arguments: Document | None = None) -> Subject:
     """The winner of a study, with ``arguments`` from a file in place of its export's.
 

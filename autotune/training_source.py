@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.machinery
+import inspect
 import os
 import re
 import sys
@@ -16,6 +17,8 @@ from typing import Any, Literal
 from autotune.errors import InvalidRequestError
 
 DEFAULT_FUNCTION = "build"
+WITHIN_VARIABLE = "AUTOTUNE_RUNS"
+"""Set in the processes that run the user's own code, to the name of that."""
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
@@ -74,6 +77,26 @@ def find_trainer(text: str) -> TrainingSource:
         name, f"--trainer {text}", "name a Python file and the function that builds the Trainer: train.py:build"
     )
     return TrainingSource("build", str(file), _digest(file), os.getcwd(), function=function)
+
+
+def locate_function(function: Any) -> str:
+    """A function that builds a ``Trainer`` as ``FILE:FUNCTION``, which is how other processes import it.
+
+    Raises ``InvalidRequestError`` for what such an import would not find: a function within another one, a lambda,
+    one of a notebook or a prompt, what is no function at all.
+    """
+    hint = "write a function that builds the Trainer into a file, and give trainer='file.py:name'"
+    inner = inspect.unwrap(function) if callable(function) else function
+    if not inspect.isfunction(inner):
+        raise InvalidRequestError(f"trainer of type {type(function).__name__} is not a function of a file", hint)
+    file, name = inspect.getsourcefile(inner), inner.__qualname__
+    # The cells of a notebook have the names of files that are not there.
+    if file is None or not file.endswith(".py") or not os.path.isfile(file):
+        raise InvalidRequestError(f"the function {name} is in no file that trials could import", hint)
+    # A decorator may have taken its place; a function within another is called outer.<locals>.inner.
+    if inner.__globals__.get(name) is not function:
+        raise InvalidRequestError(f"{Path(file).name} does not offer the function {name} under that name", hint)
+    return f"{os.path.abspath(file)}:{name}"
 
 
 def find_script(words: Sequence[str]) -> TrainingSource:

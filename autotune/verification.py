@@ -32,7 +32,7 @@ _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """What a stock run showed, beside what was promised."""
 
@@ -49,6 +49,9 @@ class Verification:
             f"{self.subject.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
             f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
         )
+
+    # What it is made of has a whole study in it.
+    __repr__ = __str__
 
     @property
     def samples_per_second(self) -> float | None:

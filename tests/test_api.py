@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -10,13 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkout import ROOT
 
 from autotune import api
 from autotune.cli.search import search as command
 from autotune.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
+from autotune.model_source import resolve_model
 
+BUILD = ROOT / "tests/own_code/build_trainer.py"
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchemy", "alembic", "rich", "numpy", "click"}
 
 # No guard around what runs, a thread that is not the main one, as a notebook has it.
@@ -103,8 +107,8 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
 
 
 def test_it_has_the_options_of_the_command() -> None:
-    """Under the same names; what only a terminal needs is left out, ``verify`` is asked of the result."""
-    theirs = {str(param.name) for param in command.params} - {"as_json", "verify", "no_baseline"}
+    """Under the same names; what only a terminal needs is left out."""
+    theirs = {str(param.name) for param in command.params} - {"as_json", "no_baseline"}
     assert theirs == set(inspect.signature(api.search).parameters) - {"baseline", "progress"}
 
 
@@ -126,7 +130,28 @@ def test_its_defaults_are_those_of_the_command() -> None:
         ({"effective_batch": 0}, "effective_batch=0 is not a whole number from 1"),
         ({"trials": 1.5}, "trials=1.5"),
         ({"trials": True}, "trials=True"),
-        ({"padding": 1.0}, "padding=1.0 is not a share"),
+        ({"effective_batch": "64"}, "effective_batch='64' is not a whole number"),
+        ({"effective_batch": 64.0}, "effective_batch=64.0 is not a whole number"),
+        ({"world_size": None}, "world_size=None is not a whole number"),
+        ({"seed": -1}, "seed=-1 is not a whole number from 0"),
+        ({"padding": 1.0}, "padding=1.0: "),
+        ({"padding": None}, "padding=None is not a number"),
+        ({"tolerance": [1]}, "tolerance of type list is not a number"),
+        ({"trial_timeout": None}, "trial_timeout=None is not a number"),
+        ({"time_budget": float("nan")}, "time_budget=nan: "),
+        ({"time_budget": -1}, "time_budget=-1: "),
+        ({"memory_limit": 24}, "write 24GiB"),
+        ({"memory_limit": True}, "memory_limit=True is not a number"),
+        ({"fresh": "no"}, "fresh='no' is not True or False"),
+        ({"split": 0}, "split=0 is not text"),
+        ({"study": 3}, "study=3 is not text"),
+        ({"precision": [1]}, "precision of type list is not a list of texts"),
+        ({"optim": []}, "optim=[] is not a list of one or more"),
+        ({"dtype": float}, "dtype of type type is not one of 'float32'"),
+        ({"progress": "yes"}, "progress='yes' is not True, False or an observer"),
+        ({"tokenizer": object()}, "tokenizer of type object is not a name or a path"),
+        ({"script": 5}, "script=5 is not a list of words"),
+        ({"script": ["train.py", "--epochs", 3]}, "the word 3 of script is not text"),
         ({"memory_limit": "24 bananas"}, "memory_limit='24 bananas'"),
         ({"time_budget": "soon"}, "time_budget='soon'"),
         ({"headroom": "lots"}, "'lots' is not a headroom"),
@@ -141,6 +166,195 @@ def test_bad_values_are_refused(options: dict[str, Any], said: str, tmp_path: Pa
     assert said in refused.value.message
     assert refused.value.hint
     assert not storage.exists()
+
+
+def test_what_is_no_name_is_refused(tmp_path: Path) -> None:
+    """Models and databases of any other type."""
+    with pytest.raises(InvalidRequestError, match="model of type dict is not a name or a path"):
+        api.search({"hidden_size": 64}, 8)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="storage=None is not a name or a path"):
+        api.search("bert-tiny", 8, storage=None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="study=None is not text"):
+        api.load(None, storage=tmp_path / "absent.db")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [[{"text": "one", "label": 0}], {"text": ["one"], "label": [0]}])
+def test_data_in_memory_is_refused_with_a_way_to_save_it(rows: Any) -> None:
+    """Trials are other processes."""
+    with pytest.raises(InvalidRequestError) as refused:
+        api.search("bert-tiny", 8, dataset=rows)
+    assert refused.value.message == f"dataset of type {type(rows).__name__} is not a name or a path"
+    assert "dataset.save_to_disk('folder') or as a jsonl file" in refused.value.hint
+
+
+def test_a_script_in_one_text_is_refused_with_its_words() -> None:
+    """Also where it is a path alone."""
+    with pytest.raises(InvalidRequestError) as refused:
+        api.search(effective_batch=8, script="python s/plain.py")
+    assert refused.value.message == "script='python s/plain.py' is not a list of words"
+    assert refused.value.hint == "give script=['python', 's/plain.py']"
+    with pytest.raises(InvalidRequestError) as refused:
+        api.search(effective_batch=8, script=Path("s/plain.py"))  # type: ignore[arg-type]
+    assert refused.value.hint == "give script=['s/plain.py']"
+
+
+class AskedError(Exception):
+    """Stands for a search that would begin."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Request and storage of each search that would begin."""
+    found: list[Any] = []
+
+    def begin(request: Any, storage: str, *_: Any, **__: Any) -> None:
+        found.extend((request, storage))
+        raise AskedError
+
+    monkeypatch.setattr(api, "run_search", begin)
+    return found
+
+
+def test_paths_are_taken_wherever_text_is(asked: list[Any], tmp_path: Path) -> None:
+    """Model, data, tokenizer, storage; a script's words, a trainer's file."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(resolve_model("bert-tiny").config))
+    (data := tmp_path / "rows.jsonl").write_text('{"text": "one", "label": 0}\n')
+    with pytest.raises(AskedError):
+        api.search(model, 8, dataset=data, tokenizer=model, device="cpu", storage=tmp_path / "a.db")
+    request, storage = asked
+    assert (request.workload.model, storage) == (str(model), str(tmp_path / "a.db"))
+    assert (request.workload.data.source, request.workload.data.tokenizer) == (str(data), str(model))
+    for own in ({"script": ["python", BUILD, Path("out")]}, {"trainer": BUILD}):
+        asked.clear()
+        with pytest.raises(AskedError):
+            api.search(effective_batch=8, device="cpu", **own)
+        assert asked[0].workload.source.file == str(BUILD)
+        assert asked[0].workload.source.argv == (("out",) if "script" in own else ())
+
+
+def test_numbers_are_what_they_are_on_the_command_line(asked: list[Any]) -> None:
+    """Those of numpy, too; a share is one in any writing."""
+    with pytest.raises(AskedError):
+        api.search("bert-tiny", np.int64(8), headroom=0.05, time_budget=90, tolerance="2%", device="cpu")  # type: ignore[arg-type]
+    request = asked[0]
+    assert type(request.effective_batch) is int
+    assert (request.effective_batch, request.headroom.fraction) == (8, 0.05)
+    assert (request.time_budget_seconds, request.tolerance) == (90.0, 0.02)
+
+
+def build(overrides: dict[str, Any]) -> None:
+    """A function of a file, as far as can be seen without calling it."""
+
+
+def renamed(overrides: dict[str, Any]) -> None:
+    """What is offered under this name is another."""
+
+
+original, renamed = renamed, build  # type: ignore[assignment]
+
+
+def test_a_trainer_may_be_a_function_of_a_file(asked: list[Any]) -> None:
+    """The same as its file and its name."""
+    with pytest.raises(AskedError):
+        api.search(effective_batch=8, trainer=build, device="cpu")
+    source = asked[0].workload.source
+    assert (source.kind, source.file, source.function) == ("build", str(Path(__file__).resolve()), "build")
+
+
+def test_other_functions_are_refused_with_the_next_step() -> None:
+    """What an import of the file would not find: nested, nameless, of a notebook, hidden, no function."""
+
+    def nested(overrides: dict[str, Any]) -> None:
+        pass
+
+    cell: dict[str, Any] = {}
+    exec(compile("def build(overrides): pass", "/tmp/ipykernel_1/2.py", "exec"), cell)
+    for function, said in (
+        (nested, "does not offer the function"),
+        (lambda overrides: None, "does not offer the function"),
+        (original, "test_api.py does not offer the function renamed"),
+        (functools.partial(build), "trainer of type partial is not a function"),
+        (cell["build"], "the function build is in no file"),
+        (len, "is not a function of a file"),
+        (3, "trainer of type int is not a function"),
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            api.search(effective_batch=8, trainer=function, device="cpu")  # type: ignore[arg-type]
+        assert said in refused.value.message
+        assert refused.value.hint.endswith("into a file, and give trainer='file.py:name'")
+
+
+# The function and its search in one file, as a script has them.
+OWN = """
+import sys
+sys.path.insert(0, {folder!r})
+import autotune
+from build_trainer import build as other
+def build(overrides):
+    return other(overrides)
+{guard}
+    print(repr(autotune.search(effective_batch=8, trainer=build, device="cpu", trials=1, storage="own.db")))
+"""
+
+
+def test_a_function_is_trained_with_and_searches_only_once(tmp_path: Path) -> None:
+    """A file that searches whenever it is imported is told of the guard."""
+    for guard, is_right in (('if __name__ == "__main__":', True), ("if True:", False)):
+        (tmp_path / "own.py").write_text(OWN.format(folder=str(BUILD.parent), guard=guard))
+        ended = run_python("import runpy; runpy.run_path('own.py', run_name='__main__')", tmp_path)
+        if is_right:
+            assert ended.stdout.startswith("Best: per-device batch "), ended.stderr
+        else:
+            assert "a search began while trials ran own.py:build" in ended.stderr.splitlines()[-1]
+            assert 'under if __name__ == "__main__":' in ended.stderr.splitlines()[-1]
+
+
+VERIFIED = """
+import dataclasses, json
+import autotune
+from autotune import api
+from autotune.errors import PromiseMissedError
+options = dict(model="bert-tiny", effective_batch=8, seq_len=16, device="cpu", trials=1, study="v", storage="v.db")
+shown, real = [], api.verify
+def breaks(*words):
+    found = real(*words)
+    broken = dataclasses.replace(found, obtained={**found.obtained, "loss_problem": "the loss is not a number"})
+    shown.append(repr(broken))
+    return broken
+api.verify = breaks
+try:
+    autotune.search(**options, verify=True)
+except PromiseMissedError as error:
+    shown.append(str(error))
+result = autotune.load("v", storage="v.db")
+print(json.dumps([*shown, repr(result), str(result), repr(result.best)]))
+"""
+
+
+def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
+    """What is not kept raises, and says where the result is; the result's own text is short."""
+    ended = run_python(VERIFIED, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    verification, error, shown, text, best = json.loads(ended.stdout)
+    assert "with a stock Trainer" in ended.stderr
+    assert verification in ended.stderr
+    assert "samples/s of" in verification
+    assert "the loss is not a number" in error
+    assert "the result is autotune.load('v', storage='v.db')" in error
+    assert shown == text
+    assert text.startswith("Best: ")
+    assert best.startswith("trial 0: 8 × 1 ")
+    assert len(best) < 200
+    assert len(best.splitlines()) == len(verification.splitlines()) == 1
+
+
+def test_what_is_not_verified_is_refused_before_the_search(asked: list[Any]) -> None:
+    """Code of one's own."""
+    with pytest.raises(InvalidRequestError, match="--verify after a search with code of its own"):
+        api.search(effective_batch=8, trainer=BUILD, device="cpu", verify=True)
+    assert asked == []
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

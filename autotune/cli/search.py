@@ -21,7 +21,6 @@ from autotune.cli.options import (
 )
 from autotune.cli.workload_options import workload_options
 from autotune.data import DATA_OPTIONS
-from autotune.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.request import SearchRequest
@@ -170,17 +169,10 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
     request = build_request(options, given)
     request.check()
     if verifies:
-        _check_can_be_verified(request)
+        from autotune.subject import check_can_be_verified
+
+        check_can_be_verified(request.workload.document())
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
-
-
-def _check_can_be_verified(request: SearchRequest) -> None:
-    """Raise before the search for what ``verify`` would refuse after it."""
-    from autotune.subject import what_is_not_verified
-
-    unverified = what_is_not_verified(request.workload.document())
-    if unverified is not None:
-        raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
 def search_and_print(

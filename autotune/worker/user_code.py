@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.training_source import TrainingSource
+from autotune.training_source import WITHIN_VARIABLE, TrainingSource
 
 # Options that name the folder which scripts write to, as HfArgumentParser spells them.
 _OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
@@ -28,7 +28,7 @@ class UserCodeError(Exception):
 
 def enter(source: TrainingSource) -> None:
     """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
-    os.environ.update(_SILENCED)
+    os.environ.update({**_SILENCED, WITHIN_VARIABLE: source.name})
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.
     sys.argv = [source.file]
