@@ -77,16 +77,16 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
 
 
 def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
-    """Raise where the first sample of a file has other columns than that of the first file."""
-    first: dict[str, str] = {}
-    for file, link in list(zip(files, links, strict=True))[:_MOST_COMPARED]:
-        kinds = _kinds(spec, link, options)
-        first = first or kinds
-        if kinds and not _is_like(kinds, first):
-            names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, files[0])]
+    """Raise where the first sample of a file has other columns than that of the first file which has one."""
+    some = zip(files[:_MOST_COMPARED], links, strict=False)
+    known = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
+    for file, kinds in known[1:]:
+        first, others = known[0]
+        if not _is_like(kinds, others):
+            names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
             raise InvalidRequestError(
                 f"--dataset {spec.label}: {names[0]} has the columns {_listed(kinds)}, but {names[1]} has "
-                f"{_listed(first)}",
+                f"{_listed(others)}",
                 "give files of the same columns, or name one of the files with --dataset",
             )
 
