@@ -12,10 +12,11 @@ from pathlib import Path
 from autotune.answers import KeptPredictions, inspection_key
 from autotune.errors import NoResultError, NothingFitsError
 from autotune.loop import Interruption, Observer, Search
-from autotune.preparation import Prepared, forecast_of, prepare, read_data
+from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
+from autotune.samples import read_data
 from autotune.store import Store, StudyRecord, open_store
 from autotune.trial import Document
 from autotune.watch import WatchedRunner

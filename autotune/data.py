@@ -44,6 +44,13 @@ _KIND_OF_SUFFIX: dict[str, DataKind] = {
     ".txt": "text",
 }
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+# As datasets takes the names of files for those of splits.
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_MOST_NAMED = 8
 _IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 # Written by datasets' save_to_disk, of one split and of several.
 _SAVED_FILES = ("state.json", "dataset_dict.json")
@@ -141,7 +148,7 @@ class DataSpec:
 
     def check_unchanged(self) -> None:
         """``InvalidRequestError`` where data or tokenizer are gone, or hold something else than they did."""
-        if locate(self.source, self.split)[2] != self.content:
+        if locate(self.source, None if self.split == DEFAULT_SPLIT else self.split)[2] != self.content:
             raise InvalidRequestError(
                 f"{in_one_line(self.source)} has changed since the search", "search again on what it is now"
             )
@@ -178,17 +185,18 @@ def facts_in(folder: Path) -> DataFacts | None:
         return None
 
 
-def locate(name: str, split: str) -> tuple[str, DataKind, str]:
+def locate(name: str, split: str | None) -> tuple[str, DataKind, str]:
     """Source, kind and content of what ``name`` stands for; nothing of it is read but its bytes.
 
-    Raises ``InvalidRequestError`` where nothing is there, or what is there is of no known kind.
+    ``split`` is ``None`` where nobody asked for one: ``train`` then, or all where nothing is named so. Raises
+    ``InvalidRequestError`` where nothing is there, what is there is of no known kind, or has not the split.
     """
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if path.is_dir():
         kind, files = _folder_kind(path, name, split)
     elif path.is_file():
         kind, files = _file_kind(path, name), [path]
-        if split != DEFAULT_SPLIT:
+        if split not in (None, DEFAULT_SPLIT):
             raise InvalidRequestError(
                 f"--split {split}: --dataset {name} is a single file, which has no splits",
                 "leave --split out, or name the file of that split",
@@ -223,7 +231,10 @@ def under_plain_names(files: list[str], folder: Path) -> list[str]:
 def data_files(source: str, kind: DataKind, split: str) -> list[str]:
     """The files of a source that is read by its suffix."""
     path = Path(source)
-    return [source] if path.is_file() else [str(file) for file in _files_of_kind(path, kind, split)]
+    if path.is_file():
+        return [source]
+    files = _files_of_kind(path, kind)
+    return [str(file) for file in _of_split(path, files, split) or files]
 
 
 def _suffix(path: Path) -> str:
@@ -245,8 +256,12 @@ def _file_kind(path: Path, name: str) -> DataKind:
     return kind
 
 
-def _folder_kind(path: Path, name: str, split: str) -> tuple[DataKind, list[Path]]:
+def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, list[Path]]:
     if any((path / file).is_file() for file in _SAVED_FILES):
+        if split not in (None, DEFAULT_SPLIT) and not (path / _SAVED_FILES[1]).is_file():
+            raise InvalidRequestError(
+                f"--split {split}: --dataset {name} was saved as a single split", "leave --split out, or name another"
+            )
         return "saved", sorted(file for file in path.rglob("*") if file.is_file())
     files = [file for file in path.rglob("*") if file.is_file()]
     images = sorted(file for file in files if file.suffix.lower() in _IMAGE_SUFFIXES)
@@ -259,13 +274,28 @@ def _folder_kind(path: Path, name: str, split: str) -> tuple[DataKind, list[Path
         raise InvalidRequestError(
             f"--dataset {name}: the folder holds files of several kinds ({', '.join(kinds)})", "name one of the files"
         )
-    return kinds[0], _files_of_kind(path, kinds[0], split)
+    found = _files_of_kind(path, kinds[0])
+    chosen = _of_split(path, found, split or DEFAULT_SPLIT)
+    if split is not None and not chosen:
+        names = [in_one_line(str(file.relative_to(path))) for file in found]
+        raise InvalidRequestError(
+            f"--split {split}: no file or folder in --dataset {name} is named so",
+            f"it has {', '.join(names[:_MOST_NAMED])}{' …' if len(names) > _MOST_NAMED else ''}; name another split, "
+            "or leave --split out",
+        )
+    return kinds[0], chosen or found
 
 
-def _files_of_kind(path: Path, kind: DataKind, split: str) -> list[Path]:
-    """Those whose name says the split, or all where none does."""
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _KIND_OF_SUFFIX.get(_suffix(file)) == kind)
-    return [file for file in files if split in file.name] or files
+def _files_of_kind(path: Path, kind: DataKind) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file() and _KIND_OF_SUFFIX.get(_suffix(file)) == kind)
+
+
+def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of a folder that a split's name is a word of, or of a folder that they are in."""
+    words = "|".join(re.escape(word.lower()) for word in _SPLIT_WORDS.get(split, (split,)))
+    # A letter beside it makes it part of another word, a digit or a sign does not.
+    named = re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])")
+    return [file for file in files if named.search(str(file.relative_to(root)).lower().rpartition(_suffix(file))[0])]
 
 
 def _content(root: Path, files: Iterable[Path]) -> str:

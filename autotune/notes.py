@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from autotune.report import Report, measurement
+from autotune.report import Report, data_facts, measurement
 from autotune.store import NOTHING_LEFT, TrialRecord
 from autotune.trial import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_seconds, plural
@@ -25,7 +24,7 @@ def notes(report: Report) -> list[str]:
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
         found.append(
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, no multiple of 8: "
-            + _why_no_multiple_of_8(request)
+            + _why_no_multiple_of_8(report)
         )
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
         found.append(
@@ -142,8 +141,13 @@ def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> li
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 
 
-def _why_no_multiple_of_8(request: dict[str, Any]) -> str:
+def _why_no_multiple_of_8(report: Report) -> str:
+    request, facts = report.study.request, data_facts(report.workload)
     effective = request["effective_batch"]
     if effective and (effective // request["world_size"]) % 8:
         return "none divides the effective batch"
-    return "those that divide the effective batch need too much memory" if effective else "none fits"
+    if effective:
+        return "those that divide the effective batch need too much memory"
+    if facts is not None and facts.samples < 8:
+        return f"the data has {plural(facts.samples, 'sample')}"
+    return "none fits"

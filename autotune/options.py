@@ -117,8 +117,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
                 )
         return None
     _check_data_meaning(options, task)
-    split = options["split"] or DEFAULT_SPLIT
-    path, kind, content = locate(name, split)
+    path, kind, content = locate(name, options["split"])
     tokenizer = None
     if task != "image-classification":
         tokenizer = options["tokenizer"] or source.path or source.repository or source.name
@@ -129,7 +128,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
         kind=kind,
         content=content,
         tokenizer_content=tokenizer_content(tokenizer) if tokenizer else None,
-        split=split,
+        split=options["split"] or DEFAULT_SPLIT,
         text_columns=options["text_column"],
         label_column=options["label_column"],
         image_column=options["image_column"],

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from autotune.history import History
 from autotune.memory import memory_class
-from autotune.space import DEFAULT_MULTIPLE, LARGEST_FREE_BATCH, Space
+from autotune.space import LARGEST_FREE_BATCH, Space
 from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 from autotune.trial import Candidate, Failed
 
@@ -130,7 +130,8 @@ class ThroughputPolicy:
         limit = view.history.smallest_over(view.arm, accumulates=False)
         if not self._is_free or limit is None:
             return None
-        multiple = self._space.batches.multiple or DEFAULT_MULTIPLE
+        limit = min(limit, self._space.batches.most + 1)
+        multiple = self._space.batches.levels()[0]
         middle = (peak + limit) // 2 // multiple * multiple
         is_new = peak < middle < limit and view.open(middle) and not speeds.is_beaten(view, middle)
         return middle if is_new and (limit - peak) * 8 > peak else None
@@ -174,7 +175,8 @@ class MaxBatchPolicy:
             return rungs[len(rungs) // 2] if rungs else None
         over = view.history.smallest_over(view.arm, accumulates=False)
         least = (floor // multiple + 1) * multiple
-        most = (LARGEST_FREE_BATCH if over is None else over - 1) // multiple * multiple
+        most = self._space.batches.most
+        most = (most if over is None else min(most, over - 1)) // multiple * multiple
         if least > most:
             return None
         predicted = view.history.memory and view.history.memory.largest_batch(view.arm)

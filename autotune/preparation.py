@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
 import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from autotune.data import describe_lengths
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
@@ -30,8 +25,8 @@ from autotune.levers import (
 )
 from autotune.memory import questions
 from autotune.request import SearchRequest, differences
-from autotune.runner import LocalRunner
-from autotune.space import CheckpointingChoice, Space, choose_arms
+from autotune.samples import check_own_samples
+from autotune.space import Batches, CheckpointingChoice, Space, choose_arms
 from autotune.trial import Arm, Candidate, Document
 from autotune.units import GIB, MIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
@@ -112,7 +107,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     model: Document = facts["model"]
     if request.workload.source is not None:
         request = adopt_own_settings(request, model)
-        _check_own_samples(request, model.get("samples"))
+        check_own_samples(request, model.get("samples"))
     context_bytes = int(facts["context_bytes"])
     if request.workload.source is None:
         # Its own Trainer may have another optimizer, and weights of fewer bits.
@@ -136,7 +131,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
-    space = Space(arms, request.batches, _own_baseline(model))
+    space = Space(arms, _batches(request, model), _own_baseline(model))
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     return Prepared(
         request,
@@ -147,17 +142,6 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
-
-
-def _check_own_samples(request: SearchRequest, samples: int | None) -> None:
-    """Raise where the user's own data is too little for one step."""
-    source, effective_batch = request.workload.source, request.effective_batch or 0
-    if source is not None and samples is not None and samples < effective_batch // request.world_size:
-        raise InvalidRequestError(
-            f"the training data of {source.name} has {samples} samples, less than one step of "
-            f"--effective-batch {effective_batch}",
-            f"use --effective-batch {samples * request.world_size} or less, or more data",
-        )
 
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
@@ -187,6 +171,13 @@ def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoi
             "have it call gradient_checkpointing_enable only where they say so, or leave the option out",
         )
     return "on"
+
+
+def _batches(request: SearchRequest, model: Document) -> Batches:
+    """The batches of the space; none is larger than what there are samples for."""
+    if request.workload.source is None:
+        return request.batches
+    return replace(request.batches, samples=model.get("samples"))
 
 
 def _own_baseline(model: Document) -> Candidate | None:
@@ -352,33 +343,3 @@ def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -
         "variables": {name: os.environ[name] for name in _MEASURED_VARIABLES if name in os.environ},
         **{key: value for key, value in reported.items() if key != "device_capability"},
     }
-
-
-def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:
-    """The request with what its data has shown, read in a process for trials; the same where it has no data.
-
-    Raises ``InvalidRequestError`` where the data is no good or too little.
-    """
-    data = request.workload.data
-    if data is None:
-        return request
-    note(f"reading {data.label} …")
-    workload = request.workload
-    folder = workload.data_folder(logs)
-    workload = runner.read_data(folder)
-    request = dataclasses.replace(request, workload=workload)
-    facts = workload.data.facts if workload.data else None
-    assert facts is not None
-    needed = request.effective_batch or request.batches.levels()[-1]
-    if facts.samples < needed:
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
-        option = "--effective-batch" if request.effective_batch else "--batch-multiple"
-        raise InvalidRequestError(
-            f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",
-            f"use {option} {facts.samples} or less, or more data",
-        )
-    if facts.lengths is not None:
-        note(describe_lengths(facts.lengths))
-    return request

@@ -111,7 +111,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:,.1f}×"
 
 
-def _facts(workload: Document) -> DataFacts | None:
+def data_facts(workload: Document) -> DataFacts | None:
     """What is known of the user's own data, where there is some."""
     data = workload.get("data") or {}
     return facts_from_document(data["facts"]) if data.get("facts") else None
@@ -119,7 +119,7 @@ def _facts(workload: Document) -> DataFacts | None:
 
 def lengths_of(workload: Document) -> Lengths | None:
     """How long the samples of the user's own data are, where they have lengths."""
-    facts = _facts(workload)
+    facts = data_facts(workload)
     return facts.lengths if facts else None
 
 

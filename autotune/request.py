@@ -87,7 +87,9 @@ class SearchRequest:
     @property
     def batches(self) -> Batches:
         """The batches of the space; raises ``InvalidRequestError`` where they cannot be."""
-        return Batches(self.effective_batch, self.world_size, self.batch_multiple)
+        data = self.workload.data
+        samples = data.facts.samples if data is not None and data.facts is not None else None
+        return Batches(self.effective_batch, self.world_size, self.batch_multiple, samples)
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:

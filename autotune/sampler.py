@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.history import History
 from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, Objective, Policy, ThroughputPolicy
-from autotune.space import LARGEST_FREE_BATCH, Space
+from autotune.space import Space
 from autotune.trial import Candidate
 
 SamplerName = Literal["autotune", "grid", "tpe", "random"]
@@ -39,9 +39,9 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
     if batches.effective_batch is None:
         own = sampler in ("autotune", "grid")
         step = 1 if own else batches.levels()[0]
-        most = LARGEST_FREE_BATCH if own else max(_FOREIGN_LARGEST_FREE_BATCH, _FOREIGN_FEWEST_FREE_BATCHES * step)
+        most = batches.most if own else max(_FOREIGN_LARGEST_FREE_BATCH, _FOREIGN_FEWEST_FREE_BATCHES * step)
         # Trimmed here, since Optuna warns where the step does not lead to the end.
-        batch = IntDistribution(step, min(most, LARGEST_FREE_BATCH) // step * step, step=step)
+        batch = IntDistribution(step, min(most, batches.most) // step * step, step=step)
     else:
         rungs = {b for level in batches.levels() for b in batches.at_level(level)}
         batch = CategoricalDistribution(sorted(rungs | {baseline.per_device_train_batch_size}))

@@ -34,6 +34,8 @@ class Batches:
     world_size: int = 1
     multiple: int | None = None
     """Batches are multiples of this and of nothing less; ``None`` means 8, then 4, 2 and 1."""
+    samples: int | None = None
+    """What a device's data holds: no step can have more. ``None`` where samples are made up."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -69,9 +71,16 @@ class Batches:
         assert self.effective_batch is not None
         return self.effective_batch // self.world_size
 
+    @property
+    def most(self) -> int:
+        """The largest per-device batch that may be tried where no effective batch bounds it."""
+        return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
+
     def levels(self) -> tuple[int, ...]:
         """The multiples to go down through; a lower one only counts when nothing above fits."""
-        return (self.multiple,) if self.multiple else (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES)
+        if self.multiple:
+            return (self.multiple,)
+        return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
 
     def level(self, batch: int) -> int:
         """The highest level that a valid per-device batch is on."""
@@ -88,7 +97,7 @@ class Batches:
         if self.effective_batch is None:
             if higher:
                 return (multiple,)
-            ladder = itertools.takewhile(lambda b: b <= LARGEST_FREE_BATCH, (multiple * 2**i for i in range(32)))
+            ladder = itertools.takewhile(lambda b: b <= self.most, (multiple * 2**i for i in range(32)))
             return tuple(ladder)
         return tuple(
             batch
@@ -104,15 +113,16 @@ class Batches:
         """Whether the per-device batch is on any level."""
         if batch < 1 or (self.multiple and batch % self.multiple):
             return False
-        return batch <= LARGEST_FREE_BATCH if self.effective_batch is None else self._per_device % batch == 0
+        return batch <= self.most if self.effective_batch is None else self._per_device % batch == 0
 
     def baseline(self) -> tuple[int, int]:
         """Batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
 
-        The default per-device batch is 8; where 8 does not divide, the largest divisor below it.
+        The default per-device batch is 8; where 8 does not divide, the largest divisor below it. Data of fewer
+        samples makes no batch of 8.
         """
         if self.effective_batch is None:
-            return DEFAULT_MULTIPLE, 1
+            return min(DEFAULT_MULTIPLE, self.most), 1
         batch = max(d for d in _divisors(self._per_device) if d <= DEFAULT_MULTIPLE)
         return batch, self._per_device // batch
 

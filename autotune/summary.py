@@ -6,7 +6,7 @@ import dataclasses
 
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
-from autotune.report import Report, lengths_of, measurement, verdict
+from autotune.report import Report, data_facts, lengths_of, measurement, verdict
 from autotune.store import StudyRecord, TrialRecord
 from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.units import format_bytes, format_rate, format_seconds, format_spread, plural
@@ -155,6 +155,10 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
         and isinstance(trial.outcome, OutOfMemory | Completed)
     ]
     if not over:
+        facts = data_facts(report.workload)
+        following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
+        if facts is not None and facts.samples < following:
+            return [f"  the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
         return ["  no larger batch was tried in this arm"]
     nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
     return [f"  batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]

@@ -10,7 +10,7 @@ import pytest
 from own_data import samples, write_jsonl, write_saved
 from tiny import tiny_workload
 
-from autotune.data import DataFacts, DataSpec, Lengths, describe_lengths, locate, tokenizer_content
+from autotune.data import DataFacts, DataSpec, Lengths, data_files, describe_lengths, locate, tokenizer_content
 from autotune.errors import InvalidRequestError
 from autotune.workload import Workload
 
@@ -87,6 +87,76 @@ def test_kinds_are_told_by_name_and_by_what_a_folder_holds(tmp_path: Path) -> No
     assert locate(str(tmp_path / "images"), "train")[1] == "imagefolder"
     assert locate("imdb", "train") == ("imdb", "hub", "imdb")
     assert locate("nyu-mll/glue:mrpc", "train")[1] == "hub"
+
+
+FILES = ("train-00000-of-2.parquet", "train.parquet", "my_train.parquet", "constrain.parquet", "dev.parquet",
+         "latest.parquet", "test1.parquet", "extra/part.parquet", "Train/part.parquet")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        (None, {"train-00000-of-2.parquet", "train.parquet", "my_train.parquet", "Train/part.parquet"}),
+        ("train", {"train-00000-of-2.parquet", "train.parquet", "my_train.parquet", "Train/part.parquet"}),
+        ("validation", {"dev.parquet"}),
+        ("dev", {"dev.parquet"}),
+        ("test", {"test1.parquet"}),
+        ("extra", {"extra/part.parquet"}),
+    ],
+)
+def test_a_split_is_a_word_of_a_name(tmp_path: Path, split: str | None, expected: set[str]) -> None:
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = {str(Path(file).relative_to(tmp_path)) for file in data_files(str(tmp_path), "parquet", split or "train")}
+    assert found == expected
+    # What is looked at to tell whether the data has changed is what is read.
+    content = locate(str(tmp_path), split)[2]
+    for name in FILES:
+        (tmp_path / name).write_text("changed")
+        assert (locate(str(tmp_path), split)[2] != content) == (name in expected), name
+        (tmp_path / name).write_text(name)
+
+
+@pytest.mark.parametrize("split", ["validation", "tes", "parquet", "x[:10%]"])
+def test_a_split_that_no_file_has_is_refused(tmp_path: Path, split: str) -> None:
+    for name in FILES[5:]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with pytest.raises(InvalidRequestError) as refused:
+        locate(str(tmp_path), split)
+    assert f"--split {split}: no file or folder in --dataset {tmp_path}" in refused.value.message
+    assert "it has Train/part.parquet, extra/part.parquet, latest.parquet, test1.parquet;" in refused.value.hint
+
+
+def test_train_is_all_only_where_nobody_asked_for_it(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text(name)
+    source, kind, content = locate(str(tmp_path), None)
+    assert [Path(file).name for file in data_files(source, kind, "train")] == ["a.csv", "b.csv"]
+    with pytest.raises(InvalidRequestError, match="--split train"):
+        locate(str(tmp_path), "train")
+    found = DataSpec(source, kind, content)
+    found.check_unchanged()
+    (tmp_path / "a.csv").write_text("c")
+    with pytest.raises(InvalidRequestError, match="has changed"):
+        found.check_unchanged()
+
+
+def test_many_files_are_not_all_named(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / f"{number:02}.csv").write_text("x")
+    with pytest.raises(InvalidRequestError) as refused:
+        locate(str(tmp_path), "test")
+    assert "06.csv, 07.csv …;" in refused.value.hint
+
+
+def test_a_folder_of_one_saved_split_has_no_other(tmp_path: Path) -> None:
+    both = write_saved(tmp_path / "saved", samples([3] * 8))
+    assert locate(str(both), "test")[1] == "saved"
+    assert locate(str(both / "train"), None)[1] == "saved"
+    with pytest.raises(InvalidRequestError, match=r"--split test: .* saved as a single split"):
+        locate(str(both / "train"), "test")
 
 
 def test_content_is_what_is_inside(tmp_path: Path) -> None:

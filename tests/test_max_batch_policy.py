@@ -148,6 +148,12 @@ class TestOnFormulas:
         assert answer(history) == LARGEST_FREE_BATCH // (multiple or 8) * (multiple or 8)
         assert len(history.tried) <= 12
 
+    @pytest.mark.parametrize(("samples", "expected"), [(1, 1), (5, 4), (8, 8), (30, 24), (1000, 1000)])
+    def test_where_the_data_ends_first_it_ends_there(self, samples: int, expected: int) -> None:
+        history = search(Space(arms("bf16"), Batches(None, samples=samples)), peaks(lambda batch: GIB + batch))
+        assert answer(history) == expected
+        assert max(tried.candidate.per_device_train_batch_size for tried in history.tried) <= samples
+
     @pytest.mark.parametrize(("mib_a_sample", "expected"), [(3000, 4), (6000, 2), (12000, 1), (30000, None)])
     def test_below_8_it_goes_down_through_4_2_and_1(self, mib_a_sample: int, expected: int | None) -> None:
         history = search(ONE_ARM, peaks(lambda batch: GIB + mib_a_sample * MIB * batch))

@@ -112,6 +112,24 @@ class TestThroughputOnRecords:
         assert ooms(history) <= 4
         assert runner.seconds < 28
 
+    @pytest.mark.parametrize(("samples", "largest"), [(1, 1), (5, 4), (30, 16), (64, 64), (100, 64)])
+    def test_a_free_batch_grows_no_larger_than_the_data(self, samples: int, largest: int) -> None:
+        runner = ComputedRunner(lambda _: GIB, lambda candidate: 0.5 + 1e-6 * candidate.per_device_train_batch_size)
+        space = Space(arms("bf16", checkpointing="off"), Batches(None, samples=samples))
+        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        assert max(tried.candidate.per_device_train_batch_size for tried in history.tried) == largest
+
+    def test_nor_towards_a_batch_beyond_the_data_that_did_not_fit(self) -> None:
+        runner = slow_and_large(50 * MIB)
+        space = Space(arms("bf16", checkpointing="off"), Batches(None, samples=100))
+        history = History(ceiling_of(CAP_BYTES))
+        run_candidate(space.candidate(space.arms[0], 512), runner, history)
+        run_policy(ThroughputPolicy(space), runner, history)
+        assert ooms(history) == 1
+        tried = [t.candidate.per_device_train_batch_size for t in history.tried[1:]]
+        assert 64 in tried
+        assert max(tried) <= 100
+
     def test_a_free_batch_with_checkpointing_grows_until_it_no_longer_pays(self) -> None:
         runner = RecordedRunner(BATCHES, between=True)
         space = Space(arms("bf16", checkpointing="on"), Batches(None))

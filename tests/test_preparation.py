@@ -77,6 +77,36 @@ class TestOwnCheckpointing:
             self.prepared("off", True)
 
 
+class TestSamples:
+    """Of the user's own code, whose data is known when it was run up to its training."""
+
+    @staticmethod
+    def own(samples: int | None, **options: Any) -> Prepared:
+        settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "optim": "adamw_torch"}
+        arm = {"precision": "fp32", "gradient_checkpointing": False, "attn_implementation": "sdpa"}
+        source = TrainingSource("build", "train.py", "abc", "/", function="build")
+        asked = dataclasses.replace(request(effective_batch=None, **options), workload=Workload.of_source(source))
+        model = {"config": {"model_type": "bert"}, "dtype": "float32", "own": {**settings, **arm}, "samples": samples}
+        return prepare(asked, facts(**model))
+
+    @pytest.mark.parametrize(("samples", "largest"), [(5, 4), (8, 8), (100, 64), (None, 65536)])
+    def test_bound_a_free_batch(self, samples: int | None, largest: int) -> None:
+        batches = self.own(samples, objective="max-batch").space.batches
+        assert max(batches.at_level(batches.levels()[0])) == largest
+
+    def test_too_few_for_the_multiple_are_refused(self) -> None:
+        assert self.own(16, objective="max-batch", batch_multiple=16).space.batches.levels() == (16,)
+        with pytest.raises(
+            InvalidRequestError, match="15 samples, less than one step of --batch-multiple 16"
+        ) as caught:
+            self.own(15, objective="max-batch", batch_multiple=16)
+        assert "--batch-multiple 15 or less" in caught.value.hint
+
+    def test_too_few_for_a_step_are_refused(self) -> None:
+        with pytest.raises(InvalidRequestError, match="5 samples, less than one step of --effective-batch 8"):
+            self.own(5)
+
+
 class TestFingerprint:
     @pytest.mark.parametrize("name", ["device_uuid", "device_label", "training_arguments_fields"])
     def test_does_not_depend_on_which_of_equal_cards_it_is(self, name: str) -> None:

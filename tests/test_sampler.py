@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import optuna
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from recorded import ComputedRunner, run_candidate
@@ -53,12 +53,21 @@ class TestDistributions:
         for candidate in [*every_candidate(space), baseline]:
             assert contains(names, params_of(candidate, names))
 
-    @given(st.none() | st.integers(1, LARGEST_FREE_BATCH), st.sampled_from(SAMPLERS))
-    def test_of_a_free_batch_are_well_formed(self, multiple: int | None, sampler: SamplerName) -> None:
-        space = Space(arms("bf16"), Batches(None, multiple=multiple))
+    @given(
+        st.none() | st.integers(1, LARGEST_FREE_BATCH),
+        st.none() | st.integers(1, 2 * LARGEST_FREE_BATCH),
+        st.sampled_from(SAMPLERS),
+    )
+    def test_of_a_free_batch_are_well_formed(
+        self, multiple: int | None, samples: int | None, sampler: SamplerName
+    ) -> None:
+        most = LARGEST_FREE_BATCH if samples is None else min(samples, LARGEST_FREE_BATCH)
+        # Such a search is refused.
+        assume(multiple is None or multiple <= most)
+        space = Space(arms("bf16"), Batches(None, multiple=multiple, samples=samples))
         batch = distributions(space, space.baseline("sdpa"), sampler)["per_device_train_batch_size"]
         assert isinstance(batch, IntDistribution)
-        assert 1 <= batch.low <= batch.high <= LARGEST_FREE_BATCH
+        assert 1 <= batch.low <= batch.high <= most
         assert (batch.high - batch.low) % batch.step == 0
         if sampler in ("autotune", "grid"):
             assert all(contains({"b": batch}, {"b": c.per_device_train_batch_size}) for c in every_candidate(space))

@@ -125,6 +125,28 @@ class TestFreeBatch:
             assert not space.contains(Candidate(Arm(), batch, 1))
         assert not space.contains(Candidate(Arm(), 136, 2))
 
+    @pytest.mark.parametrize(
+        ("samples", "ladders", "baseline"),
+        [
+            (1, [(1,)], 1),
+            (5, [(4,), (2,), (1,)], 5),
+            (7, [(4,), (2,), (1,)], 7),
+            (8, [(8,), (4,), (2,), (1,)], 8),
+            (100, [(8, 16, 32, 64), (4,), (2,), (1,)], 8),
+        ],
+    )
+    def test_no_batch_is_larger_than_the_data(
+        self, samples: int, ladders: list[tuple[int, ...]], baseline: int
+    ) -> None:
+        batches = Batches(None, samples=samples)
+        assert [batches.at_level(level) for level in batches.levels()] == ladders
+        assert batches.baseline() == (baseline, 1)
+        assert batches.valid(samples)
+        assert not batches.valid(samples + 1)
+
+    def test_data_without_end_is_no_larger_than_the_largest_batch(self) -> None:
+        assert Batches(None, samples=10**9).at_level(8) == Batches(None).at_level(8)
+
 
 class TestContains:
     SPACE = Space(arms("bf16", "tf32"), Batches(64))

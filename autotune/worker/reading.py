@@ -14,23 +14,17 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as arrow
 import transformers
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetDict,
-    Image,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, Image
 from datasets.table import InMemoryTable
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
-from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, data_files, facts_in, under_plain_names
+from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
 from autotune.errors import AutotuneError, InvalidRequestError
 from autotune.trial import Document
+from autotune.worker.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
 from autotune.worker.failures import first_line
 from autotune.worker.feed import (
     IMAGE,
@@ -40,18 +34,13 @@ from autotune.worker.feed import (
     TOKENIZER_FOLDER,
     grouped_order,
 )
+from autotune.worker.loading import load
 from autotune.workload import Workload
 
-_TEXT_NAMES = ("text", "sentence", "content", "document")
 _HUB_TIMEOUT_SECONDS = 10.0
-# Of fewer, each may well be of another class.
-_FEW_SAMPLES = 20
-_LABEL_NAMES = ("label", "labels", "target")
 _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
-# How datasets says of files without rows that there are none.
-_NO_DATA = "corresponds to no data"
 _BINS = 16
 # The batch for which the share of padding is told.
 _SHOWN_BATCH = 8
@@ -112,114 +101,10 @@ class _Reading:
 
     def run(self) -> DataFacts:
         """Everything, in order."""
-        dataset = self._load()
-        if len(dataset) == 0:
-            raise self._is_empty()
+        dataset = load(self._spec, self._folder)
         if self._workload.task == "image-classification":
             return self._read_images(dataset)
         return self._read_text(dataset)
-
-    def _is_empty(self) -> InvalidRequestError:
-        label, split = self._spec.label, self._spec.split
-        return InvalidRequestError(f"--dataset {label} holds no samples (split {split})", "give one that does")
-
-    # Loading
-
-    def _load(self) -> Any:
-        spec = self._spec
-        try:
-            loaded = load_from_disk(spec.source) if spec.kind == "saved" else self._load_by_kind()
-        except InvalidRequestError:
-            raise
-        except Exception as error:
-            if _NO_DATA in str(error):
-                raise self._is_empty() from error
-            where = "on the hub" if spec.kind == "hub" else "there"
-            hint = f"check what is {where}, and --split {spec.split}"
-            if spec.kind == "hub":
-                hint += "; there is no file or folder of this name here"
-            # datasets says that something went wrong; what it was is the cause.
-            why = first_line(error.__cause__ or error)
-            raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint) from error
-        if isinstance(loaded, DatasetDict):
-            if spec.split not in loaded:
-                raise InvalidRequestError(
-                    f"--dataset {spec.label} has no split {spec.split!r}", f"it has {', '.join(sorted(loaded))}"
-                )
-            loaded = loaded[spec.split]
-        return loaded.flatten_indices() if loaded._indices is not None else loaded
-
-    def _load_by_kind(self) -> Any:
-        spec, cache = self._spec, str(self._folder / "cache")
-        if spec.kind == "hub":
-            name, _, config = spec.source.partition(":")
-            return load_dataset(name, config or None, split=spec.split)
-        if spec.kind == "imagefolder":
-            return load_dataset("imagefolder", data_dir=spec.source, cache_dir=cache)
-        files = under_plain_names(data_files(spec.source, spec.kind, spec.split), self._folder / "cache" / "links")
-        options = {"sep": "\t"} if spec.kind == "csv" and ".tsv" in files[0] else {}
-        return load_dataset(spec.kind, data_files=files, split="train", cache_dir=cache, **options)
-
-    # Columns
-
-    def _column(self, dataset: Any, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
-        """The column that was asked for, or the first of the usual names that is there."""
-        names = dataset.column_names
-        if asked is not None:
-            if asked not in names:
-                raise InvalidRequestError(
-                    f"--dataset {self._spec.label} has no column {asked!r}",
-                    f"it has {', '.join(names)}; name one with {option}",
-                )
-            return asked
-        found: str | None = next((name for name in usual if name in names), None)
-        if found is None:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
-                f"it has {', '.join(names)}; name one with {option}",
-            )
-        return found
-
-    def _text_columns(self, dataset: Any, not_text: str | None) -> tuple[str, ...]:
-        asked = self._spec.text_columns
-        if asked is not None:
-            return tuple(self._column(dataset, name, "--text-column", (), "text") for name in asked)
-        strings = [name for name in dataset.column_names if _is_string(dataset.features[name]) and name != not_text]
-        usual = (*_TEXT_NAMES, *strings) if len(strings) == 1 else _TEXT_NAMES
-        return (self._column(dataset, None, "--text-column", usual, "text"),)
-
-    def _labels(self, dataset: Any) -> tuple[list[Any], int]:
-        """The labels as classes from 0 (or as numbers to regress on), and how many classes there are."""
-        name = self._column(dataset, self._spec.label_column, "--label-column", _LABEL_NAMES, "label")
-        feature = dataset.features[name]
-        values = dataset[name][:]
-        if any(value is None for value in values):
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: samples without a value in {name!r}", "leave them out of the data"
-            )
-        if isinstance(feature, ClassLabel):
-            if min(values) < 0:
-                raise InvalidRequestError(
-                    f"--dataset {self._spec.label}: samples of --split {self._spec.split} have no label",
-                    "name a split that has",
-                )
-            return values, max(feature.num_classes, 2)
-        if all(isinstance(value, float) for value in values):
-            return values, 1
-        if not all(isinstance(value, int | str) for value in values):
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {name!r} holds neither classes nor numbers",
-                "name another with --label-column",
-            )
-        classes = set(values)
-        if len(classes) == len(values) > _FEW_SAMPLES:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: every one of the {len(values):,} samples has a class of its own in "
-                f"the column {name!r}",
-                "name the column of the classes with --label-column",
-            )
-        number = {value: index for index, value in enumerate(sorted(classes))}
-        return [number[value] for value in values], max(len(number), 2)
 
     # Text
 
@@ -230,16 +115,19 @@ class _Reading:
         num_labels: int | None = None
         target: str | None = None
         if is_seq2seq:
-            target = self._column(dataset, self._spec.label_column, "--label-column", _TARGET_NAMES, "target text")
-        if _TOKENS in dataset.column_names and self._spec.text_columns is None:
+            target = find_column(
+                dataset, self._spec, self._spec.label_column, "--label-column", _TARGET_NAMES, "target text"
+            )
+        made_before = _TOKENS in dataset.column_names and self._spec.text_columns is None
+        if made_before:
             tokenized, raw = self._tokenized_before(dataset, target)
         else:
-            tokenized, raw = self._tokenize(dataset, tokenizer, self._text_columns(dataset, target), target)
+            tokenized, raw = self._tokenize(dataset, tokenizer, find_text_columns(dataset, self._spec, target), target)
         if self._workload.task == "sequence-classification":
-            columns["labels"], num_labels = self._labels(dataset)
+            columns["labels"], num_labels = read_labels(dataset, self._spec)
         for name, values in columns.items():
             tokenized = tokenized.add_column(name, values)
-        self._check_vocabulary(tokenized)
+        self._check_vocabulary(tokenized, made_before=made_before)
         lengths = _token_counts(tokenized, _TOKENS)
         targets = _token_counts(tokenized, "labels") if is_seq2seq else None
         tokenized.save_to_disk(str(self._folder / SAMPLES_FOLDER))
@@ -273,7 +161,7 @@ class _Reading:
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
         """The dataset as tokens, and how long each sample was before it was cut."""
         for name in (*texts, *((target,) if target else ())):
-            if not _is_string(dataset.features[name]):
+            if not is_string(dataset.features[name]):
                 raise InvalidRequestError(
                     f"--dataset {self._spec.label}: the column {name!r} holds no text",
                     "name another with --text-column" if name != target else "name another with --label-column",
@@ -315,6 +203,9 @@ class _Reading:
         kept = [_TOKENS, *(name for name in ("token_type_ids",) if name in dataset.column_names)]
         if target is not None:
             kept.append(target)
+        check_holds_tokens(dataset, self._spec, _TOKENS, "name a column of text with --text-column")
+        if target is not None:
+            check_holds_tokens(dataset, self._spec, target, "name another with --label-column")
         raw = _token_counts(dataset, _TOKENS)
         if (raw == 0).any():
             raise InvalidRequestError(
@@ -332,18 +223,26 @@ class _Reading:
         (self._folder / "cache").mkdir(exist_ok=True)
         return self._folder / "cache" / name
 
-    def _check_vocabulary(self, tokenized: Any) -> None:
+    def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
         """A token that the model has no embedding for would end every trial."""
+        found = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
+        smallest, largest = found["min"] or 0, found["max"] or 0
         vocabulary = self._workload.config.get("vocab_size")
-        if not isinstance(vocabulary, int):
+        if smallest >= 0 and (not isinstance(vocabulary, int) or largest < vocabulary):
             return
-        largest = arrow.max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py() or 0
-        if largest >= vocabulary:
+        if made_before:
+            wrong = smallest if smallest < 0 else largest
+            has = f"; it has {vocabulary}, from 0" if isinstance(vocabulary, int) else ""
             raise InvalidRequestError(
-                f"the tokenizer in {self._spec.tokenizer} gives token {largest}, but {self._workload.model} has "
-                f"{vocabulary} of them",
-                "give the tokenizer that belongs to the model with --tokenizer",
+                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {wrong}, which is no token of "
+                f"{self._workload.model}{has}",
+                "make the tokens with the model's own tokenizer, or name a column of text with --text-column",
             )
+        raise InvalidRequestError(
+            f"the tokenizer in {self._spec.tokenizer} gives token {largest}, but {self._workload.model} has "
+            f"{vocabulary} of them",
+            "give the tokenizer that belongs to the model with --tokenizer",
+        )
 
     def _describe(self, lengths: Any, raw: Any, targets: Any) -> Lengths:
         limit, spec = self._workload.seq_len, self._spec
@@ -365,12 +264,12 @@ class _Reading:
     def _read_images(self, dataset: Any) -> DataFacts:
         if find_spec("PIL") is None:
             raise InvalidRequestError("reading images needs Pillow, which is not installed", "pip install pillow")
-        name = self._column(dataset, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
+        name = find_column(dataset, self._spec, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         if not isinstance(dataset.features[name], Image):
             raise InvalidRequestError(
                 f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
             )
-        labels, num_labels = self._labels(dataset)
+        labels, num_labels = read_labels(dataset, self._spec)
         plain = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         if name != IMAGE:
             plain = plain.rename_column(name, IMAGE)
@@ -384,10 +283,6 @@ class _Reading:
 def _token_counts(dataset: Any, column: str) -> Any:
     """An array (samples,) of the lengths of a column of lists."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
-
-
-def _is_string(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
 def _padding_share(lengths: Any, spec: DataSpec, seq_len: int) -> float:

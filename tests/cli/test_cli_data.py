@@ -185,12 +185,51 @@ def test_bad_options_are_refused_before_anything_starts(run: Run, folder: Path, 
     assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "empty.csv"]
 
 
+def test_a_free_batch_is_no_larger_than_the_data(tmp_path: Path) -> None:
+    """More would be promised than a step of the training can hold."""
+    write_tokenizer(tmp_path / "tokenizer")
+    write_jsonl(tmp_path / "few.jsonl", samples([3] * 20))
+    own = (
+        "--dataset",
+        "few.jsonl",
+        "--tokenizer",
+        "tokenizer",
+        "--precision",
+        "fp32",
+        "--gradient-checkpointing",
+        "off",
+    )
+    for objective in ("throughput", "max-batch"):
+        ran = run_process(*SEARCH, *own, "--objective", objective, folder=tmp_path)
+        assert ran.code == 0, ran.stderr
+        document = json.loads(ran.stdout)
+        assert {trial["per_device_train_batch_size"] for trial in document["trials"]} <= {8, 16}
+        assert document["best"]["per_device_train_batch_size"] <= 16
+    ended = run_process("show", document["study"], "--storage", "s.db", folder=tmp_path).stdout
+    assert "the data has 20 samples, so no larger batch was tried" in ended
+    refused = run_process(*SEARCH, *own, "--batch-multiple", "32", folder=tmp_path)
+    assert refused.code == 2
+    assert "20 samples, less than one step of --batch-multiple 32" in refused.stderr
+    # The samples that were read before serve the other searches still.
+    assert len(list((tmp_path / "logs" / ".data").iterdir())) == 1
+
+
 def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     write_jsonl(tmp_path / "few.jsonl", samples([3] * 6))
     write_jsonl(tmp_path / "pairs.jsonl", [{"a": text, "b": text, "stars": 1} for text in texts([3] * 20)])
+    write_jsonl(tmp_path / "enough.jsonl", samples([3] * 20))
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "a.jsonl", samples([3] * 20))
+    write_jsonl(tmp_path / "folder" / "b.jsonl", [{"text": 1, "other": 3}] * 10)
     before = sorted(path.name for path in tmp_path.iterdir())
     for options, words in (
+        ("--dataset folder --tokenizer tokenizer", ("folder: b.jsonl has the columns", "a.jsonl", "other (number)")),
+        ("--dataset folder --tokenizer tokenizer --split test", ("--split test", "a.jsonl, b.jsonl")),
+        (
+            "--dataset enough.jsonl --tokenizer tokenizer --pad-to-multiple-of 1000",
+            ("--pad-to-multiple-of 1000 pads samples to 1000 tokens", "512 positions of bert-tiny", "divides 512"),
+        ),
         ("--dataset few.jsonl --tokenizer tokenizer", ("6 samples", "--effective-batch 16", "--effective-batch 6")),
         ("--dataset pairs.jsonl --tokenizer tokenizer", ("a, b, stars", "--text-column")),
         ("--dataset pairs.jsonl --tokenizer tokenizer --text-column a", ("a, b, stars", "--label-column")),

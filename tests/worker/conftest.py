@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from data_reading import Read
+from own_data import write_tokenizer
 from server_client import ServerClient
+from tiny import tiny_workload
 
+from autotune.data import DataSpec
 from autotune.device import Device
 
 
@@ -15,3 +22,20 @@ def trial_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A server that imported everything already; whoever kills it must have one of their own."""
     with ServerClient(cpu, tmp_path_factory.mktemp("server")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One of whole words."""
+    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def read(trial_server: ServerClient, tmp_path: Path) -> Callable[..., Read]:
+    """``read("bert-tiny", spec)``."""
+
+    def read(model: str, data: DataSpec, seq_len: int = 64, **changes: Any) -> Read:
+        workload = dataclasses.replace(tiny_workload(model, seq_len=seq_len, **changes), data=data)
+        return Read(trial_server, workload, tmp_path)
+
+    return read

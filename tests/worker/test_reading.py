@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_reading import Read, spec
 from own_data import (
     BESIDE_WORDS,
     samples,
@@ -24,9 +25,8 @@ from own_data import (
 from server_client import ServerClient
 from tiny import QUICK, tiny_workload
 
-from autotune.data import DataSpec, facts_from_document, locate
 from autotune.device.chips import CHIPS
-from autotune.trial import Arm, Candidate, Completed, Effort, OutOfMemory
+from autotune.trial import Arm, Candidate, Completed, OutOfMemory
 from autotune.units import MIB
 from autotune.workload import Task, Workload
 
@@ -34,56 +34,6 @@ needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is no
 
 WORDS = [5, 30, 8, 12, 3, 20, 9, 7] * 8
 LONGEST = 30 + BESIDE_WORDS
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One of whole words."""
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-def spec(path: Path, tokenizer: str | None, **changes: Any) -> DataSpec:
-    source, kind, content = locate(str(path), changes.get("split", "train"))
-    return DataSpec(source, kind, content, tokenizer=tokenizer, **changes)
-
-
-class Read:
-    """Reads a workload's data once and runs trials with it."""
-
-    def __init__(self, server: ServerClient, workload: Workload, folder: Path) -> None:
-        self._server = server
-        self._folder = folder / "read"
-        self.answer = server.run(
-            {"kind": "read_data", "workload": workload.document(), "folder": str(self._folder)}
-        ).result
-        if "facts" in self.answer:
-            self.facts = facts_from_document(self.answer["facts"])
-            self.workload = workload.with_facts(self.facts)
-        else:
-            assert list(folder.glob("read*")) == [], "nothing is left after an error"
-
-    def trial(self, candidate: Candidate, effort: Effort = QUICK, **job: Any) -> Any:
-        return self._server.trial(self.workload, candidate, effort, data_folder=str(self._folder), **job)
-
-    @property
-    def refusal(self) -> str:
-        message, hint = self.answer["error"]
-        assert hint
-        return f"{message} | {hint}"
-
-
-Reader = Callable[[str, DataSpec], Read]
-
-
-@pytest.fixture
-def read(trial_server: ServerClient, tmp_path: Path) -> Callable[..., Read]:
-    """``read("bert-tiny", spec)``."""
-
-    def read(model: str, data: DataSpec, seq_len: int = 64, **changes: Any) -> Read:
-        workload = dataclasses.replace(tiny_workload(model, seq_len=seq_len, **changes), data=data)
-        return Read(trial_server, workload, tmp_path)
-
-    return read
 
 
 def check_fed(outcome: Completed, longest: int | None) -> None:

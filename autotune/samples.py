@@ -1,0 +1,88 @@
+"""The user's own samples before a search: read, and checked to be enough for a step of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.data import DataFacts, describe_lengths
+from autotune.errors import InvalidRequestError
+from autotune.request import SearchRequest
+from autotune.runner import LocalRunner
+from autotune.workload import max_seq_len
+
+
+def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:
+    """The request with what its data has shown, read in a process for trials; the same where it has no data.
+
+    Raises ``InvalidRequestError`` where the data is no good, too little, or padded to more than the model can take.
+    """
+    data = request.workload.data
+    if data is None:
+        return request
+    note(f"reading {data.label} …")
+    workload = request.workload
+    folder = workload.data_folder(logs)
+    was_there = folder.exists()
+    workload = runner.read_data(folder)
+    request = dataclasses.replace(request, workload=workload)
+    facts = workload.data.facts if workload.data else None
+    assert facts is not None
+    try:
+        _check_read(request, facts)
+    except InvalidRequestError:
+        # Another search may be using what it has read.
+        if not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+        raise
+    if facts.lengths is not None:
+        note(describe_lengths(facts.lengths))
+    return request
+
+
+def _check_read(request: SearchRequest, facts: DataFacts) -> None:
+    """Raise where what was read is too little for one step, or padded beyond what the model can take."""
+    workload = request.workload
+    data = workload.data
+    assert data is not None
+    needed = request.effective_batch or request.batches.levels()[-1]
+    if facts.samples < needed:
+        option = "--effective-batch" if request.effective_batch else "--batch-multiple"
+        raise InvalidRequestError(
+            f"--dataset {data.label} has {facts.samples} samples, less than one step of {option} {needed}",
+            f"use {option} {facts.samples} or less, or more data",
+        )
+    limit = max_seq_len(workload.config)
+    if facts.lengths is None or limit is None:
+        return
+    longest = max(facts.lengths.longest, facts.lengths.longest_target or 0)
+    padded = data.padded(longest, workload.seq_len)
+    if padded > limit:
+        raise InvalidRequestError(
+            f"--pad-to-multiple-of {data.pad_to_multiple_of} pads samples to {padded} tokens, more than the {limit} "
+            f"positions of {workload.model}",
+            f"use one that divides {limit}, or leave --pad-to-multiple-of out",
+        )
+
+
+def check_own_samples(request: SearchRequest, samples: int | None) -> None:
+    """Raise where the user's own data is too little for one step."""
+    source = request.workload.source
+    if source is None or samples is None:
+        return
+    if request.effective_batch is None:
+        needed = asked = request.batch_multiple or 1
+        option, enough = "--batch-multiple", samples
+    else:
+        needed, asked = request.effective_batch // request.world_size, request.effective_batch
+        option, enough = "--effective-batch", samples * request.world_size
+    if samples < needed:
+        raise InvalidRequestError(
+            f"the training data of {source.name} has {samples} samples, less than one step of {option} {asked}",
+            f"use {option} {enough} or less, or more data",
+        )

@@ -1,0 +1,122 @@
+"""The columns of the user's data: which holds what, and whether it is of a kind that can be trained on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow.compute as arrow
+from datasets import ClassLabel
+from pyarrow import types
+
+from autotune.data import DataSpec
+from autotune.errors import InvalidRequestError
+
+_TEXT_NAMES = ("text", "sentence", "content", "document")
+# Of fewer, each may well be of another class.
+_FEW_SAMPLES = 20
+_LABEL_NAMES = ("label", "labels", "target")
+
+
+def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
+    """The column that was asked for, or the first of the usual names that is there."""
+    names = dataset.column_names
+    if asked is not None:
+        if asked not in names:
+            raise InvalidRequestError(
+                f"--dataset {spec.label} has no column {asked!r}",
+                f"it has {', '.join(names)}; name one with {option}",
+            )
+        return asked
+    found: str | None = next((name for name in usual if name in names), None)
+    if found is None:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
+            f"it has {', '.join(names)}; name one with {option}",
+        )
+    return found
+
+
+def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
+    """The columns that are tokenized together; never ``not_text``, unless it was asked for."""
+    asked = spec.text_columns
+    if asked is not None:
+        return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
+    strings = [name for name in dataset.column_names if is_string(dataset.features[name]) and name != not_text]
+    usual = (*_TEXT_NAMES, *strings) if len(strings) == 1 else _TEXT_NAMES
+    return (find_column(dataset, spec, None, "--text-column", usual, "text"),)
+
+
+def is_string(feature: Any) -> bool:
+    """Whether a column holds text."""
+    return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> None:
+    """Raise where a column of tokens that were made before is not one of lists of whole numbers."""
+    column = dataset.data.column(name)
+    kind = column.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: the column {name!r} holds no lists of tokens, but {kind}",
+            hint,
+        )
+    if column.null_count or arrow.list_flatten(column).null_count:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: samples without a value in {name!r}", "leave them out of the data"
+        )
+
+
+def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
+    """The labels as classes from 0 (or as numbers to regress on), and how many classes there are."""
+    name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
+    feature = dataset.features[name]
+    values = dataset[name][:]
+    if any(value is None for value in values):
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: samples without a value in {name!r}", "leave them out of the data"
+        )
+    if isinstance(feature, ClassLabel):
+        if min(values) < 0:
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split that has"
+            )
+        return values, max(feature.num_classes, 2)
+    if all(isinstance(value, float) for value in values):
+        _check_finite(values, spec, name)
+        return values, 1
+    return _classes(values, spec, name)
+
+
+def _check_finite(values: list[float], spec: DataSpec, name: str) -> None:
+    """A label that is no number would make every loss one that is none."""
+    wrong = [value for value in values if not math.isfinite(value)]
+    if wrong:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are no numbers "
+            f"({wrong[0]})",
+            "leave these samples out of the data, or name another column with --label-column",
+        )
+
+
+def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
+    """The number of each sample's class from 0, and how many there are."""
+    where = f"--dataset {spec.label}: the column {name!r}"
+    if not all(isinstance(value, int | str) for value in values):
+        raise InvalidRequestError(f"{where} holds neither classes nor numbers", "name another with --label-column")
+    if len({isinstance(value, str) for value in values}) > 1:
+        text, number = (next(v for v in values if isinstance(v, str) is is_text) for is_text in (True, False))
+        raise InvalidRequestError(
+            f"{where} holds both text and numbers ({text[:40]!r} and {number})",
+            "make them all one or the other, or name another with --label-column",
+        )
+    classes = set(values)
+    if len(classes) == len(values) > _FEW_SAMPLES:
+        raise InvalidRequestError(
+            f"--dataset {spec.label}: every one of the {len(values):,} samples has a class of its own in "
+            f"the column {name!r}",
+            "name the column of the classes with --label-column",
+        )
+    number_of = {value: index for index, value in enumerate(sorted(classes))}
+    return [number_of[value] for value in values], max(len(number_of), 2)

@@ -1,0 +1,120 @@
+"""The user's data as a dataset, from a file, a folder or the hub, and in one line why it cannot be one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, load_dataset, load_from_disk
+
+from autotune.data import DataSpec, data_files, under_plain_names
+from autotune.errors import InvalidRequestError
+from autotune.units import in_one_line
+from autotune.worker.failures import first_line
+
+# How datasets says of files without rows that there are none.
+_NO_DATA = "corresponds to no data"
+# Enough to find one that is not like the first.
+_MOST_COMPARED = 200
+_MOST_COLUMNS = 8
+_NOTHING = "nothing"
+
+
+def load(spec: DataSpec, folder: Path) -> Any:
+    """The ``Dataset`` of a split, of one sample or more; what is needed for it on the way lies in ``folder``.
+
+    Raises ``InvalidRequestError`` where it cannot be read, has no such split, or is empty.
+    """
+    try:
+        loaded = load_from_disk(spec.source) if spec.kind == "saved" else _load_by_kind(spec, folder / "cache")
+    except InvalidRequestError:
+        raise
+    except Exception as error:
+        if _NO_DATA in str(error):
+            raise _is_empty(spec) from error
+        raise _unreadable(spec, error) from error
+    if isinstance(loaded, DatasetDict):
+        if spec.split not in loaded:
+            raise InvalidRequestError(
+                f"--dataset {spec.label} has no split {spec.split!r}", f"it has {', '.join(sorted(loaded))}"
+            )
+        loaded = loaded[spec.split]
+    if len(loaded) == 0:
+        raise _is_empty(spec)
+    return loaded.flatten_indices() if loaded._indices is not None else loaded
+
+
+def _is_empty(spec: DataSpec) -> InvalidRequestError:
+    return InvalidRequestError(f"--dataset {spec.label} holds no samples (split {spec.split})", "give one that does")
+
+
+def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
+    where = "on the hub" if spec.kind == "hub" else "there"
+    hint = f"check what is {where}, and --split {spec.split}"
+    if spec.kind == "hub":
+        hint += "; there is no file or folder of this name here"
+    # datasets says that something went wrong; what it was is the cause.
+    why = first_line(error.__cause__ or error)
+    return InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint)
+
+
+def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
+    if spec.kind == "hub":
+        name, _, config = spec.source.partition(":")
+        return load_dataset(name, config or None, split=spec.split)
+    if spec.kind == "imagefolder":
+        return load_dataset("imagefolder", data_dir=spec.source, cache_dir=str(cache))
+    files = data_files(spec.source, spec.kind, spec.split)
+    links = under_plain_names(files, cache / "links")
+    options = {"sep": "\t"} if spec.kind == "csv" and ".tsv" in links[0] else {}
+    try:
+        return load_dataset(spec.kind, data_files=links, split="train", cache_dir=str(cache), **options)
+    except Exception as error:
+        if len(files) > 1 and _NO_DATA not in str(error):
+            # What datasets says of files that differ names neither them nor their columns.
+            _check_alike(spec, files, links, options)
+        raise
+
+
+def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
+    """Raise where the first sample of a file has other columns than that of the first file which has one."""
+    some = zip(files[:_MOST_COMPARED], links, strict=False)
+    known = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
+    for file, kinds in known[1:]:
+        first, others = known[0]
+        if not _is_like(kinds, others):
+            names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
+            raise InvalidRequestError(
+                f"--dataset {spec.label}: {names[0]} has the columns {_listed(kinds)}, but {names[1]} has "
+                f"{_listed(others)}",
+                "give files of the same columns, or name one of the files with --dataset",
+            )
+
+
+def _is_like(kinds: dict[str, str], others: dict[str, str]) -> bool:
+    """Whether the columns are the same and hold the same; a value that is empty may be anything."""
+    if set(kinds) != set(others):
+        return False
+    return all(kind == others[name] or _NOTHING in (kind, others[name]) for name, kind in kinds.items())
+
+
+def _kinds(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]:
+    """What the columns of a file's first sample hold; nothing where it cannot be read or has none."""
+    try:
+        rows = load_dataset(spec.kind, data_files=[link], split="train", streaming=True, **options)
+        row: dict[str, Any] = next(iter(rows), {})
+    except Exception:
+        return {}
+    return {name: _kind(value) for name, value in row.items()}
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return _NOTHING
+    return {str: "text", int: "number", float: "number", bool: "number"}.get(type(value), type(value).__name__)
+
+
+def _listed(kinds: dict[str, str]) -> str:
+    """``text (text), label (number) …``."""
+    some = [f"{name} ({kind})" for name, kind in kinds.items()]
+    return in_one_line(", ".join(some[:_MOST_COLUMNS]) + (" …" if len(some) > _MOST_COLUMNS else ""))

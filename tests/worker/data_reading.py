@@ -1,0 +1,43 @@
+"""Reading data as a search does, in a process for trials, and trials with what was read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.data import DataSpec, facts_from_document, locate
+from autotune.trial import Candidate, Effort
+from autotune.workload import Workload
+
+
+def spec(path: Path, tokenizer: str | None, **changes: Any) -> DataSpec:
+    source, kind, content = locate(str(path), changes.get("split"))
+    return DataSpec(source, kind, content, tokenizer=tokenizer, **changes)
+
+
+class Read:
+    """Reads a workload's data once and runs trials with it."""
+
+    def __init__(self, server: ServerClient, workload: Workload, folder: Path) -> None:
+        self._server = server
+        self._folder = folder / "read"
+        self.answer = server.run(
+            {"kind": "read_data", "workload": workload.document(), "folder": str(self._folder)}
+        ).result
+        if "facts" in self.answer:
+            self.facts = facts_from_document(self.answer["facts"])
+            self.workload = workload.with_facts(self.facts)
+        else:
+            assert list(folder.glob("read*")) == [], "nothing is left after an error"
+
+    def trial(self, candidate: Candidate, effort: Effort = QUICK, **job: Any) -> Any:
+        return self._server.trial(self.workload, candidate, effort, data_folder=str(self._folder), **job)
+
+    @property
+    def refusal(self) -> str:
+        message, hint = self.answer["error"]
+        assert hint
+        return f"{message} | {hint}"
