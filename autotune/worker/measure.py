@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from autotune.levers import compiles
+from autotune.loader import batches_ahead
 from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.feed import Schedule
 from autotune.worker.losses import skipped_steps
@@ -32,6 +34,11 @@ _LEAST_REHEARSED_SECONDS = 1.0
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
     """Micro-steps in each step of the trial: all, or a few that stand for the rest."""
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
+
+
+def steps_lying_ready(candidate: Candidate, effort: Effort) -> int:
+    """Steps whose batches the arm's loading processes may have ready, which say nothing of how fast more is loaded."""
+    return math.ceil(batches_ahead(candidate.arm) / micro_steps_to_run(candidate, effort))
 
 
 def relative_spread(seconds: list[float]) -> float:

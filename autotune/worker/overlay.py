@@ -67,9 +67,7 @@ class Overlay:
     def _silence(self, arguments: Any) -> None:
         """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
         # In arguments that are made, nobody is reported to by an empty list.
-        for name, value in {**_QUIET, "report_to": [], "output_dir": self.output_dir}.items():
-            if hasattr(arguments, name):
-                setattr(arguments, name, value)
+        _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
 
     def _put(self, arguments: Any) -> None:
         given = (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
@@ -80,9 +78,7 @@ class Overlay:
         if self.is_probing and not self.tuned:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
-        for name, value in {**quiet, **self.tuned}.items():
-            if hasattr(arguments, name):
-                setattr(arguments, name, value)
+        _set(arguments, {**quiet, **self.tuned})
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
@@ -96,6 +92,13 @@ class Overlay:
             if plain(found) != asked and name != "use_cpu":
                 return f"{name} is {plain(found)!r}, asked was {asked!r}"
         return None
+
+
+def _set(arguments: Any, fields: Document) -> None:
+    """Set those of the ``fields`` that this version's arguments have."""
+    for name, value in fields.items():
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)
 
 
 def probe(batch: int, accumulation: int) -> Document:

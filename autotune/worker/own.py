@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from transformers import Trainer
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from autotune.arguments import checkpointing_field, training_arguments
-from autotune.loader import DEFAULT_PREFETCH_FACTOR
 from autotune.training_source import TrainingSource
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.losses import LossWatch
-from autotune.worker.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.rehearsal import Rehearsing
 from autotune.worker.trial import Trial
@@ -283,8 +281,12 @@ def _measured(measured: Measurement, trainer: Any, watch: LossWatch) -> Complete
 
 def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> Effort:
     """The effort with as many more steps of warm-up as the loading processes, the user's own too, prepare ahead."""
-    ahead = args.dataloader_num_workers * (args.dataloader_prefetch_factor or DEFAULT_PREFETCH_FACTOR)
-    ready = math.ceil(ahead / micro_steps_to_run(candidate, effort))
+    arm = dataclasses.replace(
+        candidate.arm,
+        dataloader_num_workers=args.dataloader_num_workers,
+        dataloader_prefetch_factor=args.dataloader_prefetch_factor,
+    )
+    ready = steps_lying_ready(dataclasses.replace(candidate, arm=arm), effort)
     return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)
 
 

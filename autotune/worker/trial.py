@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import shutil
 import sys
@@ -16,14 +15,13 @@ from typing import Any
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
-from autotune.loader import batches_ahead
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
 from autotune.worker.feed import BatchShape, Feed, Schedule
 from autotune.worker.losses import LossWatch
-from autotune.worker.measure import MeasureCallback, micro_steps_to_run
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.meter import Meter, expand_segments, open_meter
 from autotune.workload import Workload
 
@@ -178,7 +176,7 @@ class Trial:
         effort = self._effort
         self._worst_steps = max(3, effort.warmup_steps + 1) if feed.varies else effort.warmup_steps
         # What lies ready when the slow first steps are over says nothing of how fast more is loaded.
-        ready = math.ceil(batches_ahead(self._candidate.arm) / micro_steps_to_run(self._candidate, effort))
+        ready = steps_lying_ready(self._candidate, effort)
         self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
         return feed
 
