@@ -33,7 +33,7 @@ class MemoryPrediction:
 
 
 def memory_class(arm: Arm) -> Arm:
-    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32.
+    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32, pinned or not.
 
     Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
     """
@@ -41,6 +41,7 @@ def memory_class(arm: Arm) -> Arm:
     return dataclasses.replace(
         plain_loader(arm),
         precision=twins.get(arm.precision, arm.precision),  # type: ignore[arg-type]
+        cpu_affinity=False,
     )
 
 
@@ -66,7 +67,7 @@ class Question:
     def details(self, chip: Chip, ceiling: Ceiling) -> Document:
         """The job's part of the message to the trial server: all but the workload that the answer follows from."""
         return {
-            "arm": dataclasses.asdict(self.arm),
+            "arm": _arm_document(self.arm),
             "batches": [list(batch) for batch in self.batches],
             "multiple": self.multiple,
             "chip": chip.decisive_document(),
@@ -76,7 +77,14 @@ class Question:
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> Document:
         """The same for two questions exactly when their answers are: arms of one class need the same bytes."""
-        return {**self.details(chip, ceiling), "arm": dataclasses.asdict(prediction_class(self.arm))}
+        return {**self.details(chip, ceiling), "arm": _arm_document(prediction_class(self.arm))}
+
+
+def _arm_document(arm: Arm) -> Document:
+    """An arm without the placement of its process: no byte depends on it, and stored answers have no such field."""
+    document = dataclasses.asdict(arm)
+    del document["cpu_affinity"]
+    return document
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:

@@ -35,6 +35,8 @@ class Arm:
     use_liger_kernel: bool = False
     dataloader_num_workers: int = 0
     dataloader_prefetch_factor: int | None = None
+    cpu_affinity: bool = False
+    """Run all threads of the training process on one CPU core; loading processes stay free."""
 
     def describe(self) -> str:
         """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
@@ -55,6 +57,8 @@ class Arm:
             words.append(f"{self.dataloader_num_workers} loaders")
         if self.dataloader_prefetch_factor:
             words.append(f"prefetch {self.dataloader_prefetch_factor}")
+        if self.cpu_affinity:
+            words.append("pinned to one core")
         return ", ".join(words)
 
 
@@ -115,6 +119,10 @@ class Effort:
     """A candidate whose first two measured steps take longer than this cannot win: they say enough."""
     max_micro_steps: int = 3
     """Micro-steps run in place of a longer accumulation; the third is like all that follow."""
+    busy_steps: int = 0
+    """Run one more step under the profiler afterwards, to learn for how much of it the GPU computes; 0 leaves it out.
+
+    More than one step is allowed and gives the mean. The timed steps are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,16 @@ class Measurement:
     worst_batch_peak_allocated_bytes: int | None = None
     worst_batch_peak_reserved_bytes: int | None = None
     """Peaks after those steps; the other peaks are of the whole trial."""
+
+    gpu_busy_share: float | None = None
+    """Seconds of a step during which the GPU executes at least one kernel or copy, over ``step_seconds``.
+
+    From a profiled step after the timed ones, with micro-steps that were left out added up as in ``step_seconds``.
+    Above 0, at most 1. ``None`` where it was not asked for, on a CPU, or where the profiler gave no answer."""
+    gpu_busy_cost_seconds: float | None = None
+    """What learning it took: the profiled steps, and starting, ending and reading the profiler."""
+    cpu_core: int | None = None
+    """The core that the process was pinned to; ``None`` where it was free."""
 
     @property
     def known_spread(self) -> float | None:
