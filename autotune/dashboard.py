@@ -1,8 +1,9 @@
 """optuna-dashboard over autotune's database, in a browser on this machine.
 
-The dashboard has no authentication and can change studies; here it only reads. Left to itself it
-shows neither constraints set by ``Trial.set_constraint`` nor minds them when it names the best
-trial, so the storage it is given says both in the way that it understands.
+The dashboard has no authentication and can change studies; here it only reads. It does not know
+constraints set by ``Trial.set_constraint`` and ignores them when it chooses the best trial, so the
+storage given to it presents both in the form that it understands. The same storage names the
+objective and leaves out parameters that never varied.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import optuna_dashboard
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import InvalidRequestError
+from autotune.optuna_study import OBJECTIVE_NAMES
 from autotune.store import (
     LOCK_TIMEOUT_SECONDS,
     TRIAL_ID_ATTRIBUTE,
     Store,
+    StudyRecord,
     close_optuna,
     open_store,
     optuna_arguments,
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
 
 # The trial system attribute in which optuna-dashboard 0.21 looks for constraints (its _serializer.CONSTRAINTS_KEY).
 _LEGACY_CONSTRAINTS = "constraints"
+# The study system attribute that Study.set_metric_names writes (Optuna 5, study.study._SYSTEM_ATTR_METRIC_NAMES).
+_METRIC_NAMES = "study:metric_names"
+# Shown even where it never varied: the dashboard divides by the number of parameters.
+_ALWAYS_SHOWN = "per_device_train_batch_size"
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
 # Names of this machine that no name server can point elsewhere.
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -57,19 +65,61 @@ class DashboardStorage(RDBStorage):
         super().__init__(**arguments, skip_table_creation=True)
         self._store = store
         self._latest_trials: dict[int, list[FrozenTrial]] = {}
+        self._objective_names: dict[int, str] = {}
         # Whatever the dashboard does on a GET.
         refuse_writes(self)
+
+    def get_all_studies(self) -> list[FrozenStudy]:
+        """Return every study, with its objective named."""
+        # Built anew at each call, so that they may be changed.
+        studies = super().get_all_studies()
+        for study in studies:
+            study.system_attrs = self._with_objective_name(study._study_id, study.system_attrs)
+        return studies
+
+    def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
+        """Return the study's system attributes, the objective's name included."""
+        return self._with_objective_name(study_id, super().get_study_system_attrs(study_id))
+
+    def _with_objective_name(self, study_id: int, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Add the objective's name for studies recorded before autotune stored it with Optuna."""
+        if _METRIC_NAMES in attributes:
+            return attributes
+        if study_id not in self._objective_names:
+            record = self._record(study_id)
+            name = None if record is None else OBJECTIVE_NAMES.get(record.request.get("objective", "throughput"))
+            if name is None:
+                # Not a study of autotune's, or not recorded yet.
+                return attributes
+            self._objective_names[study_id] = name
+        return {**attributes, _METRIC_NAMES: [self._objective_names[study_id]]}
+
+    def _record(self, study_id: int) -> StudyRecord | None:
+        """Return autotune's record of the study; ``None`` for a study that it did not make."""
+        return self._store.study(self.get_study_name_from_id(study_id))
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        """The study's trials, their constraints also where the dashboard looks for them."""
+        """Return the study's trials, their constraints also where the dashboard looks for them."""
         # Built anew at each call, so that they may be changed.
         trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
         for trial in trials:
             _show_constraints(trial)
         if states is None:
             self._latest_trials[study_id] = trials
+        return trials
+
+    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
+        """Read trials without the parameters that never varied.
+
+        Optuna's own method, through which both ``get_all_trials`` and the studies that the dashboard
+        loads read: importances are computed over one and shown over the other.
+        """
+        trials: list[FrozenTrial] = super()._get_trials(study_id, *arguments, **options)
+        record = self._record(study_id)
+        if record is not None:
+            _hide_constants(trials, may_still_vary=record.state == "running")
         return trials
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
@@ -85,7 +135,7 @@ class DashboardStorage(RDBStorage):
         Raises ``ValueError`` when none is complete.
         """
         trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id, deepcopy=False)
-        record = self._store.study(self.get_study_name_from_id(study_id))
+        record = self._record(study_id)
         winner_id = None if record is None else record.best_trial_id
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE and trial.values]
         for trial in complete:
@@ -102,6 +152,24 @@ def _show_constraints(trial: FrozenTrial) -> None:
     constraints = trial.constraints
     if constraints:
         trial.system_attrs[_LEGACY_CONSTRAINTS] = list(constraints.values())
+
+
+def _hide_constants(trials: list[FrozenTrial], *, may_still_vary: bool) -> None:
+    """Remove the parameters that had one value in all of ``trials``, the batch excepted.
+
+    While the search may still vary a parameter, only those with a single choice are removed: the
+    dashboard adds trials to those that it has, and would show the earlier ones without it.
+    """
+    values: dict[str, set[Any]] = {}
+    shown = {_ALWAYS_SHOWN}
+    for trial in trials:
+        for name, value in trial.params.items():
+            values.setdefault(name, set()).add(value)
+            if len(values[name]) > 1 or (may_still_vary and not trial.distributions[name].single()):
+                shown.add(name)
+    for trial in trials:
+        trial.params = {name: value for name, value in trial.params.items() if name in shown}
+        trial.distributions = {name: kind for name, kind in trial.distributions.items() if name in shown}
 
 
 def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,8 @@ from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
 CONSTRAINT = "memory_over_line_gib"
+OBJECTIVE_NAMES: dict[Objective, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
+"""What the value of a trial is, by the study's objective; dashboards label their axes with it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class OptunaStudy:
             self._study = optuna.create_study(
                 storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
             )
+            if self._study.metric_names is None:
+                _name_objective(self._study, OBJECTIVE_NAMES[objective])
 
     @staticmethod
     def exists(name: str, store: Store) -> bool:
@@ -140,6 +144,12 @@ class OptunaStudy:
             if excess is not None:
                 _constrain(asked.optuna_trial, excess)
             self._study.tell(asked.optuna_trial, state=TrialState.PRUNED)
+
+
+def _name_objective(study: optuna.Study, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names([name])
 
 
 def _constrain(trial: optuna.Trial, excess: float) -> None:

@@ -23,7 +23,10 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.dashboard import dashboard_app, dashboard_server, serve
+from autotune.device import Ceiling
 from autotune.errors import InvalidRequestError, StorageError
+from autotune.optuna_study import OptunaStudy
+from autotune.policy import Objective
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store
 
 SPACE: dict[str, optuna.distributions.BaseDistribution] = {"batch": optuna.distributions.IntDistribution(1, 64)}
@@ -45,14 +48,17 @@ def new_study(store: Store, name: str, direction: Literal["minimize", "maximize"
     return optuna.create_study(storage=store.optuna, study_name=name, direction=direction)
 
 
+def record_study(store: Store, name: str, request: dict[str, Any] | None = None) -> StudyRecord:
+    """Records a study as a search does when it begins."""
+    workload, environment = store.intern_workload({}, "workload"), store.intern_environment({}, "environment")
+    study = StudyRecord(name, workload, environment, request or {}, {}, "0.1.0")
+    store.create_study(study)
+    return study
+
+
 def name_winner(store: Store, name: str, trial_id: str | None) -> None:
     """Records the study with its winner, as a search does."""
-    study = store.study(name)
-    if study is None:
-        study = StudyRecord(
-            name, store.intern_workload({}, "workload"), store.intern_environment({}, "environment"), {}, {}, "0.1.0"
-        )
-        store.create_study(study)
+    study = store.study(name) or record_study(store, name)
     store.update_study(dataclasses.replace(study, best_trial_id=trial_id))
 
 
@@ -177,6 +183,64 @@ def test_a_winner_named_later_is_shown_by_a_server_that_runs_already(tmp_path: P
             add_trial(new, 1.0, None, "only")
             assert [trial_id_of(trial) for trial in detail(port, "new")["best_trials"]] == ["only"]
             assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == ["first"]
+
+
+@pytest.mark.parametrize(("objective", "label"), [("throughput", "samples/s"), ("max-batch", "per-device batch")])
+def test_the_objective_is_named(tmp_path: Path, objective: Objective, label: str) -> None:
+    """For new studies in Optuna's own tables, for those recorded without a name by the dashboard's storage."""
+    path = tmp_path / "autotune.db"
+    with open_store(str(path)) as store:
+        new_study(store, "plain-optuna")
+        new_study(store, "old")
+        record_study(store, "old", {"objective": objective})
+        with running(path) as port:
+            assert detail(port, "old")["objective_names"] == [label]
+            assert "objective_names" not in detail(port, "plain-optuna")
+            # Begun while the dashboard runs.
+            OptunaStudy("new", store, optuna.samplers.RandomSampler(), SPACE, objective, Ceiling(None, 2**30, 0))
+            assert detail(port, "new")["objective_names"] == [label]
+            study_id = store.optuna.get_study_id_from_name("old")
+            assert ask(port, f"/csv/{study_id}")[1].decode().startswith(f"Number,State,{label}")
+        assert optuna.load_study(study_name="new", storage=store.optuna).metric_names == [label]
+
+
+def test_parameters_that_never_varied_are_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "autotune.db"
+    choices: dict[str, list[Any]] = {
+        "per_device_train_batch_size": [8],
+        "precision": ["bf16", "fp32"],
+        "attn_implementation": ["sdpa"],
+        "gradient_checkpointing": [False, True],
+    }
+    space = {name: optuna.distributions.CategoricalDistribution(values) for name, values in choices.items()}
+    with open_store(str(path)) as store:
+        for name in ("recorded", "plain-optuna"):
+            study = new_study(store, name)
+            for precision in ("bf16", "fp32", "bf16"):
+                fixed = {"precision": precision, "gradient_checkpointing": False}
+                study.enqueue_trial({"per_device_train_batch_size": 8, "attn_implementation": "sdpa", **fixed})
+                study.tell(study.ask(space), 100.0 if precision == "bf16" else 50.0)
+        record = record_study(store, "recorded")
+        with running(path) as port:
+            # Checkpointing may still be tried while the search runs, and is then shown of every trial.
+            assert shown_parameters(detail(port, "recorded")) == set(choices) - {"attn_implementation"}
+            assert shown_parameters(detail(port, "plain-optuna")) == set(choices)
+        store.update_study(dataclasses.replace(record, state="finished"))
+        with running(path) as port:
+            shown = {"per_device_train_batch_size", "precision"}
+            assert shown_parameters(detail(port, "recorded")) == shown
+            importances = get_json(port, "/api/studies/1/param_importances")["param_importances"]
+            assert {entry["name"] for entry in importances[0]} <= shown
+
+
+def shown_parameters(study: Any) -> set[str]:
+    """Names of the parameters in every place that the page draws them from."""
+    spaces = [study["union_search_space"], study["intersection_search_space"]]
+    (names,) = {
+        frozenset(parameter["name"] for parameter in parameters)
+        for parameters in (*spaces, *(trial["params"] for trial in study["trials"]))
+    }
+    return set(names)
 
 
 def test_the_page_and_what_it_loads_are_served(port: int) -> None:
