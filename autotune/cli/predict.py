@@ -46,7 +46,7 @@ class _PredictCommand(SectionedCommand):
         ),
         "On what": ("gpus", "memory_limit", "headroom", "world_size"),
         "What is compared": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
-        "Where it goes": ("anatomy", "storage", "as_json"),
+        "Where it goes": ("all_batches", "anatomy", "storage", "as_json"),
     }
 
 
@@ -57,16 +57,25 @@ class _PredictCommand(SectionedCommand):
 )
 @click.option("--gpu", "gpus", type=words(), help="GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.")
 @click.option("--memory-limit", type=BYTES, help="Memory of the GPU, e.g. 24GiB [default: as the --gpu has].")
+@click.option("--all", "all_batches", is_flag=True, help="Show every batch, not only the largest that fits.")
 @click.option("--anatomy", is_flag=True, help="Show what each peak consists of.")
 @storage_option
 @json_option
 @click.pass_context
 def predict(
-    ctx: click.Context, /, as_json: bool, anatomy: bool, gpus: tuple[str, ...] | None, storage: str, **options: Any
+    ctx: click.Context,
+    /,
+    as_json: bool,
+    all_batches: bool,
+    anatomy: bool,
+    gpus: tuple[str, ...] | None,
+    storage: str,
+    **options: Any,
 ) -> None:
     """Predict which batches fit on a GPU that is not at hand, without running anything on one.
 
-    What was predicted is kept beside the studies, so that the same is answered at once the next time.
+    Prints the largest batch that fits for each configuration; --all and --json have every batch. What was predicted
+    is kept beside the studies, so that the same is answered at once the next time.
 
     \b
       autotune predict --model bert-large-uncased --effective-batch 64 --gpu rtx-3090
@@ -85,7 +94,7 @@ def predict(
         print_json({"predicted": True, "accuracy": ACCURACY, "gpus": documents, "arms": documents[0]["arms"]})
         return
     for document in documents:
-        _print(document, anatomy)
+        _print(document, all_batches, anatomy)
     click.echo(f"Predicted, not measured: {ACCURACY}.", err=True)
 
 
@@ -237,33 +246,70 @@ def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
     return {**parameters, "largest_batch": largest, "batches": rows}
 
 
-def _print(document: dict[str, Any], anatomy: bool) -> None:
+def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
     from autotune.units import format_bytes
 
-    workload = document["workload"]
+    workload, line_bytes = document["workload"], document["line_bytes"]
     click.echo(
         f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {document['gpu']}: "
-        f"{format_bytes(document['ceiling_bytes'])} to reserve, {format_bytes(document['line_bytes'])} with headroom; "
+        f"{format_bytes(document['ceiling_bytes'])} to reserve, {format_bytes(line_bytes)} with headroom (the line); "
         f"what is predicted up to {format_bytes(document['fits_below_bytes'])} is said to fit"
     )
-    head = ["configuration", "batch × acc", "allocated", "reserved", "fits"]
-    rows = []
-    for arm in document["arms"]:
-        from autotune.trial import Arm
-
-        name = Arm(arm["precision"], arm["gradient_checkpointing"], arm["attn_implementation"], arm["optim"]).describe()
-        for row in arm["batches"]:
-            cells = [
-                name,
-                f"{row['per_device_train_batch_size']} × {row['gradient_accumulation_steps']}",
-                format_bytes(row["peak_allocated_bytes"]),
-                format_bytes(row["peak_reserved_bytes"]),
-                "yes" if row["fits"] else "no",
-            ]
-            cells += [format_bytes(row["anatomy_bytes"].get(part, 0)) for part in _ORDER] if anatomy else []
-            rows.append(cells)
-            name = ""
+    if all_batches:
+        head = ["configuration", "batch × acc", "allocated", "reserved", "of the line", "fits"]
+        rows = [cells for arm in document["arms"] for cells in _every_batch(arm, line_bytes, anatomy)]
+    else:
+        head = ["configuration", "largest batch × acc", "allocated", "reserved", "of the line"]
+        rows = [_largest_batch(arm, line_bytes, anatomy) for arm in document["arms"]]
     print_table(head + (list(_ORDER) if anatomy else []), rows)
     if anatomy:
         click.echo("At the moment of the peak: without accumulation that is often before there are gradients.")
     click.echo("")
+
+
+def _every_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool) -> list[list[str]]:
+    """The rows of one configuration, which is named in the first."""
+    rows = []
+    name = _describe(arm)
+    for batch in arm["batches"]:
+        fits = "yes" if batch["fits"] else "no"
+        rows.append([name, _batch_cell(batch), *_peak_cells(batch, line_bytes), fits, *_parts(batch, anatomy)])
+        name = ""
+    return rows
+
+
+def _largest_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool) -> list[str]:
+    """The row of the largest batch that fits; where none does, of the batch with the lowest peak."""
+    fitting = [batch for batch in arm["batches"] if batch["fits"]]
+    if fitting:
+        shown = max(fitting, key=lambda batch: int(batch["per_device_train_batch_size"]))
+        cell = _batch_cell(shown)
+    elif arm["batches"]:
+        shown = min(arm["batches"], key=lambda batch: int(batch["peak_reserved_bytes"]))
+        cell = f"none; {_batch_cell(shown)} needs"
+    else:
+        return [_describe(arm), "not predicted", "", "", "", *([""] * len(_ORDER) if anatomy else [])]
+    return [_describe(arm), cell, *_peak_cells(shown, line_bytes), *_parts(shown, anatomy)]
+
+
+def _describe(arm: dict[str, Any]) -> str:
+    from autotune.trial import Arm
+
+    return Arm(arm["precision"], arm["gradient_checkpointing"], arm["attn_implementation"], arm["optim"]).describe()
+
+
+def _batch_cell(batch: dict[str, Any]) -> str:
+    return f"{batch['per_device_train_batch_size']} × {batch['gradient_accumulation_steps']}"
+
+
+def _peak_cells(batch: dict[str, Any], line_bytes: int) -> list[str]:
+    from autotune.units import format_bytes
+
+    allocated, reserved = batch["peak_allocated_bytes"], batch["peak_reserved_bytes"]
+    return [format_bytes(allocated), format_bytes(reserved), f"{reserved / line_bytes:.0%}"]
+
+
+def _parts(batch: dict[str, Any], anatomy: bool) -> list[str]:
+    from autotune.units import format_bytes
+
+    return [format_bytes(batch["anatomy_bytes"].get(part, 0)) for part in _ORDER] if anatomy else []

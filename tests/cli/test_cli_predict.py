@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import ROOT, Run, run_process
 
+from autotune.cli.predict import _print
 from autotune.store import open_store
+from autotune.units import GIB, MIB
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 
@@ -42,14 +46,66 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
 
 
 def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_path: Path) -> None:
-    done = run_process(
-        *_SMALL, "--memory-limit", "2GiB", "--gradient-checkpointing", "off", "--anatomy", folder=tmp_path
-    )
-    assert done.code == 0, done.stderr
-    assert "activations" in done.stdout
-    assert "yes" in done.stdout
-    assert "no" in done.stdout
-    assert "not measured" in done.stderr
+    few = (*_SMALL, "--memory-limit", "2GiB", "--gradient-checkpointing", "off")
+    every = run_process(*few, "--all", "--anatomy", folder=tmp_path)
+    assert every.code == 0, every.stderr
+    assert "activations" in every.stdout
+    assert "yes" in every.stdout
+    assert "no" in every.stdout
+    assert "not measured" in every.stderr
+    # By default one line for each configuration: its largest batch that fits.
+    largest = run_process(*few, folder=tmp_path)
+    assert largest.code == 0, largest.stderr
+    head, title, *lines = largest.stdout.strip().splitlines()
+    assert "with headroom (the line)" in head
+    assert title.split("  ")[0] == "configuration"
+    assert [line.split()[0] for line in lines] == ["bf16", "tf32"]
+    fitting = [line.split("  ") for line in every.stdout.splitlines() if "  yes" in line]
+    shown = {tuple(cell.strip() for cell in line if cell)[:4] for line in fitting}
+    assert {tuple(cell.strip() for cell in line.split("  ") if cell)[:4] for line in lines} == shown
+
+
+def batch(size: int, reserved_bytes: int, fits: bool) -> dict[str, Any]:
+    """One predicted batch of an effective batch of 64, as ``--json`` has it."""
+    return {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": 64 // size,
+        "peak_allocated_bytes": reserved_bytes - MIB,
+        "peak_reserved_bytes": reserved_bytes,
+        "fits": fits,
+        "anatomy_bytes": {},
+    }
+
+
+def arm(precision: str, *batches: dict[str, Any]) -> dict[str, Any]:
+    """The predictions of one configuration."""
+    plain = {"gradient_checkpointing": False, "attn_implementation": "sdpa", "optim": "adamw_torch_fused"}
+    return {"precision": precision, **plain, "batches": list(batches)}
+
+
+def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    document = {
+        "gpu": "rtx-3090",
+        "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
+        "ceiling_bytes": 11 * GIB,
+        "line_bytes": 10 * GIB,
+        "fits_below_bytes": 10 * GIB,
+        "arms": [
+            arm("bf16", batch(8, 4 * GIB, True), batch(16, 8 * GIB, True), batch(32, 16 * GIB, False)),
+            arm("fp32", batch(8, 12 * GIB, False), batch(16, 24 * GIB, False)),
+            arm("fp16"),
+        ],
+    }
+    _print(document, all_batches=False, anatomy=False)
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.strip().splitlines()[1:]]
+    assert rows == [
+        ["configuration", "largest batch × acc", "allocated", "reserved", "of the line"],
+        ["bf16", "16 × 4", "8.0 GiB", "8.0 GiB", "80%"],
+        ["fp32", "none; 8 × 8 needs", "12.0 GiB", "12.0 GiB", "120%"],
+        ["fp16", "not predicted"],
+    ]
+    _print(document, all_batches=True, anatomy=False)
+    assert [line.split()[-1] for line in capsys.readouterr().out.strip().splitlines()[2:]] == ["yes"] * 2 + ["no"] * 3
 
 
 def test_predict_needs_to_know_the_memory(tmp_path: Path) -> None:
@@ -112,7 +168,7 @@ def test_a_prediction_where_nothing_can_be_kept_is_made_all_the_same(tmp_path: P
     few = (*_SMALL, "--memory-limit", "2GiB", "--effective-batch", "8", "--gradient-checkpointing", "off")
     done = run_process(*few, folder=tmp_path)
     assert done.code == 0, done.stderr
-    assert "yes" in done.stdout
+    assert "8 × 1" in done.stdout
     assert "not kept" not in done.stderr
     named = run_process(*few, "--storage", "studies/own.db", folder=tmp_path)
     assert named.code == 0, named.stderr
