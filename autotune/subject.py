@@ -49,6 +49,8 @@ class Subject:
             "device_kind": self.device.kind,
             "device_uuid": self.device.uuid,
             "cap_bytes": self.cap_bytes,
+            "cpu_affinity": self.best.candidate.arm.cpu_affinity,
+            "cpu_core": self.promised.cpu_core,
             "seed": self.report.study.request["seed"],
             "steps": steps,
             **more,

@@ -101,6 +101,20 @@ class NvmlSession:
         millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
         return None if millijoules is None else float(millijoules) / 1000
 
+    def location(self, uuid: str) -> tuple[int | None, str | None]:
+        """A GPU's number, as nvidia-smi counts, and its PCI bus id; ``None`` for what NVML does not say."""
+        if self._binding is None:
+            return None, None
+        try:
+            handle = self._handle(uuid)
+        except self._errors:
+            return None, None
+        # An instance of a GPU (MIG) is where the whole one is.
+        handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
+        index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
+        bus_id = getattr(pci, "busId", None)
+        return None if index is None else int(index), None if bus_id is None else _text(bus_id)
+
     def condition(self, uuid: str) -> Condition | None:
         """How a GPU is now; ``None`` without NVML and for a GPU that it does not know."""
         if self._binding is None:

@@ -239,13 +239,20 @@ class _OwnTrial(Trial):
                 self._meter,
                 self._candidate,
                 self._effort,
-                on_enough=lambda measured: self._end(_measured(measured, trainer, watch)),
+                on_enough=lambda measured: self._end(self._measured(measured, trainer, watch)),
                 on_step=lambda step: self._send({"step": step}),
                 rehearsing=rehearsing,
             )
         )
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
+
+    def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
+        if (problem := watch.problem()) is not None:
+            return Failed("non_finite", problem, during="train")
+        total = getattr(trainer, "_tr_loss", None)
+        loss = None if total is None else float(total) / max(1, trainer.state.global_step)
+        return self._completed(measured, loss)
 
 
 def _checkpoints(model: Any) -> bool:
@@ -268,15 +275,6 @@ def _ignored_message(source: TrainingSource, ignored: str) -> str:
     return (
         f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
     )
-
-
-def _measured(measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
-    if (problem := watch.problem()) is not None:
-        return Failed("non_finite", problem, during="train")
-    total = getattr(trainer, "_tr_loss", None)
-    if total is None:
-        return Completed(measured)
-    return Completed(dataclasses.replace(measured, train_loss=float(total) / max(1, trainer.state.global_step)))
 
 
 def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> Effort:

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from autotune.trial import Document
 from autotune.worker import process
+from autotune.worker.affinity import pin_to_one_core
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
@@ -117,12 +118,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 def run_stock(job: Document) -> Document:
     """Train ``job["steps"]`` optimizer steps; what was seen, or how it failed, as JSON-ready data."""
+    core = pin_to_one_core(job["device_uuid"], job.get("cpu_core")) if job.get("cpu_affinity") else None
     meter = open_meter(job["device_kind"], job["device_uuid"])
     if job["cap_bytes"] is not None:
         meter.limit(job["cap_bytes"])
     watch = _Watch(meter, job["steps"], job["evaluates"])
     try:
-        return {"state": "completed", "packages": package_versions(), **_train(job, meter, watch)}
+        return {"state": "completed", "packages": package_versions(), "cpu_core": core, **_train(job, meter, watch)}
     except Exception as error:
         allocated, reserved = meter.peaks()
         memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": job["cap_bytes"]}

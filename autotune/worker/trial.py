@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
 from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.worker.affinity import pin_to_one_core
 from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
@@ -98,6 +99,7 @@ class Trial:
         self._phases = Phases(send)
         self._meter: Meter | None = None
         self._worst_steps = self._effort.warmup_steps
+        self._cpu_core: int | None = None
 
     def run(self) -> Document:
         """Train and measure; never raises for what training does."""
@@ -115,6 +117,9 @@ class Trial:
 
     def _open_device(self) -> Meter:
         self._phases.enter("device")
+        if self._candidate.arm.cpu_affinity:
+            # First of all: threads that CUDA and torch start inherit it.
+            self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
         meter = self._meter = open_meter(self._device_kind, self._uuid)
@@ -165,7 +170,10 @@ class Trial:
             return Failed("non_finite", problem, during="train")
         if not results:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        return Completed(dataclasses.replace(results[0], train_loss=loss))
+        return self._completed(results[0], loss)
+
+    def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
+        return Completed(dataclasses.replace(measured, train_loss=train_loss, cpu_core=self._cpu_core))
 
     def _open_feed(self) -> Feed | None:
         """The user's data, where there is some; one more warm-up step where its batches differ."""

@@ -1,0 +1,84 @@
+"""The one CPU core for a training process that is pinned: near its GPU, and another one for each GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from autotune.device.nvml import current_session
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def can_pin() -> bool:
+    """Whether this system lets a process choose its cores (Linux does, macOS does not)."""
+    return hasattr(os, "sched_setaffinity")
+
+
+def usable_core_numbers() -> tuple[int, ...]:
+    """Numbers of the cores that this thread may use, ascending; empty where the system does not say."""
+    return tuple(sorted(os.sched_getaffinity(0))) if can_pin() else ()
+
+
+def core_for(uuid: str, usable: Collection[int]) -> int | None:
+    """The core for the training process of one GPU: the same answer every time; ``None`` where none is usable."""
+    index, bus_id = current_session().location(uuid)
+    return choose_core(usable, near=local_cores(bus_id), second_threads=second_threads(usable), gpu_index=index or 0)
+
+
+def choose_core(
+    usable: Collection[int],
+    *,
+    near: Collection[int] = (),
+    second_threads: Collection[int] = (),
+    gpu_index: int = 0,
+) -> int | None:
+    """One of the ``usable`` cores, as far as possible one that no other GPU's process gets.
+
+    ``near`` are the cores of the GPU's own NUMA node, empty where that is unknown. ``second_threads`` share a physical
+    core with another one. Core 0 is avoided, since the kernel does more of its own work there than elsewhere.
+    """
+    cores = sorted(usable)
+    for wanted in (
+        [core for core in cores if core in near],
+        [core for core in cores if core not in second_threads],
+        [core for core in cores if core != 0],
+    ):
+        # What leaves nothing is no condition.
+        cores = [core for core in cores if core in wanted] or cores
+    return cores[gpu_index % len(cores)] if cores else None
+
+
+def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, ...]:
+    """The cores of the NUMA node that a PCI device hangs on; empty where the system does not say.
+
+    NVML writes a PCI domain with eight digits, the kernel with four or more: ``00000000:1B:00.0``, ``0000:1b:00.0``.
+    """
+    domain, _, rest = (bus_id or "").lower().partition(":")
+    try:
+        return parse_cores((folder / f"{int(domain, 16):04x}:{rest}" / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return ()
+
+
+def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]:
+    """Those of the cores that are a further hardware thread of another core."""
+    found: set[int] = set()
+    for core in cores:
+        try:
+            siblings = parse_cores((folder / f"cpu{core}" / "topology" / "thread_siblings_list").read_text())
+        except (OSError, ValueError):
+            continue
+        found.update(sibling for sibling in siblings if sibling > min(siblings))
+    return frozenset(found)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """A list of the kernel's, ``0-3,8,10-11``, as numbers; ``ValueError`` where it is none."""
+    found: list[int] = []
+    for piece in filter(None, text.strip().split(",")):
+        first, _, last = piece.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)

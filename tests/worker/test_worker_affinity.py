@@ -1,0 +1,38 @@
+"""A training process on one core, whose children are free: real processes, asked where they may run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+from tiny import tiny_workload
+
+from autotune.device.cores import can_pin, usable_core_numbers
+from autotune.trial import Arm, Candidate
+
+pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")
+
+
+def test_all_threads_are_pinned_and_no_child_is() -> None:
+    script = Path(__file__).with_name("print_affinity.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    alone = [found["core"]]
+    assert found["core"] in found["before"]
+    assert found["own"] == found["after"] == alone
+    assert found["threads"] == [alone, alone], "one from before, one from after"
+    assert found["torch_threads"] == 1
+    for child in ("program", "fork", "spawn", "forkserver"):
+        assert found[child] == found["before"], child
+
+
+def test_a_pinned_trial_says_on_which_core_it_ran(trial_server: ServerClient) -> None:
+    answer = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(cpu_affinity=True), 4))
+    assert answer.completed.measurement.cpu_core in usable_core_numbers()
+    free = trial_server.trial(tiny_workload("bert-tiny"), Candidate(Arm(), 4))
+    assert free.completed.measurement.cpu_core is None
