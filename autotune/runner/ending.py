@@ -27,7 +27,7 @@ def check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds:
     result = answer.get("result", {})
     if "source_error" in result:
         message, hint = result["source_error"], result.get("source_hint", "")
-    elif "result" in answer or answer.get("lost"):
+    elif "result" in answer or answer.get("lost") or "refused" in answer:
         return
     elif answer.get("timed_out"):
         message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
@@ -42,9 +42,15 @@ def check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds:
 
 
 def how_it_ended(answer: Document, log_path: str) -> str:
-    """A few words for a process that gave no result."""
+    """Say in a few words how a process that gave no result ended."""
+    if "refused" in answer:
+        return str(answer["refused"])
+    if answer.get("overdue"):
+        return "the trial server did not answer"
     if answer.get("lost"):
         return "the trial server died"
+    if answer.get("timed_out"):
+        return "it was still at work when its time limit was over"
     if answer.get("signal"):
         return f"killed by {_signal_name(answer['signal'])}"
     last = tail(log_path)
@@ -66,6 +72,8 @@ def outcome_of(answer: Document, timeout_seconds: float, log_path: str) -> Outco
         except ValueError as error:
             return Failed("malformed", str(error))
     during = answer.get("during", "")
+    if "refused" in answer:
+        return Failed("error", str(answer["refused"]), during)
     if answer.get("timed_out"):
         return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
     if answer.get("lost"):

@@ -8,16 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from select import select
 
 from autotune.device import Device
 from autotune.errors import TrialServerError
+from autotune.pipes import wait_until_ready, write_all
 from autotune.runner.ending import tail
 from autotune.runner.environment import server_environment
+from autotune.scratch import make_scratch
 from autotune.trial import Document
 
 
@@ -34,8 +34,12 @@ def run_fresh(
     The job gets ``output_dir``, an empty temporary folder. The process sees ``device`` alone and has ``variables`` in
     its environment. Raises ``TrialServerError`` where no answer comes in time.
     """
-    with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
-        said = _said_by(module, {**job, "output_dir": folder}, device, log_path, timeout_seconds, variables or {})
+    scratch = make_scratch("autotune-")
+    variables = {**(variables or {}), "TMPDIR": scratch.temporary}
+    try:
+        said = _said_by(module, {**job, "output_dir": scratch.output_dir}, device, log_path, timeout_seconds, variables)
+    finally:
+        scratch.remove()
     if said is None:
         raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {log_path}")
     try:
@@ -50,6 +54,7 @@ def _said_by(
     module: str, job: Document, device: Device, log_path: Path, timeout_seconds: float, variables: Mapping[str, str]
 ) -> bytes | None:
     """All that the process wrote to its pipe; ``None`` where it took too long. It has ended by then."""
+    deadline = time.monotonic() + timeout_seconds
     read_fd, write_fd = os.pipe()
     environment = server_environment(device, os.environ, offline=job["workload"]["weights"] is None)
     try:
@@ -72,10 +77,12 @@ def _said_by(
         os.close(write_fd)
     try:
         assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         # One that ended at once has closed its end; its log says why.
-        with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-        return _read_to_end(read_fd, time.monotonic() + timeout_seconds)
+        write_all(process.stdin.fileno(), json.dumps(job).encode() + b"\n", deadline)
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        return _read_to_end(read_fd, deadline)
     finally:
         os.close(read_fd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -86,7 +93,7 @@ def _said_by(
 def _read_to_end(fd: int, deadline: float) -> bytes | None:
     """All that is written until the other end is closed; ``None`` when that takes too long."""
     said = b""
-    while select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    while wait_until_ready([fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return said

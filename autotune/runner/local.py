@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from autotune.data import DataFacts, facts_from_document, facts_in
 from autotune.device import Device
 from autotune.device.host import oom_kills
 from autotune.errors import InvalidRequestError, TrialServerError
+from autotune.pipes import LineReader, wait_until_ready, write_all
 from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
 from autotune.runner.environment import server_environment
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
@@ -37,6 +38,17 @@ _INSPECT_SECONDS = 180.0
 _READ_DATA_SECONDS = 3600.0
 # How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.
 _LEAVE_SECONDS = 10.0
+
+
+def _how_to_start(error: OSError) -> str:
+    """What to do about a process that could not be started."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close some of the files that are open, or raise the limit: ulimit -n"
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return "end other processes, or raise the limits of processes and memory: ulimit -u, ulimit -v"
+    if error.errno == errno.E2BIG:
+        return "the environment variables are too long: unset the longest of them"
+    return f"see whether {error.filename or sys.executable} can be used, and whether there is room"
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,7 @@ class LocalRunner:
         self._workload = workload
         self._log_folder = log_folder
         self._server: subprocess.Popen[bytes] | None = None
-        self._reports = -1
-        self._rest = b""
+        self._reports: LineReader | None = None
         self._ready = False
         self._trial_pid: int | None = None
         self._data_folder: Path | None = None
@@ -108,22 +119,50 @@ class LocalRunner:
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
+        try:
+            self._server, read_fd = self._popen()
+        except OSError as error:
+            raise TrialServerError(
+                f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
+            ) from error
+        self._reports, self._ready, self._trial_pid = LineReader(read_fd), False, None
+        try:
+            # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
+            # before it has read it is noticed by whoever waits for it.
+            self._write({"workload": self._workload.document()}, time.monotonic() + _START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def _popen(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the server's process; also the end of the pipe from which its messages are read."""
         read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)]
-        with open(self.server_log, "ab") as log:
-            self._server = subprocess.Popen(
-                [*command, json.dumps(self._workload.document())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[write_fd],
-                env=self._environment(),
-                # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
-                start_new_session=True,
-            )
-        os.close(write_fd)
-        os.set_blocking(read_fd, False)
-        self._reports, self._rest, self._ready, self._trial_pid = read_fd, b"", False, None
+        try:
+            with open(self.server_log, "ab") as log:
+                server = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[write_fd],
+                    env=self._environment(),
+                    # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        assert server.stdin is not None
+        os.set_blocking(server.stdin.fileno(), False)
+        return server, read_fd
+
+    def _write(self, message: Document, deadline: float) -> bool:
+        """Send a line to the server; ``False`` where it is gone or does not read."""
+        assert self._server is not None
+        assert self._server.stdin is not None
+        return write_all(self._server.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
 
     def _environment(self) -> dict[str, str]:
         own_code = self._workload.source is not None
@@ -152,20 +191,21 @@ class LocalRunner:
         if self._trial_pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._trial_pid, signal.SIGKILL)
-        os.close(self._reports)
+        if self._reports is not None:
+            os.close(self._reports.fd)
+            self._reports = None
         # Nobody will report their ends any more.
         self._ended.update(self._submitted)
         self._submitted = {}
 
     def _read(self, deadline: float) -> list[Document] | None:
         """Messages that have come; waits for some until ``deadline``; ``None`` once the server is gone."""
-        readable, _, _ = select.select([self._reports], [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
+        assert self._reports is not None
+        if not wait_until_ready([self._reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
             return []
-        chunk = os.read(self._reports, 1 << 16)
-        if not chunk:
+        lines = self._reports.read()
+        if not lines and self._reports.closed:
             return None
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def _await_ready(self) -> None:
@@ -218,12 +258,7 @@ class LocalRunner:
 
     def _send(self, job: Document) -> bool:
         """Hand a job to the server; whether it is there to take it."""
-        assert self._server is not None
-        assert self._server.stdin is not None
-        try:
-            self._server.stdin.write(json.dumps({"job": job}).encode() + b"\n")
-            self._server.stdin.flush()
-        except OSError:
+        if not self._write({"job": job}, time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS):
             self.close()
             return False
         return True
@@ -235,7 +270,7 @@ class LocalRunner:
             messages = self._read(deadline)
             if messages is None or (not messages and time.monotonic() > deadline):
                 self.close()
-                return {**answer, "lost": True}
+                return {**answer, "lost": True, "overdue": messages is not None}
             for message in messages:
                 if message.get("started") == job["id"]:
                     self._trial_pid = message["pid"]
@@ -341,7 +376,8 @@ class LocalRunner:
             **self._device_facts(),
         }
         answer = self._run_job(job, lambda _: None)
-        if answer.get("signal") or answer.get("lost"):
+        is_late = answer.get("timed_out") or answer.get("overdue")
+        if not is_late and (answer.get("signal") or answer.get("lost")):
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_job(job, lambda _: None)
         if self._workload.source is not None:

@@ -6,10 +6,8 @@ process ends inside the callback.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,6 +23,7 @@ from autotune.worker.failures import first_line
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.process import in_fork, leave
 from autotune.worker.rehearsal import Rehearsing
 from autotune.worker.trial import Trial
 from autotune.worker.user_code import UserCodeError, enter, load_function, run_script, trim
@@ -38,18 +37,12 @@ _SPARE_STEPS = 20
 
 
 def run_own(job: Document, send: SendMessage) -> None:
-    """Run a trial or an inspection of the user's own code, send its result with ``send``, end the process.
-
-    The server made ``output_dir`` for it and takes it away.
-    """
+    """Run a trial or an inspection of the user's own code, send its result with ``send``, end the process."""
     output_dir: str = job["output_dir"]
 
     def finish(result: Document) -> NoReturn:
         send("result", result)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(0)
+        leave(0)
 
     if job["kind"] == "inspect":
         _inspect(job, output_dir, finish)
@@ -292,43 +285,89 @@ def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> E
 
 
 def _inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
-    """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``."""
+    """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
+
+    A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
+    process of its own: two models at once may be more than the device holds.
+    """
     source = Workload.from_document(job["workload"]).source
     assert source is not None
-    facts = inspect_environment(job)
-    overlay = Overlay(output_dir, on_cpu=job["device_kind"] == "cpu", is_probing=source.kind == "script")
-
-    def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
-        try:
-            facts["model"] = _model_facts(trainer)
-            wanted = overlay.tuned
-            if source.kind == "build":
-                wanted = probe(*own_batch(trainer.args))
-                trainer = build_trainer(source, wanted)
-            ignored = overlay.ignored(trainer.args, wanted)
-            if ignored:
-                raise UserCodeError(_ignored_message(source, ignored))
-        except BaseException as error:
-            fail(error)
+    if source.kind == "script":
+        _Inspection(job, source, output_dir, finish).describe()
+    facts = in_fork(lambda send: _Inspection(job, source, output_dir, send).describe())
+    if "source_error" in facts:
         finish(facts)
+    _Inspection(job, source, output_dir, finish, facts).try_overrides()
 
-    def fail(error: BaseException) -> NoReturn:
-        trim(error, source)
+
+class _Inspection:
+    """One run of the user's code up to its training; the process ends with ``finish``."""
+
+    def __init__(
+        self,
+        job: Document,
+        source: TrainingSource,
+        output_dir: str,
+        finish: Callable[[Document], NoReturn],
+        facts: Document | None = None,
+    ) -> None:
+        self._job = job
+        self._source = source
+        self._output_dir = output_dir
+        self._finish = finish
+        self._facts = facts or {}
+        self._overlay = Overlay(
+            output_dir, on_cpu=job["device_kind"] == "cpu", is_probing=facts is None and source.kind == "script"
+        )
+
+    def describe(self) -> NoReturn:
+        """Add the facts of the environment and of what the user's code trains; a script's overrides are tried too."""
+        self._facts.update(inspect_environment(self._job))
+
+        def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
+            try:
+                self._facts["model"] = _model_facts(trainer)
+                self._check(trainer, self._overlay.tuned)
+            except BaseException as error:
+                self._fail(error)
+            self._finish(self._facts)
+
+        try:
+            self._enter()
+            _intercept(on_train)
+            _run_source(self._source, {}, self._output_dir)
+        except BaseException as error:
+            self._fail(error)
+
+    def try_overrides(self) -> NoReturn:
+        """Build a ``Trainer`` with another batch than the user's own, and see whether it has that."""
+        own = self._facts["model"]["own"]
+        wanted = probe(own["per_device_train_batch_size"], own["gradient_accumulation_steps"])
+        try:
+            self._enter()
+            self._check(build_trainer(self._source, wanted), wanted)
+        except BaseException as error:
+            self._fail(error)
+        self._finish(self._facts)
+
+    def _enter(self) -> None:
+        enter(self._source)
+        self._overlay.install()
+
+    def _check(self, trainer: Any, wanted: Document) -> None:
+        """Raise ``UserCodeError`` where the ``Trainer`` does not have what was wanted of it."""
+        if ignored := self._overlay.ignored(trainer.args, wanted):
+            raise UserCodeError(_ignored_message(self._source, ignored))
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        trim(error, self._source)
         if isinstance(error, UserCodeError):
-            facts["source_error"], facts["source_hint"] = str(error), error.hint
+            self._facts["source_error"], self._facts["source_hint"] = str(error), error.hint
         else:
             sys.excepthook(type(error), error, error.__traceback__)
-            facts["source_error"] = f"{source.name} raised {first_line(error)}"
-            facts["source_hint"] = "mend it until it trains by itself"
-        finish(facts)
-
-    try:
-        enter(source)
-        overlay.install()
-        _intercept(on_train)
-        _run_source(source, {}, output_dir)
-    except BaseException as error:
-        fail(error)
+            self._facts["source_error"] = f"{self._source.name} raised {first_line(error)}"
+            self._facts["source_hint"] = "mend it until it trains by itself"
+        self._finish(self._facts)
 
 
 def _model_facts(trainer: Any) -> Document:

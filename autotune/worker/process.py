@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+import traceback
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, NoReturn
 
+from autotune.pipes import LineReader, wait_until_ready
+
+# How often it is looked whether a child has ended without a word.
+_LOOK_SECONDS = 0.1
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,6 +41,71 @@ def die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> dict[str, Any]:
+    """Call ``run`` in a child process and return what it finishes with; end as the child ended where it does not.
+
+    ``run`` gets a function that sends the result, as JSON-ready data, and ends the child.
+    """
+    read_fd, write_fd = os.pipe()
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_fd)
+        die_with(parent)
+        _run_in_child(run, write_fd)
+    os.close(write_fd)
+    lines, status = _await_child(pid, LineReader(read_fd))
+    os.close(read_fd)
+    if lines:
+        result: dict[str, Any] = json.loads(lines[0])
+        return result
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        # Whoever waits for this process sees how the child ended.
+        with contextlib.suppress(OSError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 1)
+
+
+def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:
+    """Wait until the child has ended; what it wrote, and its status.
+
+    Processes that it started may hold its end of the pipe for longer, so that the pipe's end is not waited for.
+    """
+    lines: list[bytes] = []
+    while not lines and not reader.closed:
+        wait_until_ready([reader.fd], timeout_seconds=_LOOK_SECONDS)
+        lines += reader.read()
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended == pid:
+            return lines or reader.read(), status
+    return lines, os.waitpid(pid, 0)[1]
+
+
+def _run_in_child(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn], result_fd: int) -> NoReturn:
+    def finish(result: dict[str, Any]) -> NoReturn:
+        with os.fdopen(result_fd, "wb") as stream:
+            stream.write(json.dumps(result).encode() + b"\n")
+        leave(0)
+
+    try:
+        run(finish)
+    except BaseException:
+        traceback.print_exc()
+    leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without clean-up: what it inherited is its parent's to clean up."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def children() -> list[int]:

@@ -1,13 +1,15 @@
 """The server process: imports torch and transformers once, forks a child per job, reports how it ended.
 
-Spoken over two pipes in lines of JSON. From the controller, on standard input::
+Both sides write lines of JSON. The controller writes to standard input, first the workload and, once the server
+is ``ready``, any number of jobs::
 
+    {"workload": {…} | null}
     {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
 
-and back, on the file descriptor named on the command line: ``ready`` or ``import_error`` once,
+The server answers on the file descriptor named on the command line: ``ready`` or ``import_error`` once,
 then for each job any number of ``progress``, at most one ``result``, and exactly one ``ended``
-(with ``exit_code``, ``signal``, ``timed_out``). When standard input closes, or the
-controller dies, every descendant is killed and the server leaves.
+(with ``exit_code``, ``signal``, ``timed_out``, and ``refused`` with the reason where no process could be started).
+When standard input closes, or the controller dies, every descendant is killed and the server leaves.
 
 The server itself imports only. A tensor operation or a ``torch.cuda`` call before a fork would
 leave children with dead thread pools or an unusable CUDA.
@@ -18,71 +20,47 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from typing import Any, NoReturn
 
+from autotune.errors import AutotuneError
+from autotune.pipes import LineReader, LineWriter, wait_until_ready
+from autotune.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
 
+# What a job may write in one line: its results are far shorter, the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
-
-
-class _Lines:
-    """Whole lines out of a non-blocking file descriptor."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.closed = False
-        self._rest = b""
-        os.set_blocking(fd, False)
-
-    def read(self) -> list[bytes]:
-        """Every line that is complete by now; sets ``closed`` once the other end is closed."""
-        lines: list[bytes] = []
-        while True:
-            try:
-                chunk = os.read(self.fd, 1 << 16)
-            except BlockingIOError:
-                return lines
-            if not chunk:
-                self.closed = True
-                return lines
-            *complete, self._rest = (self._rest + chunk).split(b"\n")
-            lines += complete
-            if len(self._rest) > _LINE_LIMIT_BYTES:
-                self._rest = b""
+_FOLDER_PREFIX = "autotune-trial-"
 
 
 class _Child:
     """A job under way."""
 
-    def __init__(self, job: dict[str, Any], pid: int, result_fd: int) -> None:
+    def __init__(self, job: dict[str, Any], pid: int, result_fd: int, scratch: Scratch) -> None:
         self.id = job["id"]
         self.pid = pid
-        self.lines = _Lines(result_fd)
+        self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
         self.deadline = time.monotonic() + float(job["timeout_seconds"])
         self.timed_out = False
-        self.output_dir: str | None = job.get("output_dir")
+        self.scratch = scratch
         self.log_path: str = job["log_path"]
 
 
 class Server:
-    """Waits on the controller, the child's result pipe and the child's end, all at once."""
+    """Waits for the controller, for what children say and for their ends, all at once; never for one of them alone."""
 
-    def __init__(self, report_fd: int, torch_threads: int) -> None:
-        self._report_fd = report_fd
+    def __init__(self, report_fd: int, control: LineReader, torch_threads: int) -> None:
+        self._reports = LineWriter(report_fd)
         self._torch_threads = torch_threads
-        self._control = _Lines(0)
+        self._control = control
         self._children: dict[int, _Child] = {}
         self._parent = os.getppid()
         self._told_to_leave = False
-        # A byte arrives here with every signal, so that select sees it.
+        # A byte arrives here with every signal, which ends the waiting.
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(wake_write, False)
@@ -94,10 +72,8 @@ class Server:
         self._told_to_leave = True
 
     def report(self, message: dict[str, Any]) -> None:
-        """One line to the controller."""
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(self._report_fd, data) :]
+        """Send one line to the controller, at once or as soon as it reads again."""
+        self._reports.put(json.dumps(message).encode())
 
     def serve(self) -> None:
         """Run jobs until the controller is gone."""
@@ -109,43 +85,68 @@ class Server:
                 process.kill_group(child.pid)
             process.end_children()
             for child in self._children.values():
-                _remove(child.output_dir)
+                child.scratch.remove()
 
     def _wait_and_act(self) -> None:
-        fds = [self._control.fd, self._wake_read]
-        fds += [child.lines.fd for child in self._children.values() if not child.lines.closed]
-        readable, _, _ = select.select(fds, [], [], self._patience_seconds())
-        if self._wake_read in readable:
+        reading = [self._control.fd, self._wake_read]
+        if not self._reports.is_full:
+            reading += [child.lines.fd for child in self._children.values() if not child.lines.closed]
+        writing = [self._reports.fd] if self._reports.has_waiting else []
+        ready = wait_until_ready(reading, writing, self._patience_seconds())
+        self._reports.flush()
+        if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
         for child in list(self._children.values()):
             self._attend(child)
-        if self._control.fd in readable:
+        if self._control.fd in ready:
             for line in self._control.read():
-                self._start(json.loads(line)["job"])
+                message = json.loads(line)
+                if "job" in message:
+                    self._start(message["job"])
 
     def _patience_seconds(self) -> float:
         deadlines = [child.deadline for child in self._children.values() if not child.timed_out]
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
-        if (job.get("workload") or {}).get("source"):
-            # Made and taken away here, since the user's code is stopped at any point.
-            job["output_dir"] = tempfile.mkdtemp(prefix="autotune-trial-")
-        read_fd, write_fd = os.pipe()
-        server = os.getpid()
+        # Made and removed here, since a job may be killed at any point.
+        try:
+            scratch = make_scratch(_FOLDER_PREFIX)
+        except AutotuneError as error:
+            self._refuse(job, f"{error.message}; {error.hint}")
+            return
+        job["output_dir"] = scratch.output_dir
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        server = os.getpid()
+        fds: tuple[int, ...] = ()
+        try:
+            fds = read_fd, write_fd = os.pipe()
+            pid = os.fork()
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            scratch.remove()
+            self._refuse(job, f"no process can be started: {error.strerror}")
+            return
         if pid == 0:
             os.close(read_fd)
-            _become_child(job, server, write_fd, self._torch_threads, [self._report_fd, self._wake_read])
+            close = [self._reports.fd, self._wake_read]
+            _become_child(job, scratch, server, write_fd, self._torch_threads, close)
         os.close(write_fd)
-        self._children[pid] = _Child(job, pid, read_fd)
+        self._children[pid] = _Child(job, pid, read_fd, scratch)
         self.report({"started": job["id"], "pid": pid})
 
+    def _refuse(self, job: dict[str, Any], why: str) -> None:
+        """Report the end of a job that never began."""
+        ended = {"ended": job["id"], "exit_code": None, "signal": None, "timed_out": False}
+        self.report({**ended, "refused": why})
+
     def _attend(self, child: _Child) -> None:
-        self._forward(child)
+        # A job that says more than the controller reads has to wait, until its time limit if need be.
+        if not self._reports.is_full:
+            self._forward(child)
         process.bound_log(child.log_path)
         if not child.timed_out and time.monotonic() >= child.deadline:
             child.timed_out = True
@@ -163,7 +164,7 @@ class Server:
         # What the job left behind was orphaned, and so adopted; other jobs go on.
         process.end_children(spared=self._children)
         os.close(child.lines.fd)
-        _remove(child.output_dir)
+        child.scratch.remove()
         code = os.waitstatus_to_exitcode(status)
         self.report(
             {
@@ -186,12 +187,9 @@ class Server:
             self.report({**message, "id": child.id})
 
 
-def _remove(folder: str | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _become_child(job: dict[str, Any], server: int, result_fd: int, torch_threads: int, close: list[int]) -> NoReturn:
+def _become_child(
+    job: dict[str, Any], scratch: Scratch, server: int, result_fd: int, torch_threads: int, close: list[int]
+) -> NoReturn:
     """The forked half: its own session and log, one job, one result, then gone without clean-up."""
     code = 1
     try:
@@ -203,6 +201,7 @@ def _become_child(job: dict[str, Any], server: int, result_fd: int, torch_thread
         process.redirect_output(job["log_path"])
         for fd in close:
             os.close(fd)
+        scratch.enter()
         _run_job(job, result_fd, torch_threads)
         code = 0
     except BaseException:
@@ -245,13 +244,28 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
         send("result", run_trial(job, lambda record: send("progress", record)))
 
 
+def _read_workload(control: LineReader) -> dict[str, Any] | None:
+    """Wait for the first line from the controller, the workload; leave where there will be none."""
+    while True:
+        wait_until_ready([control.fd])
+        lines = control.read()
+        if lines:
+            workload: dict[str, Any] | None = json.loads(lines[0])["workload"]
+            return workload
+        if control.closed:
+            raise SystemExit(0)
+
+
 def main() -> None:
-    """``python -m autotune.worker.server REPORT_FD [WORKLOAD_JSON]``."""
+    """``python -m autotune.worker.server REPORT_FD``."""
     report_fd = int(sys.argv[1])
     os.set_inheritable(report_fd, False)
     process.adopt_orphans()
+    control = LineReader(0)
+    # Where trials import by themselves this process does not need it, and may have read it before it began anew.
+    preload = None if COLD_VARIABLE in os.environ else _read_workload(control)
     try:
-        threads = import_everything(json.loads(sys.argv[2]) if len(sys.argv) > 2 else None)
+        threads = import_everything(preload)
     except CudaStartedError:
         print("an installed package starts CUDA when it is imported, so every trial imports by itself", flush=True)
         os.set_inheritable(report_fd, True)
@@ -261,7 +275,7 @@ def main() -> None:
         message = f"{type(error).__name__}: {error}"
         os.write(report_fd, json.dumps({"import_error": message}).encode() + b"\n")
         raise SystemExit(1) from error
-    server = Server(report_fd, threads)
+    server = Server(report_fd, control, threads)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         server.report({"ready": os.getpid()})
         server.serve()

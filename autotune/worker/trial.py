@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -95,6 +94,8 @@ class Trial:
         self._cap_bytes: int = job["cap_bytes"]
         self._seed: int = job["seed"]
         self._data_folder: str | None = job.get("data_folder")
+        # The server makes it, and removes it together with the trial's TMPDIR.
+        self._output_dir: str = job["output_dir"]
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
@@ -103,15 +104,12 @@ class Trial:
 
     def run(self) -> Document:
         """Train and measure; never raises for what training does."""
-        output_dir = tempfile.mkdtemp(prefix="autotune-trial-")
         # What another trial compiled would make this one's start-up look cheap.
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(output_dir, "compiled")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "compiled")
         try:
-            outcome = self._train(output_dir)
+            outcome = self._train(self._output_dir)
         except Exception as error:
             outcome = self._failure(error)
-        finally:
-            shutil.rmtree(output_dir, ignore_errors=True)
         self._phases.end()
         return outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import signal
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +139,25 @@ class OwnLoop(Trainer):
 def train_otherwise(overrides: dict[str, Any]) -> Trainer:
     """A Trainer whose training is all its own."""
     return make(SmoothArguments(**{"output_dir": "own_output", **overrides}), OwnLoop)
+
+
+# Kept where it outlasts this file, which is imported for each call.
+_MODELS: list[weakref.ref[torch.nn.Module]] = vars(torch).setdefault("models_of_this_process", [])
+
+
+def build_one_at_a_time(overrides: dict[str, Any]) -> Trainer:
+    """Fails while an earlier model is alive, as where one takes most of the device."""
+    if any(model() is not None for model in _MODELS):
+        raise torch.OutOfMemoryError("CUDA out of memory: another model is on the device")
+    trainer = build(overrides)
+    _MODELS.append(weakref.ref(trainer.model))
+    return trainer
+
+
+def die_when_built(overrides: dict[str, Any]) -> Trainer:
+    """Ends its process as the kernel does where host memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return build(overrides)
 
 
 def copy_arguments(overrides: dict[str, Any]) -> Trainer:

@@ -11,7 +11,9 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from autotune.trial import Completed, Measurement, outcome_document
@@ -82,6 +84,14 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
                 os.write(result_fd, text.encode() + b"\n")
             case ["half"]:
                 os.write(result_fd, b'{"result": {"state"')
+            case ["litter"]:
+                tempfile.mkdtemp(prefix="pymp-")
+                Path(os.environ["TMPDIR"], "compiled").write_text("")
+                Path(job["output_dir"], "checkpoint").write_text("")
+            case ["inspect"]:
+                with open(os.environ["STAND_IN_INSPECTIONS"], "a") as counted:
+                    counted.write("one\n")
+                time.sleep(600)
             case ["close"]:
                 os.close(result_fd)
             case _:
@@ -91,5 +101,7 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 if __name__ == "__main__":
     server._run_job = run_job
     server.import_everything = lambda preload: 1
+    if "STAND_IN_NO_TEMPORARY" in os.environ:
+        tempfile._candidate_tempdir_list = lambda: ["/no/such"]  # type: ignore[attr-defined]
     time.sleep(float(os.environ.get("STAND_IN_IMPORT_SECONDS", "0")))
     server.main()

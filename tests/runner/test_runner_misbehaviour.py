@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -19,6 +22,7 @@ from autotune.device import Device
 from autotune.errors import TrialServerError
 from autotune.runner import LocalRunner
 from autotune.runner.ending import tail
+from autotune.runner.fresh import run_fresh
 from autotune.trial import Completed, Document, Failed
 
 
@@ -232,6 +236,120 @@ def test_no_file_descriptors_leak(stand_in: None, cpu: Device, tmp_path: Path) -
             os.kill(server(), signal.SIGKILL)
             run_trial(runner, "complete")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_file_descriptor_leaks_where_no_server_can_be_started(
+    cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    runner = LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path, on_start=lambda: None)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TrialServerError, match="no process for trials can be started: No such file") as raised:
+        runner.start()
+    assert "/no/such/python" in raised.value.hint
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_config_may_be_longer_than_an_argument(stand_in: None, cpu: Device, tmp_path: Path) -> None:
+    plain = tiny_workload("bert-tiny")
+    labels = {str(number): f"label {number}: something with a rather long name" for number in range(21_841)}
+    workload = dataclasses.replace(plain, config={**plain.config, "id2label": labels})
+    assert len(json.dumps(workload.document())) > 1_000_000
+    with LocalRunner(cpu, workload, tmp_path) as runner:
+        assert isinstance(run_trial(runner, "complete"), Completed)
+
+
+def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 22_000 if hard == resource.RLIM_INFINITY else min(22_000, hard - 100)
+    if wanted < 1024:
+        pytest.skip("fewer than 1,024 files can be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted + 100, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < wanted:
+            opened.append(os.dup(opened[0]))
+        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path) as runner:
+            assert isinstance(run_trial(runner, "complete"), Completed)
+        echo = tmp_path / "answering.py"
+        echo.write_text("import os, sys\nos.write(int(sys.argv[1]), sys.stdin.readline().encode())\n")
+        job = {"workload": {"weights": None}}
+        with pytest.MonkeyPatch.context() as patch:
+            interpreter = tmp_path / "echo"
+            interpreter.write_text(f'#!/bin/sh\nexec python3 "{echo}" "$4"\n')
+            interpreter.chmod(0o755)
+            patch.setattr(sys, "executable", str(interpreter))
+            assert run_fresh("any", job, cpu, tmp_path / "fresh.log", 60.0)["workload"] == job["workload"]
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_time_limits_hold_while_nobody_reads(stand_in_runner: LocalRunner) -> None:
+    # More than the pipe holds, and none of it is read.
+    stand_in_runner.submit("progress 20000, hang", "predict", {}, 0.5)
+    assert wait_until(lambda: bool(children(server())), 10)
+    assert wait_until(lambda: not children(server()), 30)
+    assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
+
+
+def test_an_inspection_that_takes_too_long_is_not_repeated(
+    stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_INSPECTIONS", str(tmp_path / "inspections"))
+    with (
+        LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
+        pytest.raises(TrialServerError, match="could not be inspected: it was still at work when its time limit"),
+    ):
+        runner.inspect(0.5)
+    assert (tmp_path / "inspections").read_text() == "one\n"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files, as the server finds it."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_no_file_is_left_of_a_trial_however_it_ends(
+    stand_in: None, temporary: Path, cpu: Device, tmp_path: Path
+) -> None:
+    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+        for behaviour in ("litter, hang", "litter, signal SIGKILL", "litter, descend, exit 1", "litter, complete"):
+            run_trial(runner, behaviour, timeout_seconds=0.5 if "hang" in behaviour else 60.0)
+            assert list(temporary.iterdir()) == [], behaviour
+        with pytest.raises(KeyboardInterrupt):
+            run_trial(runner, "litter, progress 1, hang", progress=_interrupt)
+    assert list(temporary.iterdir()) == []
+
+
+def _interrupt(record: Document) -> None:
+    if "step" in record:
+        raise KeyboardInterrupt
+
+
+def test_a_folder_for_temporary_files_may_vanish(stand_in: None, temporary: Path, cpu: Device, tmp_path: Path) -> None:
+    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+        assert isinstance(run_trial(runner, "litter, complete"), Completed)
+        temporary.rmdir()
+        assert isinstance(run_trial(runner, "litter, complete"), Completed)
+
+
+def test_where_no_temporary_file_can_be_made_a_trial_says_so(
+    stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_NO_TEMPORARY", "1")
+    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+        outcome = run_trial(runner, "complete")
+        assert isinstance(outcome, Failed)
+        assert outcome.message.startswith("no temporary folder can be made: ")
+        assert outcome.message.endswith("; set TMPDIR to a folder that can be written")
+        with pytest.raises(TrialServerError, match="could not be inspected: no temporary folder can be made"):
+            runner.inspect(5.0)
 
 
 def test_tail() -> None:

@@ -36,9 +36,18 @@ def servers() -> Servers:
 
 
 @pytest.fixture(scope="module")
-def runner(cpu: Device, servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRunner]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runner's folder for temporary files."""
+    return tmp_path_factory.mktemp("tmp")
+
+
+@pytest.fixture(scope="module")
+def runner(
+    cpu: Device, servers: Servers, temporary: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalRunner]:
     """A warm runner, started where a distributed launch left its traces."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
         for name, value in LAUNCHED.items():
             patch.setenv(name, value)
         with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
@@ -78,11 +87,12 @@ def test_an_error_keeps_traceback_and_log(runner: LocalRunner, tmp_path: Path) -
     assert outcome.traceback in log.read_text()
 
 
-def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner) -> None:
+def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner, temporary: Path) -> None:
     records: list[Document] = []
     outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
     phase = [record["phase"] for record in records if "phase" in record][-1]
     assert outcome == Failed("timeout", "stopped after the time limit of 3 s", phase)
+    assert list(temporary.iterdir()) == []
     assert isinstance(run_trial(runner), Completed)
 
 

@@ -73,6 +73,7 @@ class ServerClient:
             )
         os.close(write_fd)
         self._reports = os.fdopen(read_fd, "rb")
+        self._send({"workload": None})
         assert self.read() == {"ready": self.process.pid}
         return self
 
@@ -81,6 +82,11 @@ class ServerClient:
         self.process.stdin.close()
         self.process.wait(timeout=60)
         self._reports.close()
+
+    def _send(self, message: Document) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
 
     def read(self) -> Document:
         """The next message; every line that the server writes must be one."""
@@ -96,9 +102,7 @@ class ServerClient:
         log_path = self._folder / f"{name}.log"
         document = {"id": name, "timeout_seconds": 120.0, "log_path": str(log_path), **job}
         document |= {"device_kind": self._device.kind, "device_uuid": self._device.uuid}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"job": document}).encode() + b"\n")
-        self.process.stdin.flush()
+        self._send({"job": document})
         assert self.read()["started"] == name
         messages: list[Document] = []
         while "ended" not in (message := self.read()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,17 @@ def test_a_function_that_builds_no_trainer_to_measure_says_why(
     assert answer.result["source_error"].startswith(message)
 
 
+def test_an_inspection_never_has_two_models(trial_server: ServerClient, folder: Path) -> None:
+    facts = trial_server.inspect(trainer("build_one_at_a_time"))
+    assert "source_error" not in facts
+    assert facts["model"]["own"]["per_device_train_batch_size"] == 4
+
+
+def test_an_inspection_that_is_killed_says_by_what(trial_server: ServerClient) -> None:
+    answer = trial_server.run({"kind": "inspect", "workload": trainer("die_when_built").document()})
+    assert answer.messages[-1]["signal"] == signal.SIGKILL
+
+
 def test_an_override_that_is_ignored_is_named(trial_server: ServerClient) -> None:
     outcome = trial_server.trial(trainer("ignore_precision"), Candidate(Arm("bf16"), 4)).outcome
     assert isinstance(outcome, Failed)
@@ -350,8 +362,8 @@ def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: Serv
     answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), timeout_seconds=8.0)
     assert answer.messages[-1]["timed_out"] is True
     where = Path((folder / "where").read_text())
-    assert where.name.startswith("autotune-trial-")
-    assert not where.exists()
+    assert where.parent.name.startswith("autotune-trial-")
+    assert not where.parent.exists()
 
 
 def test_jobs_are_documents(folder: Path) -> None:

@@ -1,0 +1,122 @@
+"""Exchange lines with other processes over pipes, however many files this process has open."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Iterable
+
+_CHUNK_BYTES = 1 << 16
+# Of one call of ``LineReader.read``: a writer that never pauses must not keep its reader from all else.
+_MOST_CHUNKS = 256
+# What is kept of a line that is too long: enough to show in a message.
+_HEAD_BYTES = 200
+# What may wait in a ``LineWriter`` before its owner should stop producing more.
+_FULL_BYTES = 16 * 1024**2
+
+
+def wait_until_ready(
+    readable: Iterable[int], writable: Iterable[int] = (), timeout_seconds: float | None = None
+) -> set[int]:
+    """Wait until one of the file descriptors can be read or written, or the time is over; return those that can.
+
+    ``select.select`` refuses file descriptors of 1,024 and more, which large notebooks reach.
+    """
+    with selectors.PollSelector() as selector:
+        for fd in readable:
+            selector.register(fd, selectors.EVENT_READ)
+        for fd in writable:
+            selector.register(fd, selectors.EVENT_WRITE)
+        return {key.fd for key, _ in selector.select(timeout_seconds)}
+
+
+def write_all(fd: int, data: bytes, deadline: float) -> bool:
+    """Write all of the data to a non-blocking file descriptor; ``False`` if the reader is gone or too slow.
+
+    ``deadline`` is a time of ``time.monotonic``.
+    """
+    left = memoryview(data)
+    while left:
+        if not wait_until_ready((), [fd], max(0.0, deadline - time.monotonic())):
+            return False
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:
+            continue
+        except OSError:
+            return False
+    return True
+
+
+class LineReader:
+    """Reads whole lines from a file descriptor, which it makes non-blocking."""
+
+    def __init__(self, fd: int, limit_bytes: int | None = None) -> None:
+        self.fd = fd
+        self.closed = False
+        """Whether the other end is closed and everything was read."""
+        self._limit_bytes = limit_bytes
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+        os.set_blocking(fd, False)
+
+    def read(self) -> list[bytes]:
+        """Return every line that is complete by now. Of a line beyond the limit only the first bytes are kept."""
+        lines: list[bytes] = []
+        for _ in range(_MOST_CHUNKS):
+            try:
+                chunk = os.read(self.fd, _CHUNK_BYTES)
+            except BlockingIOError:
+                return lines
+            if not chunk:
+                self.closed = True
+                return lines
+            first, *others = chunk.split(b"\n")
+            self._append(first)
+            for piece in others:
+                lines.append(b"".join(self._pieces))
+                self._pieces, self._size_bytes = [], 0
+                self._append(piece)
+        return lines
+
+    def _append(self, piece: bytes) -> None:
+        self._size_bytes += len(piece)
+        if self._limit_bytes is None or self._size_bytes <= self._limit_bytes:
+            self._pieces.append(piece)
+        else:
+            # Cut, so that it is no valid document; the rest of the line is dropped.
+            self._pieces = [b"".join([*self._pieces, piece])[:_HEAD_BYTES]]
+
+
+class LineWriter:
+    """Writes lines to a file descriptor and keeps what its reader is not ready for, so that it never blocks."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._waiting = bytearray()
+        os.set_blocking(fd, False)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something is left to be written by ``flush``."""
+        return bool(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that its owner should produce no more."""
+        return len(self._waiting) >= _FULL_BYTES
+
+    def put(self, line: bytes) -> None:
+        """Write a line, or as much of it as the pipe takes now; ``BrokenPipeError`` where the reader is gone."""
+        self._waiting += line + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much of what waits as the pipe takes now."""
+        try:
+            while self._waiting:
+                # A copy: a bytearray that is being written from cannot be shortened.
+                del self._waiting[: os.write(self.fd, bytes(self._waiting[:_CHUNK_BYTES]))]
+        except BlockingIOError:
+            return
