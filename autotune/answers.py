@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import autotune
 from autotune.device import Device
+from autotune.environment import library_versions
 from autotune.errors import StorageError
 from autotune.store import AnswerKind, Answers, open_answers
 from autotune.trial import Document
@@ -49,8 +51,11 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
     return _digest(
         {
             "device": [device.kind, device.uuid, device.name, device.memory_total_bytes, device.driver],
-            "worker": _code_digest("worker/*.py"),
+            "worker": _code_digest("worker/*.py", "worker/private/*.py"),
             "workload": workload.document(),
+            "libraries": library_versions(),
+            # Where other builds of cuDNN and cuBLAS may be loaded from.
+            "searched": [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")],
             **_installed(_PACKAGES),
         }
     )

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
+from autotune.environment import (
+    comparable_environment,
+    describe_environment,
+    environment_fingerprint,
+    measured_environment,
+    records_host,
+)
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.forecast import Forecast, Kept, Submitter, Target
-from autotune.levers import (
-    FLASH_ATTENTION,
-    goes_together,
-    is_predictable,
-    packages_of,
-    packages_of_workload,
-    version_of,
-)
+from autotune.levers import FLASH_ATTENTION, goes_together, is_predictable
+from autotune.loader import usable_cores
 from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.samples import check_own_samples
 from autotune.space import Batches, CheckpointingChoice, Space, choose_arms
-from autotune.trial import Arm, Candidate, Document
+from autotune.trial import Candidate, Document
 from autotune.units import GIB, MIB, format_bytes, format_count
 from autotune.workload import BYTES_PER_ELEMENT
 
@@ -51,32 +49,12 @@ class Prepared:
     @property
     def environment_fingerprint(self) -> str:
         """The same for two environments exactly when a measurement in one holds in the other."""
-        facts = measured_environment(self.environment)
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return environment_fingerprint(self.environment)
 
-
-_NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
 
 # Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. Others
 # keep less; what they keep is left out, since only what is certain may refuse a request.
 _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
-
-
-# Variables that change how fast torch trains or how much memory it takes.
-_MEASURED_VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_LAUNCH_BLOCKING",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measurement_revision(request: SearchRequest) -> int:
@@ -86,11 +64,6 @@ def _measurement_revision(request: SearchRequest) -> int:
     """
     is_padded = request.workload.data is not None or request.workload.source is not None
     return 2 if is_padded and request.device.kind == "cuda" else 1
-
-
-def measured_environment(environment: Document) -> Document:
-    """The part of an environment that a measurement depends on."""
-    return {key: value for key, value in environment.items() if key not in _NOT_IN_FINGERPRINT}
 
 
 def prepare(request: SearchRequest, facts: Document) -> Prepared:
@@ -138,7 +111,9 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         space,
         space.baseline(default_attention),
         ceiling,
-        _environment(request, facts, arms),
+        describe_environment(
+            request.device, request.workload, arms, facts["environment"], _measurement_revision(request)
+        ),
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
@@ -186,16 +161,16 @@ def _own_baseline(model: Document) -> Candidate | None:
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
     """What keeps a recorded study from being continued by this search, as ``name: recorded, now asked``."""
-    # A study of an earlier autotune says nothing of what was not recorded then.
-    told = measured_environment(prepared.environment)
-    told = {key: value for key, value in told.items() if key in environment or value is None}
     asked = {
         **prepared.request.workload.document(),
         **prepared.request.document(),
-        **told,
-        # Nothing that is measured depends on it, and workloads that differ in it alone share one record.
-        "weights": workload["weights"],
+        **comparable_environment(prepared.environment, environment),
     }
+    # Measurements do not depend on whose weights they are, and workloads that differ in them alone share one record.
+    # Of weights in few bits, though, loading decides which layers are; that has been recorded as long as the host has.
+    tells_apart = workload.get("quantize") is not None and records_host(environment)
+    if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
+        asked["weights"] = workload["weights"]
     recorded = {**workload, **request, **measured_environment(environment)}
     # Through JSON, as the recorded ones: what is equal must look equal.
     return _in_short(recorded, json.loads(json.dumps(asked)))
@@ -252,7 +227,7 @@ def forecast_of(
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
-    parallel = min(_MOST_PARALLEL, max(1, (cores or _usable_cpus()) // 2))
+    parallel = min(_MOST_PARALLEL, max(1, (cores or usable_cores()) // 2))
     target = Target(prepared.chip, prepared.ceiling, asked)
     return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=_PATIENCE_SECONDS)
 
@@ -321,25 +296,3 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
         f"{format_bytes(state_bytes)}, with {beside} {needed} {name}, before a single sample",
         f"{', '.join(ways[:-1])} or {ways[-1]}",
     )
-
-
-def _environment(request: SearchRequest, facts: Document, arms: Sequence[Arm]) -> Document:
-    device = request.device
-    reported: dict[str, Any] = facts["environment"]
-    # Of optional packages only those that something is measured with: others may come and go.
-    needed = {*packages_of_workload(request.workload), *(package for arm in arms for package in packages_of(arm))}
-    optional = {package: version_of(package) for package in sorted(needed)}
-    reported = {**reported, "packages": {**reported["packages"], **optional}}
-    return {
-        "device_label": device.label,
-        "device_kind": device.kind,
-        "device_name": device.name,
-        "device_uuid": device.uuid,
-        "device_memory_bytes": device.memory_total_bytes,
-        "device_capability": list(device.capability) if device.capability else None,
-        "driver": device.driver,
-        "measurement_revision": _measurement_revision(request),
-        "cpus": _usable_cpus() if device.kind == "cpu" else None,
-        "variables": {name: os.environ[name] for name in _MEASURED_VARIABLES if name in os.environ},
-        **{key: value for key, value in reported.items() if key != "device_capability"},
-    }

@@ -146,6 +146,9 @@ class Workload:
         facts = self.document()
         facts.pop("model")
         facts.pop("weights")
+        if self.quantize is not None and self.weights is not None:
+            # from_pretrained leaves other layers in full precision than a model that is built from its config.
+            facts["quantized_by"] = "from_pretrained"
         # Absent where nothing is adapted, as in workloads from before there was any of it.
         facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}
         facts.pop("data")

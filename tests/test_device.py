@@ -100,6 +100,32 @@ answer = [n.pid for n in list_devices()[0].neighbours]"""
         assert not (tmp_path / "log").exists()
 
 
+class TestPolicy:
+    """Settings of the owner's that decide how fast a GPU is."""
+
+    CODE = f"answer = (lambda found: found and found.document())(gpu_policy({uuid_of(0)!r}))"
+
+    def test_what_nvml_tells(self, machine: Machine) -> None:
+        assert machine.ask(self.CODE, STAND_IN_WATTS="450") == {
+            "power_limit_watts": 450.0,
+            "sm_application_clock_mhz": 1980,
+            "memory_application_clock_mhz": 3201,
+            # Functions that this library does not have.
+            "sm_clock_offset_mhz": None,
+            "memory_clock_offset_mhz": None,
+            "has_ecc": True,
+        }
+
+    def test_the_binding_of_2017_may_know_none_of_it(self, old_machine: Machine) -> None:
+        assert set(old_machine.ask(self.CODE).values()) == {None}
+
+    def test_a_mig_instance_has_those_of_its_gpu(self, machine: Machine) -> None:
+        assert machine.ask("answer = gpu_policy('MIG-1').power_limit_watts") == 700.0
+
+    def test_no_such_gpu_has_none(self, either_machine: Machine) -> None:
+        assert either_machine.ask("answer = gpu_policy('GPU-9')") is None
+
+
 class TestTrouble:
     def test_no_library_is_no_gpu_and_no_problem(self, either_machine: Machine, tmp_path: Path) -> None:
         # A file that is no library also hides a real one further along the search path.

@@ -47,6 +47,10 @@ class TestProcessor:
         assert cpu_device(tmp_path).precisions == precisions
         assert cpu_device(tmp_path).name == "A  CPU @ 2:1"
 
+    def test_one_without_a_name_is_told_apart_by_its_design(self, tmp_path: Path) -> None:
+        write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"})
+        assert processor_name(tmp_path) == f"{cpu_device(tmp_path).name} 0x41 0xd4f"
+
 
 class TestHostMemory:
     def test_without_control_groups_it_is_the_machines(self, tmp_path: Path) -> None:

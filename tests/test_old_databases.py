@@ -15,7 +15,7 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
-from autotune.preparation import _MEASURED_VARIABLES
+from autotune.environment import _FIRST_VARIABLES
 from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
@@ -44,7 +44,7 @@ def upgrade():
 @pytest.fixture(autouse=True)
 def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables that torch reads was set where they were written."""
-    for name in _MEASURED_VARIABLES:
+    for name in _FIRST_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -8,10 +8,18 @@ Importing this loads nothing but the standard library; NVML is opened by the fir
 from __future__ import annotations
 
 from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
-from autotune.device.condition import Condition
+from autotune.device.condition import Condition, GpuPolicy
 from autotune.device.facts import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
+from autotune.device.host import processor_name
 from autotune.device.listing import find_device, list_devices
-from autotune.device.nvml import busy_pids, device_condition, device_energy_joules, device_used_bytes, nvml_problem
+from autotune.device.nvml import (
+    busy_pids,
+    device_condition,
+    device_energy_joules,
+    device_used_bytes,
+    gpu_policy,
+    nvml_problem,
+)
 
 __all__ = [
     "CAPABILITY_VARIABLE",
@@ -20,6 +28,7 @@ __all__ = [
     "Condition",
     "Device",
     "DeviceKind",
+    "GpuPolicy",
     "Headroom",
     "Neighbour",
     "Precision",
@@ -28,7 +37,9 @@ __all__ = [
     "device_energy_joules",
     "device_used_bytes",
     "find_device",
+    "gpu_policy",
     "list_devices",
     "nvml_problem",
     "parse_headroom",
+    "processor_name",
 ]

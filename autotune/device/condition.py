@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 # NVML API reference, "NvmlClocksEventReasons". A power cap in software is the rule on a large GPU under load and
 # says nothing of others; idling, application clocks and display clocks are the owner's wish.
@@ -40,3 +42,23 @@ class Condition:
     def is_power_capped(self) -> bool:
         """Whether the clocks are lowered to keep within the power limit."""
         return bool((self.clock_events or 0) & POWER_CAP)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPolicy:
+    """Settings of a GPU that its owner chose and that decide its speed; ``None`` is what NVML does not say.
+
+    NVML has no function that reads clocks locked with ``nvidia-smi --lock-gpu-clocks``.
+    """
+
+    power_limit_watts: float | None = None
+    sm_application_clock_mhz: int | None = None
+    memory_application_clock_mhz: int | None = None
+    sm_clock_offset_mhz: int | None = None
+    memory_clock_offset_mhz: int | None = None
+    has_ecc: bool | None = None
+    """Whether memory errors are corrected, which costs bandwidth on some GPUs."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the settings as JSON-ready data."""
+        return dataclasses.asdict(self)

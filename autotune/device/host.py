@@ -61,8 +61,6 @@ _MEMORY_GROUPS = (
 
 def cpu_device(root: Path = ROOT) -> Device:
     """The CPU with all its cores as one device."""
-    import platform  # only this needs it, and ``autotune --help`` does not
-
     memory = host_memory(root)
     processor = _processor_facts(root)
     flags = f"{processor.get('flags', '')} {processor.get('Features', '')}".split()
@@ -70,13 +68,27 @@ def cpu_device(root: Path = ROOT) -> Device:
         kind="cpu",
         index=None,
         uuid=CPU_UUID,
-        name=processor.get("model name") or platform.processor() or platform.machine() or "CPU",
+        name=_name_of(processor),
         memory_total_bytes=memory.total_bytes,
         memory_reserved_bytes=None,
         memory_used_bytes=None if memory.free_bytes is None else memory.total_bytes - memory.free_bytes,
         memory_free_bytes=memory.free_bytes,
         native_bf16=not _BF16_FLAGS.isdisjoint(flags),
     )
+
+
+def processor_name(root: Path = ROOT) -> str:
+    """Return the model of the host's processor, ``CPU`` where nothing tells it."""
+    processor = _processor_facts(root)
+    # ARM processors have no model name in /proc/cpuinfo, only the numbers of their maker and of the design.
+    design = [processor[fact] for fact in ("CPU implementer", "CPU part") if fact in processor]
+    return " ".join([_name_of(processor), *(design if "model name" not in processor else [])])
+
+
+def _name_of(processor: dict[str, str]) -> str:
+    import platform  # only this needs it, and ``autotune --help`` does not
+
+    return processor.get("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:

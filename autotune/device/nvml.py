@@ -13,12 +13,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.device.condition import Condition
+from autotune.device.condition import Condition, GpuPolicy
 from autotune.device.facts import Device, Neighbour
 from autotune.device.host import host_memory
 
 # nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlReturn_t.
 _SM_CLOCK, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
+_GRAPHICS_CLOCK, _MEMORY_CLOCK = 0, 2
 _GPU_IS_LOST = 15
 
 
@@ -135,6 +136,29 @@ class NvmlSession:
             sm_clock_mhz=self._optional("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             temperature_celsius=self._optional("nvmlDeviceGetTemperature", handle, _GPU_SENSOR),
             uncorrected_errors=self._optional("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
+        )
+
+    def policy(self, uuid: str) -> GpuPolicy | None:
+        """Read the settings that a GPU's owner chose; ``None`` without NVML and for a GPU that it does not know."""
+        if self._binding is None:
+            return None
+        try:
+            handle = self._handle(uuid)
+        except self._errors:
+            return None
+        # An instance of a divided GPU has no settings of its own.
+        whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        handle = handle if whole is None else whole
+        milliwatts = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
+        ecc = self._optional("nvmlDeviceGetEccMode", handle)
+        return GpuPolicy(
+            power_limit_watts=None if milliwatts is None else milliwatts / 1000,
+            sm_application_clock_mhz=self._optional("nvmlDeviceGetApplicationsClock", handle, _GRAPHICS_CLOCK),
+            memory_application_clock_mhz=self._optional("nvmlDeviceGetApplicationsClock", handle, _MEMORY_CLOCK),
+            sm_clock_offset_mhz=self._optional("nvmlDeviceGetGpcClkVfOffset", handle),
+            memory_clock_offset_mhz=self._optional("nvmlDeviceGetMemClkVfOffset", handle),
+            # The current mode, then the one after the next restart.
+            has_ecc=None if ecc is None else bool(ecc[0]),
         )
 
     def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
@@ -291,6 +315,11 @@ def device_energy_joules(uuid: str) -> float | None:
 def device_condition(uuid: str) -> Condition | None:
     """How a GPU is now; ``None`` for the CPU and where NVML gives no answer."""
     return current_session().condition(uuid)
+
+
+def gpu_policy(uuid: str) -> GpuPolicy | None:
+    """Read the settings of a GPU that decide its speed; ``None`` for the CPU and where NVML gives no answer."""
+    return current_session().policy(uuid)
 
 
 def busy_pids(uuid: str, since_seconds: float) -> dict[int, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,33 @@ def _context_bytes(uuid: str) -> int:
     if before is None or after is None:
         return 0
     return max(0, after - before - torch.cuda.memory_reserved(0))
+
+
+def _cudnn_version() -> int | None:
+    """Return the version of the cuDNN that torch has loaded, 91900 for 9.19.0, say."""
+    try:
+        return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+    except Exception:
+        # Of a library that does not go with this torch, which a trial would say, too.
+        return None
+
+
+def _cublas_version() -> str | None:
+    """Return the version of the cuBLAS that this process has loaded; torch has no function for it."""
+    try:
+        mapped = {
+            line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
+        }
+        path = next(path for path in sorted(mapped) if Path(path).name.startswith("libcublas.so"))
+        library, number, parts = ctypes.CDLL(path), ctypes.c_int(), []
+        # library_types.h: MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL are 0, 1 and 2.
+        for part in range(3):
+            if library.cublasGetProperty(part, ctypes.byref(number)) != 0:
+                return None
+            parts.append(str(number.value))
+        return ".".join(parts)
+    except (OSError, StopIteration, AttributeError):
+        return None
 
 
 def _attention_implementations(model: type) -> list[str]:
@@ -95,6 +124,8 @@ def inspect_environment(job: Document) -> Document:
             "python": platform.python_version(),
             "packages": package_versions(),
             "cuda": torch.version.cuda if job["device_kind"] == "cuda" else None,
+            "cudnn": _cudnn_version() if job["device_kind"] == "cuda" else None,
+            "cublas": _cublas_version() if job["device_kind"] == "cuda" else None,
             "training_arguments_fields": sorted(f.name for f in dataclasses.fields(TrainingArguments)),
         },
     }

@@ -10,6 +10,7 @@
  *   STAND_IN_CLOCK       MHz of the multiprocessors (1980)
  *   STAND_IN_CELSIUS     temperature (40)
  *   STAND_IN_ECC         uncorrectable memory errors so far (0)
+ *   STAND_IN_WATTS       the power limit (700)
  *   STAND_IN_BUSY        pid=per cent, comma-separated: who computes
  *   STAND_IN_LOG         a file that gets the name of every function called, one a line
  *
@@ -244,6 +245,27 @@ int nvmlDeviceGetClockInfo(Device *device, int type, unsigned *mhz) {
     BEGIN(device->number);
     if (type != 1) return INVALID_ARGUMENT;
     *mhz = atoi(setting("STAND_IN_CLOCK", "1980"));
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerManagementLimit(Device *device, unsigned *milliwatts) {
+    BEGIN(device->number);
+    if (device->number == MIG) return NOT_SUPPORTED;
+    *milliwatts = 1000 * atoi(setting("STAND_IN_WATTS", "700"));
+    return SUCCESS;
+}
+
+int nvmlDeviceGetApplicationsClock(Device *device, int type, unsigned *mhz) {
+    BEGIN(device->number);
+    if (type != 0 && type != 2) return INVALID_ARGUMENT;
+    *mhz = type == 0 ? 1980 : 3201;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetEccMode(Device *device, int *now, int *later) {
+    BEGIN(device->number);
+    *now = 1;
+    *later = 0;
     return SUCCESS;
 }
 

@@ -1,0 +1,140 @@
+"""Record what a measurement depends on besides the candidate and the workload, and compare two such records.
+
+Trials are reused between studies only where the fingerprints of their environments are equal. A study that an
+earlier autotune recorded lacks facts that are recorded today; when it is continued, such facts are not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.device import Device, gpu_policy, processor_name
+from autotune.levers import packages_of, packages_of_workload, version_of
+from autotune.loader import usable_cores
+from autotune.trial import Arm, Document
+from autotune.workload import Workload
+
+_NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
+
+# Variables that change how fast torch trains or how much memory it takes. Sources: the notes on CUDA and the page
+# "CUDA Environment Variables" of PyTorch's documentation, and the CUDA programming guide.
+_FIRST_VARIABLES = frozenset(
+    {
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_LAUNCH_BLOCKING",
+        "MKL_NUM_THREADS",
+        "NVIDIA_TF32_OVERRIDE",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    }
+)
+"""Those that environments without ``host`` were recorded with."""
+_VARIABLES = _FIRST_VARIABLES | {
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+    # Which C library's allocator serves the host, and with what settings.
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    # Whether transformers replaces layers by kernels of the package ``kernels``.
+    "USE_HUB_KERNELS",
+}
+_VARIABLE_PREFIXES = ("DNNL_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "TORCHINDUCTOR_")
+# Where compiled code is kept; a trial that compiles starts from an empty folder of its own.
+_NOT_MEASURED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+
+# Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
+# that transformers and accelerate choose by themselves when they find them.
+_LIBRARIES = (
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "pytorch-triton",
+    "triton",
+    "apex",
+    "causal-conv1d",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-linear-attention",
+    "intel-extension-for-pytorch",
+    "kernels",
+    "mamba-ssm",
+)
+
+
+def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Select the environment variables that a measurement depends on."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and name not in _NOT_MEASURED
+    }
+
+
+@functools.cache
+def library_versions() -> dict[str, str]:
+    """Look up which of the libraries that a step may run are installed, and their versions; imports none of them."""
+    found = {package: version_of(package) for package in _LIBRARIES}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+def describe_environment(
+    device: Device, workload: Workload, arms: Sequence[Arm], reported: Document, measurement_revision: int
+) -> Document:
+    """Combine what this process knows of the machine with what a process with torch ``reported`` of it."""
+    # Of the optional packages only those that this search measures with: others may come and go.
+    needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
+    optional = {package: version_of(package) for package in sorted(needed)}
+    reported = {**reported, "packages": {**reported["packages"], **optional}}
+    policy = gpu_policy(device.uuid) if device.kind == "cuda" else None
+    return {
+        "device_label": device.label,
+        "device_kind": device.kind,
+        "device_name": device.name,
+        "device_uuid": device.uuid,
+        "device_memory_bytes": device.memory_total_bytes,
+        "device_capability": list(device.capability) if device.capability else None,
+        "driver": device.driver,
+        "gpu_policy": None if policy is None else policy.document(),
+        # The host launches a GPU's kernels, so its speed counts for trials on a GPU, too.
+        "host": {"processor": processor_name(), "usable_cores": usable_cores()},
+        "libraries": library_versions(),
+        "measurement_revision": measurement_revision,
+        "cpus": usable_cores() if device.kind == "cpu" else None,
+        "variables": measured_variables(os.environ),
+        **{key: value for key, value in reported.items() if key != "device_capability"},
+    }
+
+
+def measured_environment(environment: Document) -> Document:
+    """Select the part of an environment that a measurement depends on."""
+    return {key: value for key, value in environment.items() if key not in _NOT_IN_FINGERPRINT}
+
+
+def environment_fingerprint(environment: Document) -> str:
+    """Return the same text for two environments exactly when a measurement in one holds in the other."""
+    facts = measured_environment(environment)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def records_host(environment: Document) -> bool:
+    """Return whether an environment was recorded with the host's processor and all that came with it."""
+    return "host" in environment
+
+
+def comparable_environment(today: Document, recorded: Document) -> Document:
+    """Select from today's environment what an earlier autotune recorded as well, or would have recorded."""
+    told: dict[str, Any] = measured_environment(today)
+    told = {key: value for key, value in told.items() if key in recorded or value is None}
+    if not records_host(recorded) and "variables" in told:
+        told["variables"] = {name: told["variables"][name] for name in told["variables"] if name in _FIRST_VARIABLES}
+    return told

@@ -1,0 +1,145 @@
+"""What a measurement depends on: recorded, in the key under which trials are reused, and compared when resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from searching import BERT_LARGE, FACTS, H200, prepared, request
+
+from autotune import environment as module
+from autotune.device import Device, GpuPolicy
+from autotune.environment import library_versions, measured_environment, measured_variables
+from autotune.preparation import Prepared, changes_since, prepare
+from autotune.trial import Document
+from autotune.workload import Workload
+
+FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
+"""Of environments, what the first releases did not record."""
+
+
+def environment(**reported: Any) -> Document:
+    """The environment of a search on a GPU, with more that a process with torch says."""
+    facts = {**FACTS, "environment": {**FACTS["environment"], **reported}}
+    return prepare(request(), facts).environment
+
+
+def key() -> str:
+    """The key under which the trials of a search on a GPU are reused."""
+    return prepared().environment_fingerprint
+
+
+class TestKey:
+    def test_the_hosts_processor_counts_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = key()
+        monkeypatch.setattr(module, "processor_name", lambda: "A slower processor")
+        assert key() != before
+
+    def test_the_usable_cores_count_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = key()
+        monkeypatch.setattr(module, "usable_cores", lambda: 3)
+        assert key() != before
+
+    def test_power_limit_and_clocks_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        def policy(uuid: str) -> GpuPolicy:
+            asked.append(uuid)
+            return GpuPolicy(power_limit_watts=700.0 if len(asked) < 2 else 450.0)
+
+        monkeypatch.setattr(module, "gpu_policy", policy)
+        assert key() != key()
+        assert asked == [H200.uuid] * 2
+
+    def test_libraries_that_a_step_runs_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = key()
+        monkeypatch.setattr(module, "library_versions", lambda: {"nvidia-cudnn-cu13": "9.24.0.43"})
+        assert key() != before
+        assert environment(cudnn=91900) != environment(cudnn=92400)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "CUDA_MODULE_LOADING",
+            "KMP_BLOCKTIME",
+            "LD_PRELOAD",
+            "MKL_DYNAMIC",
+            "OMP_PROC_BIND",
+            "TORCHINDUCTOR_MAX_AUTOTUNE",
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+        ],
+    )
+    def test_variables_count(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(name, raising=False)
+        before = key()
+        monkeypatch.setenv(name, "1")
+        assert key() != before
+
+    def test_what_changes_no_step_does_not_count(self) -> None:
+        others = {"CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp/x", "HOME": "/root"}
+        assert measured_variables(others) == {}
+
+    def test_weights_in_few_bits_count_as_they_were_made(self) -> None:
+        quantized = dataclasses.replace(BERT_LARGE, peft="lora", lora_rank=8, quantize="4bit")
+        loaded = dataclasses.replace(quantized, weights="acme/bert")
+        assert loaded.fingerprint() != quantized.fingerprint()
+        assert loaded.fingerprint() == dataclasses.replace(quantized, weights="acme/other").fingerprint()
+        assert dataclasses.replace(BERT_LARGE, weights="acme/bert").fingerprint() == BERT_LARGE.fingerprint()
+
+
+def test_no_library_is_imported_to_know_its_version() -> None:
+    code = "import sys, autotune.environment as e; e.library_versions(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert all(isinstance(version, str) for version in library_versions().values())
+
+
+class TestResuming:
+    """A recorded environment against today's."""
+
+    def changes(self, recorded: Document, given: Prepared | None = None, **workload: Any) -> list[str]:
+        given = given or prepared()
+        return changes_since(given, given.request.document(), {**BERT_LARGE.document(), **workload}, recorded)
+
+    @pytest.fixture(autouse=True)
+    def _plain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "measured_variables", lambda _: {"KMP_BLOCKTIME": "0"})
+
+    def test_the_same_machine(self) -> None:
+        assert self.changes(prepared().environment) == []
+
+    def test_what_was_not_recorded_then_says_nothing(self) -> None:
+        earlier = {name: value for name, value in prepared().environment.items() if name not in FIRST_KEYS}
+        assert self.changes({**earlier, "variables": {}}) == []
+
+    def test_what_was_recorded_is_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        recorded = prepared().environment
+        monkeypatch.setattr(module, "processor_name", lambda: "A slower processor")
+        assert self.changes({**recorded, "variables": {}}) == [
+            f"host.processor: {recorded['host']['processor']!r}, now 'A slower processor'",
+            "variables.KMP_BLOCKTIME: not given, now '0'",
+        ]
+
+    def test_weights_in_few_bits_that_were_made_otherwise(self) -> None:
+        few: Document = {"peft": "lora", "lora_rank": 8, "quantize": "4bit"}
+        given = self.with_workload(Workload.from_document({**BERT_LARGE.document(), **few, "weights": "acme/bert"}))
+        recorded = given.environment
+        assert self.changes(recorded, given, **few) == ["weights: not given, now 'acme/bert'"]
+        assert self.changes(recorded, given, **few, weights="acme/other") == []
+        earlier = {name: value for name, value in recorded.items() if name not in FIRST_KEYS}
+        assert self.changes({**earlier, "variables": {}}, given, **few) == []
+
+    @staticmethod
+    def with_workload(workload: Workload) -> Prepared:
+        given = prepared()
+        return dataclasses.replace(given, request=dataclasses.replace(given.request, workload=workload))
+
+
+def test_a_cpu_has_no_policy() -> None:
+    device = Device("cpu", None, "cpu", "CPU", 1 << 34, None, 0, 1 << 34)
+    recorded = module.describe_environment(device, BERT_LARGE, [], FACTS["environment"], 1)
+    assert recorded["gpu_policy"] is None
+    assert recorded["cpus"] == recorded["host"]["usable_cores"]
+    assert measured_environment(recorded)["host"] == recorded["host"]
