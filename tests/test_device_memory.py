@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.device import Ceiling, Device, Headroom, find_device, list_devices, parse_headroom
-from autotune.device.host import cpu_device, host_memory
+from autotune.device.host import cpu_device, host_memory, processor_name
 from autotune.errors import InvalidRequestError, NothingFitsError
 from autotune.units import GIB, MIB
 
