@@ -6,11 +6,15 @@ from collections.abc import Collection
 from typing import Any
 
 from autotune.data import DataSpec
-from autotune.trial import Candidate
+from autotune.trial import Arm, Candidate
 
 EVALUATION_BATCH = "per_device_eval_batch_size"
 # transformers 5.18 and later spell gradient checkpointing anew and deprecate the old name.
 _CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
+
+
+TF32_UNSET_REVISION = 3
+"""The measurement revision since which trials on a GPU leave ``tf32`` at its default unless the precision is tf32."""
 
 
 def checkpointing_field(fields: Collection[str]) -> str:
@@ -18,12 +22,14 @@ def checkpointing_field(fields: Collection[str]) -> str:
     return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
 
 
-def training_arguments(candidate: Candidate, fields: Collection[str], device_kind: str) -> dict[str, Any]:
-    """Every tuned field with its value, false ones included, under the names in ``fields``.
+def training_arguments(
+    candidate: Candidate, fields: Collection[str], device_kind: str, revision: int = TF32_UNSET_REVISION
+) -> dict[str, Any]:
+    """Return every tuned field with its value, false ones included, under the names in ``fields``.
 
-    ``tf32`` is always said, since its absence leaves the choice to torch's own defaults, which
-    differ between matrix products and convolutions. ``use_reentrant=False`` is what torch
-    recommends for checkpointing and the only variant that works with frozen inputs.
+    ``revision`` is the measurement revision of the trial that the fields are to repeat; today's by default.
+    ``use_reentrant=False`` is what torch recommends for checkpointing and the only variant that works with frozen
+    inputs.
     """
     arm = candidate.arm
     checkpointing = checkpointing_field(fields)
@@ -32,7 +38,7 @@ def training_arguments(candidate: Candidate, fields: Collection[str], device_kin
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
         "bf16": arm.precision == "bf16",
         "fp16": arm.precision == "fp16",
-        "tf32": arm.precision == "tf32",
+        "tf32": _tf32(arm, device_kind, revision),
         checkpointing: arm.gradient_checkpointing,
         "optim": arm.optim,
     }
@@ -47,6 +53,23 @@ def training_arguments(candidate: Candidate, fields: Collection[str], device_kin
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments
+
+
+def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
+    """Return the value of ``tf32``; ``None`` is the default of ``TrainingArguments``.
+
+    The default leaves torch's settings alone: convolutions and recurrent layers may use TF32, matrix products may not
+    (torch.backends.fp32_precision). fp32 means that default, so that the baseline is what an untuned ``Trainer`` does.
+    bf16 and fp16 keep it too: autocast computes matrix products and convolutions in 16 bits, and code that switches
+    autocast off needs its float32: with TF32, rotary embeddings were seen to round positions above 2,048 on a B200
+    (github.com/huggingface/transformers/issues/48428).
+    """
+    if arm.precision == "tf32":
+        return True
+    if device_kind == "cpu" or revision < TF32_UNSET_REVISION:
+        return False
+    # By default TrainingArguments turns TF32 on for compiled models, which would make fp32 the same as tf32.
+    return False if arm.precision == "fp32" and arm.torch_compile else None
 
 
 def evaluation_arguments(candidate: Candidate) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def make_export(report: Report) -> Export:
     data = report.workload.get("data")
     is_own = report.workload["task"] == "own"
     arguments = data_arguments(DataSpec.from_document(data), fields) if data else {}
-    arguments |= training_arguments(best.candidate, fields, environment["device_kind"])
+    revision = environment.get("measurement_revision", 1)
+    arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
     return Export(
         arguments=arguments | ({} if is_own else evaluation_arguments(best.candidate)),
         candidate=best.candidate,
@@ -114,8 +115,10 @@ def _beside(export: Export) -> list[str]:
             else f"hand them to {export.model} as its overrides"
         )
         batch = export.candidate.per_device_train_batch_size
+        unset = [name for name, value in export.arguments.items() if value is None]
         return [
             over,
+            *(f"leave {name} at its default, as it was measured" for name in unset),
             f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
             f"measured on {export.measured}",
         ]
@@ -140,7 +143,9 @@ def render(export: Export, form: Format) -> str:
             # JSON values are YAML values, and quoting is then nobody's problem.
             return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in export.arguments.items())
         case "cli":
-            return " ".join(_flag(name, value) for name, value in export.arguments.items()) + "\n"
+            # A flag cannot say None; these fields have it as their default.
+            flags = (_flag(name, value) for name, value in export.arguments.items() if value is not None)
+            return " ".join(flags) + "\n"
         case "python":
             return _python(export)
         case "env":

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from autotune.arguments import TF32_UNSET_REVISION
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.environment import (
@@ -58,12 +59,12 @@ _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "
 
 
 def _measurement_revision(request: SearchRequest) -> int:
-    """Raised with every change of the worker after which it would measure another speed or peak of the same candidate.
+    """Return a number that grows with every change of the worker which changes the speed or peak of a candidate.
 
     2: on a GPU, steps of padded lengths that were new to it are no longer timed.
+    3: on a GPU, ``tf32`` is left at its default but for the precision of that name.
     """
-    is_padded = request.workload.data is not None or request.workload.source is not None
-    return 2 if is_padded and request.device.kind == "cuda" else 1
+    return TF32_UNSET_REVISION if request.device.kind == "cuda" else 1
 
 
 def prepare(request: SearchRequest, facts: Document) -> Prepared:
@@ -173,7 +174,16 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
         asked["weights"] = workload["weights"]
     recorded = {**workload, **request, **measured_environment(environment)}
     # Through JSON, as the recorded ones: what is equal must look equal.
-    return _in_short(recorded, json.loads(json.dumps(asked)))
+    return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
+
+
+def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:
+    """Take the measurement revision out of both documents; return the difference in a sentence."""
+    then, today = recorded.pop("measurement_revision", 1), prepared.environment["measurement_revision"]
+    asked.pop("measurement_revision", None)
+    if then == today:
+        return []
+    return [f"measured by another version of autotune, whose trials differ: measurement revision {then}, now {today}"]
 
 
 # Of data and code: what is in the files rather than how they are used.

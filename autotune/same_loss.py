@@ -191,7 +191,8 @@ def compare_losses(subject: Subject, steps: int, log_path: Path) -> LossComparis
 
 def _curve(subject: Subject, candidate: Candidate, steps: int, log_path: Path) -> Document:
     environment = subject.report.environment
-    arguments = training_arguments(candidate, environment["training_arguments_fields"], environment["device_kind"])
+    fields, revision = environment["training_arguments_fields"], environment.get("measurement_revision", 1)
+    arguments = training_arguments(candidate, fields, environment["device_kind"], revision)
     job = {
         **subject.job(steps, evaluates=False),
         "arguments": arguments,

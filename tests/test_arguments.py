@@ -25,8 +25,24 @@ def test_checkpointing_bears_the_name_of_its_time(fields: set[str], name: str) -
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_is_said_and_so_is_what_it_is_not(precision: Precision) -> None:
     arguments = training_arguments(Candidate(Arm(precision), 8), NEW, "cuda")
-    said = {name: arguments[name] for name in ("bf16", "fp16", "tf32")}
+    said = {name: arguments[name] for name in ("bf16", "fp16")}
     assert said == {name: name == precision for name in said}
+    # Else the default of TrainingArguments: what stays in float32 beside an autocast keeps its precision.
+    assert arguments["tf32"] is (True if precision == "tf32" else None)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("device_kind", "revision"), [("cuda", 1), ("cuda", 2), ("cpu", 3)])
+def test_what_was_measured_without_tf32_is_exported_so(precision: Precision, device_kind: str, revision: int) -> None:
+    arguments = training_arguments(Candidate(Arm(precision), 8), NEW, device_kind, revision)
+    assert arguments["tf32"] is (precision == "tf32")
+
+
+def test_a_compiled_fp32_stays_without_tf32() -> None:
+    """TrainingArguments turns it on for compiled models where nothing is said."""
+    fields = NEW | {"torch_compile"}
+    assert training_arguments(Candidate(Arm("fp32", torch_compile=True), 8), fields, "cuda")["tf32"] is False
+    assert training_arguments(Candidate(Arm("bf16", torch_compile=True), 8), fields, "cuda")["tf32"] is None
 
 
 def test_batches_and_optimizer_are_taken_over() -> None:

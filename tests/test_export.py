@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_workload
 
-from autotune.arguments import checkpointing_field
+from autotune.arguments import TF32_UNSET_REVISION, checkpointing_field
 from autotune.data import DataSpec
 from autotune.device import Ceiling
 from autotune.errors import NoResultError
@@ -56,6 +56,7 @@ def report_of(
         "device_name": "A Device",
         "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
         "training_arguments_fields": list(fields),
+        "measurement_revision": TF32_UNSET_REVISION,
     }
     return Report(study, (workload or tiny_workload("bert-tiny")).document(), environment, ceiling, (trial,))
 
@@ -89,8 +90,9 @@ def test_every_form_says_the_same_of_any_winner(
     assert arguments == export.arguments
     assert yaml.safe_load(render(export, "yaml")) == arguments
     flags = shlex.split(render(export, "cli"))
-    assert [flag.removeprefix("--") for flag in flags[::2]] == list(arguments)
-    assert [as_flag(value) for value in arguments.values()] == flags[1::2]
+    said = {name: value for name, value in arguments.items() if value is not None}
+    assert [flag.removeprefix("--") for flag in flags[::2]] == list(said)
+    assert [as_flag(value) for value in said.values()] == flags[1::2]
     made = ast.parse(render(export, "python")).body[-1]
     assert isinstance(made, ast.Assign)
     assert isinstance(made.value, ast.Call)
@@ -186,6 +188,25 @@ def test_an_old_transformers_gets_its_own_names() -> None:
     assert arguments["gradient_checkpointing"] is True
     assert arguments["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     assert not [key for key in arguments if key.startswith("activation")]
+
+
+def test_tf32_is_exported_as_it_was_measured(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm("bf16"), 8), "cuda", fields)
+    assert make_export(report).arguments["tf32"] is None
+    assert "--tf32" not in render(make_export(report), "cli")
+    # Studies of before say that it was switched off.
+    report.environment["measurement_revision"] = 2
+    assert make_export(report).arguments["tf32"] is False
+    del report.environment["measurement_revision"]
+    assert make_export(report).arguments["tf32"] is False
+    assert "--tf32 false" in render(make_export(report), "cli")
+
+
+def test_a_script_of_ones_own_is_told_what_no_flag_can_say(fields: tuple[str, ...]) -> None:
+    own = tiny_workload("bert-tiny", task="own", model="train.py")
+    beside = beside_lines(export_of("cuda-bf16", fields, own))
+    assert "leave tf32 at its default, as it was measured" in beside
+    assert not [line for line in beside_lines(export_of("cuda-tf32", fields, own)) if "tf32" in line]
 
 
 def test_only_what_was_tuned_is_exported(fields: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
 from autotune.environment import _FIRST_VARIABLES
+from autotune.errors import InvalidRequestError
 from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
@@ -43,9 +44,10 @@ def upgrade():
 
 @pytest.fixture(autouse=True)
 def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the variables that torch reads was set where they were written."""
+    """No variable that torch reads was set where they were written, and trials measured as they did then."""
     for name in _FIRST_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("autotune.preparation._measurement_revision", lambda request: 1)
 
 
 @pytest.fixture(params=FROZEN, ids=lambda path: path.stem)
@@ -84,6 +86,14 @@ def test_there_is_one_of_each_revision() -> None:
 
 def test_an_old_search_is_gone_on_with(frozen: Path) -> None:
     go_on(frozen)
+
+
+def test_an_old_search_whose_trials_measured_otherwise_is_not(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.preparation._measurement_revision", lambda request: 99)
+    with open_store(str(frozen)) as store, pytest.raises(InvalidRequestError) as refused:
+        search(store, RecordedRunner(EFFECTIVE_64))
+    assert "another version of autotune, whose trials differ: measurement revision 1, now 99" in refused.value.message
+    assert "--study" in refused.value.hint
 
 
 @pytest.mark.parametrize("journal", ["delete", "wal"])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
 
+from autotune.arguments import TF32_UNSET_REVISION
 from autotune.device import Headroom
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.preparation import Prepared, prepare, training_state_bytes
@@ -113,6 +114,9 @@ class TestFingerprint:
         given = prepared()
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
         assert other.environment_fingerprint == given.environment_fingerprint
+
+    def test_trials_that_switched_tf32_off_on_a_gpu_are_of_another_environment(self) -> None:
+        assert prepared().environment["measurement_revision"] >= TF32_UNSET_REVISION
 
     @pytest.mark.parametrize("name", ["device_name", "driver", "packages", "cuda", "python", "device_memory_bytes"])
     def test_depends_on_what_a_measurement_does(self, name: str) -> None:

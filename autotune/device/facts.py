@@ -9,7 +9,7 @@ from typing import Any, Literal
 DeviceKind = Literal["cuda", "cpu"]
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
-"""The autocasts that are told apart. fp32 is without tf32: the two are different things."""
+"""The autocasts that are told apart. fp32 is torch's default: matrix products without TF32."""
 
 CAPABILITY_VARIABLE = "AUTOTUNE_DEVICE_CAPABILITY"
 """In the trial server's environment: the GPU's compute capability, ``9.0``, which CUDA need not be started to know."""
