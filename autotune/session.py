@@ -6,8 +6,11 @@ What takes long to import is imported once a process for trials has been started
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,17 +40,31 @@ def run_search(
     process. One that is not there is made last, when the request is known to be one that can be
     run: after an error nothing is there that was not before.
     """
-    path = resolve_location(storage).path
-    is_new = path is not None and not os.path.lexists(path)
-    if path is not None and is_new:
-        _check_can_be_made(path, storage)
+    location = resolve_location(storage)
+    path = location.path
     with contextlib.ExitStack() as stack:
-        store = None if is_new else _opened(stack, storage)
-        study = request.study or free_name(request, store)
-        request = request.named(study)
-        folder = log_folder(storage, study)
-        database = str(path) if path is not None else storage
-        if stack.enter_context(take_turn(request.device, study, database, wait=wait, note=observer.note)):
+        store = None
+        if path is not None and not os.path.lexists(path):
+            _check_can_be_made(path, storage)
+        else:
+            store = _opened(stack, storage)
+
+        def is_taken(name: str) -> bool:
+            nonlocal store
+            if store is None and path is not None and path.exists():
+                # Another search has made it since.
+                store = _opened(stack, storage)
+            return store is not None and store.study(name) is not None
+
+        # Two names of one file are the same study; a URL may have a password in it, which its label leaves out.
+        database = os.path.realpath(path) if path is not None else location.label
+        name = request.study or functools.partial(free_names, request)
+        turn = stack.enter_context(
+            take_turn(request.device, name, database, wait=wait, note=observer.note, is_taken=is_taken)
+        )
+        request = request.named(turn.study)
+        folder = log_folder(storage, turn.study)
+        if turn.has_waited:
             # What another search held is free by now.
             request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
@@ -74,8 +91,8 @@ def log_folder(storage: str, study: str) -> Path:
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
-def free_name(request: SearchRequest, store: Store | None) -> str:
-    """A short name that no study has: the model, the effective batch, a word for another objective, a number."""
+def free_names(request: SearchRequest) -> Iterator[str]:
+    """Make up short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
     model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
     if request.workload.source is not None:
         model = model.replace(".py", "")
@@ -83,11 +100,9 @@ def free_name(request: SearchRequest, store: Store | None) -> str:
     stem = plain.strip(".- ")[:60] or "model"
     stem += f"-{request.effective_batch}" if request.effective_batch else ""
     stem += "" if request.objective == "throughput" else f"-{request.objective}"
-    number, name = 1, stem
-    while store is not None and store.study(name) is not None:
-        number += 1
-        name = f"{stem}-{number}"
-    return name
+    yield stem
+    for number in itertools.count(2):
+        yield f"{stem}-{number}"
 
 
 def _check_can_be_made(path: Path, label: str) -> None:

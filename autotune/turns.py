@@ -1,56 +1,127 @@
-"""Whose turn it is: one search at a time on a GPU, and one on a study."""
+"""Let one search at a time run on a GPU, and one on a study."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 
 from autotune.device import Device
-from autotune.device.lock import Holder, Lock
+from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 from autotune.errors import AutotuneError, DeviceError, StorageError
 
+Note = Callable[[str], None]
+MakeNames = Callable[[], Iterator[str]]
+"""Makes up names without end, the best first."""
 
-@contextmanager
-def take_turn(device: Device, study: str, database: str, *, wait: bool, note: Callable[[str], None]) -> Iterator[bool]:
-    """The device and the study for as long as the block lasts; yields whether it had to wait for them.
 
-    ``database`` is the absolute path or URL that the study is in. Without ``wait`` a GPU that another search
-    holds is a ``DeviceError``, a study that one is in a ``StorageError``. A CPU may be shared, which is said.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A device and a study that no other search of this machine has at the same time."""
+
+    study: str
+    """The name of the study."""
+    has_waited: bool
+    """Whether another search had to end first."""
+
+
+@contextlib.contextmanager
+def take_turn(
+    device: Device,
+    study: str | MakeNames,
+    database: str,
+    *,
+    wait: bool,
+    note: Note,
+    is_taken: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Turn]:
+    """Hold the device and the study for as long as the block lasts.
+
+    ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
+    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Without ``wait`` a GPU that
+    another search holds is a ``DeviceError``, a study that one is in a ``StorageError``. A CPU may be shared, which
+    is said. So is a folder in which no lock can be kept, and then nothing is held.
     """
-    waited = False
+    with contextlib.ExitStack() as stack:
+        name, has_waited = None, False
+        try:
+            name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait, note=note)
+            has_waited |= _hold_device(stack, device, name, wait=wait, note=note)
+        except LockError as error:
+            note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
+            name = name or _first(study, is_taken)
+        yield Turn(name, has_waited)
 
-    def say(what: str) -> Callable[[Holder], None]:
-        def on_wait(holder: Holder) -> None:
-            nonlocal waited
-            waited = True
-            note(f"waiting for {what}, which {holder.describe()} searches")
 
-        return on_wait
+def _first(study: str | MakeNames, is_taken: Callable[[str], bool]) -> str:
+    return study if isinstance(study, str) else next(name for name in study() if not is_taken(name))
 
-    label = f"{device.label} ({device.name})"
-    with Lock(device.uuid) as of_device, Lock(f"study {database} {study}") as of_study:
-        # In the same order everywhere, so that no two wait for each other.
+
+def _hold_study(
+    stack: contextlib.ExitStack,
+    study: str | MakeNames,
+    database: str,
+    is_taken: Callable[[str], bool],
+    *,
+    wait: bool,
+    note: Note,
+) -> tuple[str, bool]:
+    """Take the lock of the study; its name, and whether that took waiting."""
+    if isinstance(study, str):
+        lock = stack.enter_context(_study_lock(study, database))
         if wait:
-            of_study.wait(study, say(f"the study {study}"))
-            of_device.wait(study, say(label))
-        else:
-            _take(of_study, study, lambda who: _study_is_taken(study, who))
-            if device.kind == "cuda":
-                _take(of_device, study, lambda who: _device_is_taken(label, who))
-            elif (holder := of_device.acquire(study)) is not None:
-                note(f"{holder.describe()} searches on this CPU, too: both will measure slower trials than alone")
-        yield waited
+            return study, _wait_for(lock, study, f"the study {study}", note)
+        if (holder := lock.acquire(study)) is not None:
+            raise _study_is_taken(study, holder)
+        return study, False
+    for name in study():
+        # A new study never waits for a name: there is always another one.
+        with contextlib.ExitStack() as attempt:
+            lock = attempt.enter_context(_study_lock(name, database))
+            # Looked up with the lock held: a search that had the name may have ended just before.
+            if lock.acquire(name) is None and not is_taken(name):
+                stack.push(attempt.pop_all())
+                return name, False
+    raise ValueError("there are no more names")
 
 
-def _take(lock: Lock, study: str, refuse: Callable[[str], AutotuneError]) -> None:
+def _study_lock(study: str, database: str) -> Lock:
+    return Lock(f"study {database} {study}")
+
+
+def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wait: bool, note: Note) -> bool:
+    """Take the lock of the device, after that of the study, so that no two wait for each other; whether it waited."""
+    label = f"{device.label} ({device.name})"
+    lock = stack.enter_context(Lock(device.uuid))
+    if wait:
+        return _wait_for(lock, study, label, note)
     holder = lock.acquire(study)
+    if holder is not None and device.kind == "cuda":
+        raise _device_is_taken(label, holder)
     if holder is not None:
-        raise refuse(holder.describe())
+        note(f"{holder.describe()} searches on this CPU, too: both will measure slower trials than alone")
+    return False
 
 
-def _device_is_taken(label: str, who: str) -> DeviceError:
-    return DeviceError(f"{label} is searched on by {who}", "add --wait to wait for its end, or choose another --device")
+def _wait_for(lock: Lock, study: str, what: str, note: Note) -> bool:
+    """Wait until the lock is free; whether it was not."""
+    holders: list[Holder] = []
+
+    def on_wait(holder: Holder) -> None:
+        holders.append(holder)
+        note(f"waiting for {what}, which {holder.describe()} searches")
+
+    lock.wait(study, on_wait)
+    return bool(holders)
 
 
-def _study_is_taken(study: str, who: str) -> StorageError:
-    return StorageError(f"the study {study!r} is searched by {who}", "add --wait to wait for its end, or name another")
+def _device_is_taken(label: str, holder: Holder) -> AutotuneError:
+    return DeviceError(
+        f"{label} is searched on by {holder.describe()}", "add --wait to wait for its end, or choose another --device"
+    )
+
+
+def _study_is_taken(study: str, holder: Holder) -> AutotuneError:
+    return StorageError(
+        f"the study {study!r} is searched by {holder.describe()}", "add --wait to wait for its end, or name another"
+    )

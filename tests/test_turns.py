@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -13,12 +15,15 @@ from pathlib import Path
 
 import pytest
 from processes import wait_until
-from searching import H200
+from searching import H200, RecordingObserver
+from tiny import tiny_workload
 
 from autotune.device import Device
-from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock
-from autotune.errors import DeviceError, StorageError
-from autotune.turns import take_turn
+from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
+from autotune.errors import DeviceError, StorageError, TrialServerError
+from autotune.request import SearchRequest
+from autotune.session import run_search
+from autotune.turns import Turn, take_turn
 
 HOLD = """
 import sys, time
@@ -87,11 +92,38 @@ def test_a_file_that_says_nothing_still_locks(folder: Path) -> None:
     process.wait()
 
 
-def test_where_no_lock_can_be_kept_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyPatch, cpu: Device) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "/proc/no/such")
-    with Lock("GPU-1") as one, Lock("GPU-1") as other:
-        assert one.acquire("ours") is None
-        assert other.acquire("ours") is None
+    notes: list[str] = []
+    for name in ("ours", "ours"):
+        with take_turn(cpu, name, "file.db", wait=True, note=notes.append) as turn:
+            assert turn == Turn("ours", has_waited=False)
+    assert len(notes) == 2
+    assert notes[0].startswith("no lock can be kept in /proc/no/such: ")
+    assert notes[0].endswith(f"Name another folder with {FOLDER_VARIABLE}")
+    with take_turn(cpu, lambda: map(str, range(9)), "", wait=False, note=print, is_taken="0".__eq__) as turn:
+        assert turn.study == "1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
+def test_a_folder_that_is_another_user_s_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    folder.symlink_to(target)
+    with Lock("GPU-1") as lock:
+        assert lock.acquire("ours") is None, "a link of one's own is"
+    (found,) = target.iterdir()
+    found.unlink()
+    os.chown(folder, 12_345, 12_345, follow_symlinks=False)
+    with Lock("GPU-1") as lock, pytest.raises(LockError, match="a link that another user made"):
+        lock.acquire("ours")
+    assert list(target.iterdir()) == []
+
+
+def test_a_folder_is_made_for_all_users(folder: Path) -> None:
+    with Lock("GPU-1") as lock:
+        lock.acquire("ours")
+    assert folder.stat().st_mode & 0o7777 == 0o1777
 
 
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
@@ -102,7 +134,7 @@ def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("precious")
     path.symlink_to(target)
-    with Lock("GPU-1") as lock:
+    with Lock("GPU-1") as lock, pytest.raises(LockError):
         lock.acquire("ours")
     assert target.read_text() == "precious"
 
@@ -132,8 +164,8 @@ class TestTurns:
 
         thread = threading.Thread(target=free)
         thread.start()
-        with take_turn(H200, "ours", "file.db", wait=True, note=notes.append) as waited:
-            assert waited
+        with take_turn(H200, "ours", "file.db", wait=True, note=notes.append) as turn:
+            assert turn.has_waited
         thread.join()
         assert len(notes) == 1
         assert notes[0].startswith(f"waiting for cuda:0 (NVIDIA H200), which process {process.pid} of ")
@@ -141,16 +173,16 @@ class TestTurns:
     def test_another_gpu_is_free(self) -> None:
         process = hold(H200.uuid)
         other = dataclasses.replace(H200, uuid="GPU-other")
-        with take_turn(other, "ours", "file.db", wait=False, note=print) as waited:
-            assert not waited
+        with take_turn(other, "ours", "file.db", wait=False, note=print) as turn:
+            assert not turn.has_waited
         process.kill()
         process.wait()
 
     def test_a_cpu_is_shared_and_that_is_said(self, cpu: Device) -> None:
         process = hold(cpu.uuid)
         notes: list[str] = []
-        with take_turn(cpu, "ours", "file.db", wait=False, note=notes.append) as waited:
-            assert not waited
+        with take_turn(cpu, "ours", "file.db", wait=False, note=notes.append) as turn:
+            assert not turn.has_waited
         assert len(notes) == 1
         assert "searches on this CPU, too" in notes[0]
         process.kill()
@@ -165,6 +197,69 @@ class TestTurns:
             take_turn(cpu, "ours", "file.db", wait=False, note=print),
         ):
             pass
+
+
+class TestNewStudies:
+    """Studies whose names are made up."""
+
+    @pytest.mark.parametrize("wait", [False, True])
+    def test_no_two_get_one_name(self, wait: bool) -> None:
+        devices = [dataclasses.replace(H200, uuid=f"GPU-{number}") for number in range(3)]
+        with contextlib.ExitStack() as stack:
+            turns = [
+                stack.enter_context(
+                    take_turn(
+                        device,
+                        lambda: map("bert-{}".format, itertools.count(1)),
+                        "file.db",
+                        wait=wait,
+                        note=print,
+                        is_taken="bert-2".__eq__,
+                    )
+                )
+                for device in devices
+            ]
+        assert [turn.study for turn in turns] == ["bert-1", "bert-3", "bert-4"]
+        assert not any(turn.has_waited for turn in turns)
+
+    @pytest.mark.parametrize("wait", [False, True])
+    def test_two_searches_of_one_model_at_once(
+        self, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+    ) -> None:
+        # Both get as far as starting a process.
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        storage = str(tmp_path / "studies.db")
+        request = SearchRequest(tiny_workload("bert-tiny"), cpu, effective_batch=8)
+        # Two names of one device, since a search with --wait would wait for the first.
+        requests = [dataclasses.replace(request, device=dataclasses.replace(cpu, uuid=uuid)) for uuid in ("one", "two")]
+        found: list[set[str]] = []
+
+        class Nested(RecordingObserver):
+            def note(self, text: str) -> None:
+                if not text.startswith("starting a process"):
+                    return
+                found.append({folder.name for folder in (tmp_path / "logs").iterdir()})
+                if requests:
+                    search()
+
+        def search() -> None:
+            with pytest.raises(TrialServerError, match="no process for trials can be started"):
+                run_search(requests.pop(), storage, Nested(), wait=wait)
+
+        search()
+        assert found == [{"bert-tiny-8"}, {"bert-tiny-8", "bert-tiny-8-2"}]
+
+
+def test_two_names_of_one_database_are_one_study(cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    request = SearchRequest(tiny_workload("bert-tiny"), cpu, effective_batch=8, study="ours")
+    with (
+        take_turn(cpu, "ours", str(tmp_path / "folder" / "studies.db"), wait=False, note=print),
+        pytest.raises(StorageError, match="the study 'ours' is searched by process"),
+    ):
+        run_search(request, str(tmp_path / "link" / "studies.db"), RecordingObserver())
 
 
 def test_a_lock_that_is_let_go_can_be_had_again() -> None:

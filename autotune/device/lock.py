@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import getpass
 import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +45,13 @@ class Holder:
         return f"{who} ({', '.join(facts)})" if facts else who
 
 
+class LockError(Exception):
+    """No lock can be kept in the folder for locks."""
+
+    def __init__(self, folder: Path, error: OSError) -> None:
+        super().__init__(f"no lock can be kept in {folder}: {error.strerror or error}")
+
+
 class Lock:
     """A lock by name; the kernel lets go of it when this process ends, however that happens."""
 
@@ -63,18 +72,22 @@ class Lock:
     def acquire(self, study: str) -> Holder | None:
         """Take the lock if it is free; else who holds it.
 
-        Where no lock can be kept (no folder that can be written) there is none: that is no reason not to search.
+        Raises ``LockError`` where no lock can be kept.
         """
         try:
             fd = _open(self._path)
-        except OSError:
-            return None
+        except OSError as error:
+            raise LockError(self._path.parent, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = _holder(fd)
             os.close(fd)
             return holder
+        except OSError as error:
+            # Some network file systems have no locks.
+            os.close(fd)
+            raise LockError(self._path.parent, error) from error
         self._fd = fd
         document = {"pid": os.getpid(), "user": _user(), "study": study, "since": datetime.now(UTC).isoformat()}
         with contextlib.suppress(OSError):
@@ -101,18 +114,42 @@ class Lock:
 
 
 def _open(path: Path) -> int:
-    """The lock file, made where it is missing; every user may lock it, none may remove another's."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    with contextlib.suppress(FileNotFoundError):
-        # Without O_CREAT: the kernel may refuse to "create" what another user has made in such a folder.
-        return os.open(path, flags)
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """Open the lock file, made where it is missing; every user may lock it, none may remove another's."""
+    folder = _open_folder(path.parent)
+    try:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(FileNotFoundError):
+            # Without O_CREAT: the kernel may refuse to "create" what another user has made in such a folder.
+            return os.open(path.name, flags, dir_fd=folder)
+        fd = os.open(path.name, flags | os.O_CREAT, 0o666, dir_fd=folder)
         with contextlib.suppress(OSError):
-            path.parent.chmod(0o1777)
-    fd = os.open(path, flags | os.O_CREAT, 0o666)
-    with contextlib.suppress(OSError):
-        os.fchmod(fd, 0o666)
+            os.fchmod(fd, 0o666)
+        return fd
+    finally:
+        os.close(folder)
+
+
+def _open_folder(folder: Path) -> int:
+    """Open the folder of the locks, made where it is missing; ``PermissionError`` for a link that is another user's.
+
+    In a folder that everybody may write to, such a link would have files made wherever that user wants them.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    is_made = False
+    try:
+        status = os.lstat(folder)
+    except FileNotFoundError:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_made = True
+        status = os.lstat(folder)
+    if not stat.S_ISLNK(status.st_mode):
+        flags |= os.O_NOFOLLOW
+    elif status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, "it is a link that another user made", str(folder))
+    fd = os.open(folder, flags)
+    if is_made:
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, 0o1777)
     return fd
 
 

@@ -111,12 +111,15 @@ class Store:
     def update_study(self, study: StudyRecord) -> None:
         """Writes the record over the one of the same id; the name and the start stay as they were.
 
-        ``ValueError`` when there is none of this id.
+        ``StorageError`` when there is none of this id.
         """
         values = {name: value for name, value in _columns(study).items() if name not in _FIXED_IN_A_STUDY}
         with self._transaction(writes=True) as connection:
             if connection.execute(update(StudyRow).where(StudyRow.id == study.id).values(**values)).rowcount == 0:
-                raise ValueError(f"there is no study with the id {study.id}")
+                raise StorageError(
+                    f"the study {study.name!r} ({study.id}) is no longer in {self.label}",
+                    "somebody has deleted it or exchanged the database: search anew",
+                )
 
     def study(self, name: str) -> StudyRecord | None:
         """The study of this name, if there is one."""
@@ -152,12 +155,18 @@ class Store:
             connection.execute(insert(TrialRow).values(**_trial_columns(trial)))
 
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
-        """Records how a running trial ended; ``ValueError`` when no trial of this id is running."""
+        """Records how a running trial ended; ``StorageError`` when no trial of this id is running.
+
+        That is so where another host searches the same study: it takes the trial for one of a killed search.
+        """
         ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
         running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
         with self._transaction(writes=True) as connection:
             if connection.execute(update(TrialRow).where(running).values(**ended)).rowcount == 0:
-                raise ValueError(f"no trial with the id {trial_id} is running")
+                raise StorageError(
+                    f"no trial with the id {trial_id} is running in {self.label}: another search has ended it",
+                    "let one search at a time work on a study, then go on with autotune resume",
+                )
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
         """Marks every trial of the study that still counts as running as interrupted; returns how many there were.

@@ -137,8 +137,9 @@ def test_a_trial_ends_once(store: Store, new_study: NewStudy, new_trial: NewTria
     trial = new_trial(new_study("first"), 0)
     store.finish_trial(trial.id, RAN_OUT, 1.0)
     for trial_id in (trial.id, new_id()):
-        with pytest.raises(ValueError, match=trial_id):
+        with pytest.raises(StorageError, match=trial_id) as raised:
             store.finish_trial(trial_id, MEASURED, 2.0)
+        assert "autotune resume" in raised.value.hint
     stored = store.trial(trial.id)
     assert stored is not None
     assert stored.outcome == RAN_OUT
@@ -150,7 +151,7 @@ def test_unknown_ids(store: Store, new_study: NewStudy) -> None:
     for read in (store.workload, store.environment):
         with pytest.raises(ValueError, match="no row"):
             read(new_id())
-    with pytest.raises(ValueError, match="no study"):
+    with pytest.raises(StorageError, match="no longer in"):
         store.update_study(dataclasses.replace(new_study("first"), id=new_id()))
 
 
