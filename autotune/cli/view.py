@@ -36,6 +36,8 @@ class View:
         self._running = "starting"
         self._doing = ""
         self._best = ""
+        self._in_space: set[Candidate] = set()
+        self._seen = 0
 
     def note(self, text: str) -> None:
         """A sentence between the lines."""
@@ -61,15 +63,27 @@ class View:
         assert self._prepared is not None, "begins comes first"
         # A trial that is taken from an earlier search did not begin.
         self._begin_table()
-        self._print(self.row(trial, history, self._prepared))
+        best = self._winner(history, self._prepared)
+        self._print(self._row(trial, history, self._prepared, best))
         self._running, self._doing = "choosing the next trial", ""
-        best = _best(history, self._prepared)
         if best is not None and best.measurement is not None:
             rate = format_rate(best.measurement.samples_per_second)
             self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
 
-    def row(self, trial: TrialRecord, history: History, prepared: Prepared) -> str:
-        """A trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
+    def _winner(self, history: History, prepared: Prepared) -> Tried | None:
+        """Return the trial that the search would recommend now.
+
+        By the rule of the result: candidates of the space alone, and the more comfortable one of two that are as fast.
+        """
+        found = (tried.candidate for tried in history.tried[self._seen :])
+        self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))
+        self._seen = len(history.tried)
+        if prepared.request.objective == "max-batch":
+            return history.largest(self._in_space)
+        return history.winner(self._in_space)
+
+    def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
+        """Format a trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
         return _ROW.format(
             number=trial.number,
             batch=batch_cell(trial.candidate),
@@ -78,7 +92,7 @@ class View:
             speed=speed_cell(trial.outcome),
             peak=peak_cell(trial.outcome),
             took=took_cell(trial),
-            verdict=_verdict(trial, history, prepared),
+            verdict=_verdict(trial, history, prepared, best),
         ).rstrip()
 
     def __rich__(self) -> Text:
@@ -136,11 +150,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     return lines
 
 
-def _best(history: History, prepared: Prepared) -> Tried | None:
-    return history.largest() if prepared.request.objective == "max-batch" else history.fastest()
-
-
-def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
+def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
     """How fast it is against the baseline, and whether it is the best so far."""
     from autotune.report import times
 
@@ -160,7 +170,6 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared) -> str:
     baseline = next((t.measurement for t in history.outcomes_of(prepared.baseline) if t.measurement), None)
     if baseline is not None:
         words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
-    best = _best(history, prepared)
     if best is not None and best.trial_id == trial.id:
         words.append("best")
     if trial.stage == "final":

@@ -115,6 +115,14 @@ def test_the_best_of_a_search_for_the_largest_batch_is_the_largest() -> None:
     assert not shown.ends(BF16, 8, completed(500.0, 22.1)).endswith("best")
 
 
+def test_the_best_is_what_the_result_would_recommend() -> None:
+    """Not a baseline outside the space, nor what is faster by no more than the noise and less comfortable."""
+    shown = Shown()
+    assert shown.ends(FP32, 8, completed(320.0, 11.5), "baseline").endswith("baseline")
+    assert shown.ends(BF16, 32, completed(310.0, 22.1)).endswith("0.97× best")
+    assert shown.ends(WIDEST, 32, completed(311.0, 12.0)).endswith(" 0.97×")
+
+
 @pytest.mark.parametrize("columns", [20, 80, 200])
 def test_the_status_line_stays_one_line(columns: int) -> None:
     """It is cut where the terminal ends, and its clock runs."""
