@@ -45,6 +45,28 @@ class LossWatch:
         return None if math.isfinite(value) else f"the loss of the last step is {value}"
 
 
+class ScalerWatch:
+    """Which updates a gradient scaler leaves out, step by step: its scale comes down with each of them.
+
+    Reading the scale waits for the device. Without a scaler no update is left out.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
+        self.skipped = 0
+        """Updates that were left out so far."""
+
+    def step_was_skipped(self) -> bool:
+        """Whether the update of the step that just ended was left out; to be asked once a step."""
+        if self._scaler is None:
+            return False
+        before, self._scale = self._scale, self._scaler.get_scale()
+        is_skipped = bool(self._scale < before)
+        self.skipped += is_skipped
+        return is_skipped
+
+
 def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
     """How many updates a gradient scaler has left out so far, from how far its scale has come down; 0 without one.
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -15,7 +15,8 @@ from autotune.levers import compiles
 from autotune.loader import batches_ahead
 from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.feed import Schedule
-from autotune.worker.losses import skipped_steps
+from autotune.worker.gpu_busy import BusyStep
+from autotune.worker.losses import ScalerWatch
 from autotune.worker.meter import Meter
 from autotune.worker.rehearsal import Rehearsing
 
@@ -29,6 +30,18 @@ _REHEARSAL_PATIENCE = 3.0
 # rehearsals come between the measured steps, so that it is read more often.
 _LEAST_ENERGY_SECONDS = 0.5
 _LEAST_REHEARSED_SECONDS = 1.0
+
+
+MOST_SKIPPED_STEPS = 20
+"""So many steps whose update fp16's gradient scaler left out are run again; of later ones it is only told.
+
+Each halves the scale of 65,536, so that it is below 1 after 17 of them."""
+
+
+def most_steps(candidate: Candidate, effort: Effort) -> int:
+    """Steps that a trial may take in all, without rehearsals."""
+    skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
+    return effort.warmup_steps + effort.max_steps + effort.busy_steps + skipped
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
@@ -122,7 +135,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     """Marks phases on the device's timeline and synchronises once an optimizer step.
 
     ``on_enough`` is called with the measurement inside the last step; ``on_step`` after each step
-    with its number. The callback owns no policy but ``Effort``.
+    with its number. ``busy`` profiles the steps after the timed ones, where the effort asks for some.
+    The callback owns no policy but ``Effort``.
     """
 
     def __init__(
@@ -134,6 +148,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         on_step: Callable[[int], None],
         schedule: Schedule | None = None,
         rehearsing: Rehearsing | None = None,
+        busy: BusyStep | None = None,
     ) -> None:
         self._meter = meter
         self._candidate = candidate
@@ -150,12 +165,23 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = 0.0
         self._begin = 0.0
         self._first_reserved: int | None = None
-        self._scaler: Any = None
+        self._scaler = ScalerWatch()
+        self._steps_seen = 0
+        self._steps_run_again = 0
+        self._warmup_steps = effort.warmup_steps
+        self._costs: list[float] = []
+        """Of the measured steps' batches, where a schedule knows them."""
+        self._busy = busy
+        self._busy_steps = 0
+        self._is_profiled = False
+        self._is_finished = False
+        self.pending: Measurement | None = None
+        """The measurement, from the last timed step on: profiling adds to it, and must not lose it."""
         self._energy = _Energy(meter)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The clock of the first step starts here."""
-        self._scaler = getattr(kwargs.get("optimizer"), "scaler", None)
+        self._scaler = ScalerWatch(getattr(kwargs.get("optimizer"), "scaler", None))
         self._meter.synchronize()
         self._begin_measuring()
 
@@ -163,10 +189,15 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Batches are fetched by now: what passed since the last step is data."""
         self._begin = time.perf_counter()
         self._marks = [self._meter.mark()]
+        self._is_profiled = self.pending is not None and not self._new_shapes()
+        if self._is_profiled and self._busy is not None:
+            self._busy.step_begins()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """One micro-step of several is over."""
         self._marks.append(self._meter.mark())
+        if self._is_profiled and self._busy is not None:
+            self._busy.micro_step_ends(len(self._marks) - 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The last micro-step and gradient clipping are over."""
@@ -180,36 +211,99 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Take the step down; stop when there is enough."""
         self._meter.synchronize()
         end = time.perf_counter()
+        if self.pending is not None:
+            self._end_profiled(self.pending, control)
+            return
         step = self._taken_down(end)
         self._previous_end = end
-        is_warm, new_shapes = len(self._warmup) >= self._effort.warmup_steps, self._new_shapes()
-        is_measured = is_warm and not new_shapes
+        # Steps whose update was left out are cheaper, and the optimizer may have no state yet.
+        again = self._scaler.step_was_skipped() and self._steps_run_again < MOST_SKIPPED_STEPS
+        is_warm, new_shapes = self._is_warm, self._new_shapes()
+        is_measured = is_warm and not new_shapes and not again
         if is_measured:
             self._energy.add()
             self._rehearsals.end(step)
             self._measured.append(step)
-        elif is_warm:
-            self._rehearsals.begin(step, new_shapes)
-        else:
+            self._costs += self._cost_of_step()
+        elif not is_warm:
             self._warmup.append(step)
+            self._warmup_steps += again
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
+        elif new_shapes:
+            self._rehearsals.begin(step, new_shapes)
+        else:
+            self._rehearsals.forget()
+        self._steps_run_again += again
+        self._step_is_over()
+        if is_measured and self._enough():
+            self.pending = self.measurement()
+            if self._busy is not None and self._effort.busy_steps:
+                self._busy.begin()
+            else:
+                self._finish(self.pending, control)
+        elif self._is_warm:
+            self._begin_measuring()
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether as many steps were dropped as the effort says, not counting those whose update was left out."""
+        return len(self._warmup) >= self._warmup_steps
+
+    def _step_is_over(self) -> None:
+        self._steps_seen += 1
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks()[1]
-        self._on_step(len(self._warmup) + self._rehearsals.steps + len(self._measured))
-        if is_measured and self._enough():
-            control.should_training_stop = True
-            self._on_enough(self.measurement())
-        elif len(self._warmup) >= self._effort.warmup_steps:
-            self._begin_measuring()
+        self._on_step(self._steps_seen)
+
+    def _end_profiled(self, measured: Measurement, control: Any) -> None:
+        """A step after the timed ones is over, one of those that are profiled or a rehearsal of one."""
+        assert self._busy is not None
+        if self._is_profiled:
+            self._busy.step_ends(measured.step_seconds, self._relative_cost())
+            self._busy_steps += 1
+        self._step_is_over()
+        if self._busy_steps >= self._effort.busy_steps or self._busy.is_broken:
+            self._finish(measured, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Where the data ends before a step is profiled, what was timed counts all the same."""
+        if self.pending is not None and not self._is_finished:
+            self._finish(self.pending, control)
+
+    def _finish(self, measured: Measurement, control: Any) -> None:
+        """There is enough of everything."""
+        self._is_finished = True
+        control.should_training_stop = True
+        if self._busy is not None:
+            share, cost = self._busy.share, self._busy.cost_seconds
+            measured = replace(measured, gpu_busy_share=share, gpu_busy_cost_seconds=cost)
+        self._on_enough(measured)
+
+    def _cost_of_step(self) -> list[float]:
+        """Padded tokens of the step that is ending, where a schedule knows them."""
+        if self._schedule is None:
+            return []
+        timed = [not new for new in self._schedule.new_lengths[: self._position]]
+        index = sum(timed) if self._schedule.new_lengths else self._position
+        return list(self._schedule.costs[index : index + 1])
+
+    def _relative_cost(self) -> float:
+        """The same over the mean step's that the measurement stands for."""
+        costs = self._cost_of_step()
+        return costs[0] / self._schedule.epoch_cost if costs and self._schedule else 1.0
+
+    @property
+    def _position(self) -> int:
+        """Of the step under way among those that a schedule has after the warm-up's."""
+        return self._steps_seen - self._effort.warmup_steps
 
     def _new_shapes(self) -> int:
         """Shapes of the step under way that are new, where it will come again; warm-up steps are dropped anyhow."""
         if self._rehearsing is not None:
             return self._rehearsing.new_shapes
         new = self._schedule.new_lengths if self._schedule else ()
-        position = self._rehearsals.steps + len(self._measured)
-        return new[position] if position < len(new) else 0
+        return new[self._position] if 0 <= self._position < len(new) else 0
 
     def _begin_measuring(self) -> None:
         """Read the energy, which belongs to no step's time."""
@@ -223,6 +317,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def drop_step(self) -> None:
         """Take nothing down of the step that is ending; the clock of the next one starts here."""
+        if self._is_profiled and self._busy is not None:
+            self._busy.step_is_void()
         self._meter.synchronize()
         self._rehearsals.forget()
         self._begin_measuring()
@@ -264,7 +360,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Seconds of a step, and half the 95 % interval over them; infinite below two steps."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
         if self._schedule is not None:
-            return self._schedule.estimate(whole)
+            return replace(self._schedule, costs=tuple(self._costs)).estimate(whole)
         return statistics.median(whole), relative_spread(whole)
 
     def _whole_step_seconds(self, step: _Step) -> float:
@@ -299,7 +395,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             device_used_bytes=self._meter.device_used_bytes(),
             peak_reserved_first_step_bytes=self._first_reserved,
             allocation_retries=self._meter.allocation_retries(),
-            skipped_steps=skipped_steps(self._scaler),
+            skipped_steps=self._scaler.skipped,
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
             new_length_seconds=self._rehearsals.seconds_a_shape(),

@@ -111,7 +111,7 @@ class _WholeStepsCallback(MeasureCallback):
         needed = batch * args.gradient_accumulation_steps
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
-        super().on_train_begin(args, state, control)
+        super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the step down, unless the end of the data cut it short."""
@@ -153,6 +153,7 @@ class _OwnTrial(Trial):
         assert self._workload.source is not None
         self._source = self._workload.source
         self._finish = finish
+        self._callback: MeasureCallback | None = None
         self._is_unmodified: bool = job.get("unmodified", False)
         self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
 
@@ -197,6 +198,9 @@ class _OwnTrial(Trial):
             train()
             raise UserCodeError(f"{self._source.name} stopped training before enough steps were measured")
         except BaseException as error:
+            if self._callback is not None and self._callback.pending is not None:
+                # Only the profiled step failed, after all that is needed was measured.
+                self._end(self._completed(self._callback.pending, None))
             self._end(self._judged(error))
 
     def _check(self, trainer: Any) -> None:
@@ -227,16 +231,16 @@ class _OwnTrial(Trial):
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         watch = LossWatch(trainer)
         self._effort = _after_what_lies_ready(self._effort, self._candidate, trainer.args)
-        trainer.add_callback(
-            _WholeStepsCallback(
-                self._meter,
-                self._candidate,
-                self._effort,
-                on_enough=lambda measured: self._end(self._measured(measured, trainer, watch)),
-                on_step=lambda step: self._send({"step": step}),
-                rehearsing=rehearsing,
-            )
+        self._callback = _WholeStepsCallback(
+            self._meter,
+            self._candidate,
+            self._effort,
+            on_enough=lambda measured: self._end(self._measured(measured, trainer, watch)),
+            on_step=lambda step: self._send({"step": step}),
+            rehearsing=rehearsing,
+            busy=self._busy_step(),
         )
+        trainer.add_callback(self._callback)
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 

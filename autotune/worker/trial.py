@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,9 @@ from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
 from autotune.worker.feed import BatchShape, Feed, Schedule
+from autotune.worker.gpu_busy import BusyStep, busy_step
 from autotune.worker.losses import LossWatch
-from autotune.worker.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
+from autotune.worker.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
 from autotune.worker.meter import Meter, expand_segments, open_meter
 from autotune.workload import Workload
 
@@ -68,7 +70,7 @@ def trainer_arguments(
     return TrainingArguments(
         **arguments,
         output_dir=output_dir,
-        max_steps=effort.warmup_steps + effort.max_steps + rehearsals,
+        max_steps=most_steps(candidate, effort) + rehearsals,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -80,6 +82,17 @@ def trainer_arguments(
 def _micro_steps(arguments: Any) -> int:
     """All that are run in a trial."""
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
+
+
+def _train_as_far_as_it_is_measured(trainer: Any, callback: MeasureCallback) -> float | None:
+    """Train; the mean loss, ``None`` where only the profiled step failed, after all that is needed was measured."""
+    try:
+        return float(trainer.train().training_loss)
+    except Exception:
+        if callback.pending is None:
+            raise
+        traceback.print_exc()
+        return None
 
 
 class Trial:
@@ -152,6 +165,7 @@ class Trial:
             on_enough=results.append,
             on_step=lambda step: self._send({"step": step}),
             schedule=schedule,
+            busy=self._busy_step(),
         )
         if feed is not None and schedule is not None:
             trainer = feed.trainer(model, arguments, callback, schedule)
@@ -163,12 +177,21 @@ class Trial:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         watch = LossWatch(trainer)
         self._phases.enter("train")
-        loss = trainer.train().training_loss
+        loss = _train_as_far_as_it_is_measured(trainer, callback)
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        if not results:
+        measured = results[0] if results else callback.pending
+        if measured is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        return self._completed(results[0], loss)
+        return self._completed(measured, loss)
+
+    def _busy_step(self) -> BusyStep | None:
+        """What profiles a step after the timed ones, where that is asked for and the device can."""
+        assert self._meter is not None
+        if not self._effort.busy_steps:
+            return None
+        run = micro_steps_to_run(self._candidate, self._effort)
+        return busy_step(self._meter, run, self._candidate.gradient_accumulation_steps)
 
     def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
         return Completed(dataclasses.replace(measured, train_loss=train_loss, cpu_core=self._cpu_core))
@@ -194,7 +217,7 @@ class Trial:
             micro_steps_to_run(candidate, self._effort),
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
-            self._effort.max_steps,
+            most_steps(candidate, self._effort) - self._effort.warmup_steps,
             # What a GPU does for shapes that are new to it (kernels are chosen, built, loaded) takes seconds.
             rehearses=feed.makes_new_shapes and self._device_kind == "cuda",
         )

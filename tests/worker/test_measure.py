@@ -50,22 +50,35 @@ class Drive:
     ) -> None:
         """Steps until the callback has enough; ``extra[i]`` seconds are added to step ``i``."""
         control = SimpleNamespace(should_training_stop=False)
-        run = micro_steps_to_run(self.candidate, self.effort)
         self.callback.on_train_begin(None, None, control)
         while not control.should_training_stop:
             done = len(self.steps)
             assert done < 50, "the callback never has enough"
-            self.clock.sleep(data)
-            self.callback.on_step_begin(None, None, control)
-            for index in range(run):
-                self.clock.sleep(micro[min(index, len(micro) - 1)])
-                if index < run - 1:
-                    self.callback.on_substep_end(None, None, control)
-            self.clock.sleep(extra[done] if done < len(extra) else 0.0)
-            self.callback.on_pre_optimizer_step(None, None, control)
-            self.clock.sleep(optimizer)
-            self.callback.on_optimizer_step(None, None, control)
-            self.callback.on_step_end(None, None, control)
+            more = extra[done] if done < len(extra) else 0.0
+            self.step(control, data=data, micro=micro, optimizer=optimizer, extra=more)
+
+    def step(
+        self,
+        control: Any,
+        *,
+        data: float = 0.0,
+        micro: tuple[float, ...] = (1.0,),
+        optimizer: float = 0.0,
+        extra: float = 0.0,
+    ) -> None:
+        """One optimizer step."""
+        run = micro_steps_to_run(self.candidate, self.effort)
+        self.clock.sleep(data)
+        self.callback.on_step_begin(None, None, control)
+        for index in range(run):
+            self.clock.sleep(micro[min(index, len(micro) - 1)])
+            if index < run - 1:
+                self.callback.on_substep_end(None, None, control)
+        self.clock.sleep(extra)
+        self.callback.on_pre_optimizer_step(None, None, control)
+        self.clock.sleep(optimizer)
+        self.callback.on_optimizer_step(None, None, control)
+        self.callback.on_step_end(None, None, control)
 
     @property
     def measured(self) -> Measurement:

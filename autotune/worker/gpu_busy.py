@@ -1,0 +1,170 @@
+"""For how much of an optimizer step the GPU computes: one more step after the timed ones, in parts under a profiler.
+
+Kineto records every kernel, copy and memset that the GPU executed, with CUDA activity alone and so nothing of torch's
+operations. Profiling slows the host down but hardly the kernels. So the GPU's seconds are taken from the profiled step
+and divided by the seconds of the timed ones.
+
+At most two micro-steps are profiled, whatever the accumulation: one that adds to existing gradients and stands for all
+but the last, and the last one with clipping and the optimizer. What is copied to the GPU before the step begins is not
+in it: that is waiting for data, which is measured apart.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from autotune.worker.meter import Meter
+
+_NS = 1e-9
+
+
+class Profiler(Protocol):
+    """Records what the GPU executes."""
+
+    def start(self) -> None:
+        """Record from now on."""
+
+    def stop(self) -> float | None:
+        """Wait for the device, stop; seconds during which it executed something, ``None`` where it does not say."""
+
+
+class KinetoProfiler:
+    """``torch.profiler`` with CUDA activity alone."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def start(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profile.start()
+
+    def stop(self) -> float | None:
+        profile, self._profile = self._profile, None
+        profile.stop()
+        return busy_seconds(device_intervals(profile))
+
+
+def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
+    """Start and end, in nanoseconds, of all that the GPU executed while ``profile`` ran; ``None`` where it is not told.
+
+    ``profile.events()`` builds a tree of Python objects, which takes many times as long, so the raw events are read.
+    They have no public name; those used here are the same from torch 2.6 to 2.13. Spans that name a part of the
+    program (``record_function``) are no work of the GPU's.
+    """
+    try:
+        events = profile.profiler.kineto_results.events()
+        on_gpu = [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
+        return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_gpu]
+    except (AttributeError, TypeError):
+        return None
+
+
+def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
+    """Seconds that are in at least one of the intervals of nanoseconds; ``None`` where there is none."""
+    total, reached = 0, None
+    for start, end in sorted(intervals or ()):
+        begin = start if reached is None else max(start, reached)
+        total += max(0, end - begin)
+        reached = end if reached is None else max(reached, end)
+    return None if reached is None else total * _NS
+
+
+class BusyStep:
+    """Profiles parts of a step as a training callback goes through it; no error of the profiler leaves it."""
+
+    def __init__(self, profiler: Profiler, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
+        self._profiler = profiler
+        self._meter = meter
+        self._run = micro_steps_run
+        self._micro_steps = micro_steps
+        self._is_recording = False
+        self._began = 0.0
+        self.is_broken = False
+        self._shares: list[float] = []
+        self._cost_seconds = 0.0
+        self._parts: list[float] = []
+
+    @property
+    def _takes_all(self) -> bool:
+        """Whether the whole step is profiled at once; where it has more micro-steps, two of them are."""
+        return self._run < 3
+
+    def begin(self) -> None:
+        """Take the time: what follows is run for the profile alone."""
+        self._began = time.perf_counter()
+
+    def step_begins(self) -> None:
+        """The batches are there."""
+        self._parts = []
+        if self._takes_all:
+            self._start()
+
+    def micro_step_ends(self, number: int) -> None:
+        """So many micro-steps are over, and another one follows."""
+        if self._takes_all:
+            return
+        if number == 2:
+            self._stop()
+        if number in (1, self._run - 1):
+            self._start()
+
+    def step_is_void(self) -> None:
+        """The step was cut short and says nothing."""
+        self._stop()
+
+    def step_ends(self, step_seconds: float, cost: float) -> None:
+        """The step is over; ``cost`` is that of its batches over the mean that ``step_seconds`` stands for."""
+        self._stop()
+        self._cost_seconds += time.perf_counter() - self._began
+        if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
+            return
+        *others, last = self._parts
+        seconds = last + sum(others) * (self._micro_steps - 1)
+        self._shares.append(seconds / cost / step_seconds)
+
+    @property
+    def share(self) -> float | None:
+        """Mean over the profiled steps, above 0 and at most 1; ``None`` where the profiler gave no answer."""
+        if self.is_broken or not self._shares:
+            return None
+        # Kernels of a step may be a little slower than those of the timed ones.
+        return min(1.0, sum(self._shares) / len(self._shares))
+
+    @property
+    def cost_seconds(self) -> float | None:
+        """What all of this took; ``None`` before it was tried."""
+        return self._cost_seconds or None
+
+    def _start(self) -> None:
+        self._guarded(self._profiler.start, starts=True)
+
+    def _stop(self) -> None:
+        if self._is_recording:
+            self._guarded(self._profiler.stop, starts=False)
+
+    def _guarded(self, act: Any, *, starts: bool) -> None:
+        if self.is_broken:
+            return
+        # What was issued before belongs to the part before.
+        self._meter.synchronize()
+        try:
+            found = act()
+        except Exception as error:
+            print(f"autotune: the profiler gives no answer: {error}", file=sys.stderr)
+            self.is_broken = True
+            return
+        self._is_recording = starts
+        if not starts:
+            self._parts.append(found or 0.0)
+
+
+def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:
+    """What profiles a step on this device; ``None`` on a CPU, which has no work of another device's to record."""
+    if meter.device.type != "cuda":
+        return None
+    return BusyStep(KinetoProfiler(), meter, micro_steps_run, micro_steps)

@@ -1,0 +1,193 @@
+"""The share of a step in which the GPU computes: the arithmetic, and that no trial is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_meter import FakeClock, FakeMeter
+from test_measure import Drive
+
+from autotune.trial import Arm, Candidate, Effort, Measurement
+from autotune.worker import gpu_busy, measure
+from autotune.worker.feed import Schedule
+from autotune.worker.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals
+from autotune.worker.measure import micro_steps_to_run
+
+ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "seconds"),
+    [
+        ([(0, 10)], 10e-9),
+        ([(20, 30), (0, 10)], 20e-9),
+        ([(0, 10), (5, 12), (6, 7)], 12e-9),
+        ([(5, 5)], 0.0),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_what_overlaps_counts_once(intervals: Any, seconds: float | None) -> None:
+    found = busy_seconds(intervals)
+    assert found == (None if seconds is None else pytest.approx(seconds))
+
+
+class TestKineto:
+    """The raw events of torch.profiler, on the CPU: the names that are used are there, and none is the GPU's."""
+
+    @pytest.fixture
+    def profile(self) -> Any:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.ones(3).add(1)
+        return profile
+
+    def test_an_event_has_what_is_read_of_it(self, profile: Any) -> None:
+        event = profile.profiler.kineto_results.events()[0]
+        assert event.duration_ns() >= 0
+        assert event.start_ns() > 0
+        assert event.is_user_annotation() is False
+        assert event.device_type().name == "CPU"
+
+    def test_the_hosts_events_are_left_out(self, profile: Any) -> None:
+        assert device_intervals(profile) == []
+
+    def test_another_torch_gives_no_answer_rather_than_an_error(self) -> None:
+        assert device_intervals(SimpleNamespace()) is None
+        strange = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [object()]))
+        assert device_intervals(SimpleNamespace(profiler=strange)) is None
+
+
+class FakeProfiler:
+    """The GPU is busy for a share of the time that passes on the test's clock, and slow to start."""
+
+    def __init__(self, clock: FakeClock, share: float) -> None:
+        self._clock, self._share = clock, share
+        self._began: float | None = None
+        self.windows: list[float] = []
+
+    def start(self) -> None:
+        assert self._began is None, "started twice"
+        self._clock.sleep(0.125)
+        self._began = self._clock.now
+
+    def stop(self) -> float | None:
+        assert self._began is not None
+        self.windows.append(self._clock.now - self._began)
+        self._began = None
+        return self._share * self.windows[-1]
+
+
+class BrokenProfiler:
+    """CUPTI that another profiler holds, say."""
+
+    def start(self) -> None:
+        raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
+    def stop(self) -> float | None:
+        raise AssertionError("never started")
+
+
+class SilentProfiler(FakeProfiler):
+    """It sees no kernel."""
+
+    def stop(self) -> float | None:
+        super().stop()
+        return None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
+    fake = FakeClock()
+    monkeypatch.setattr(measure, "time", fake)
+    monkeypatch.setattr(gpu_busy, "time", fake)
+    return fake
+
+
+def profiled(clock: FakeClock, accumulation: int, profiler: Any, effort: Effort = ONE, **drive: Any) -> Measurement:
+    candidate = Candidate(Arm(), 8, accumulation)
+    driven = Drive(candidate, effort, clock, schedule=drive.pop("schedule", None))
+    run = micro_steps_to_run(candidate, effort)
+    driven.callback._busy = BusyStep(profiler, driven.meter, run, accumulation)
+    driven.run(data=1.0, micro=drive.pop("micro", (2.0,)), optimizer=1.0, **drive)
+    return driven.measured
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 64])
+def test_the_share_is_of_the_candidates_whole_step(clock: FakeClock, accumulation: int) -> None:
+    measured = profiled(clock, accumulation, FakeProfiler(clock, 0.5))
+    # Half of every micro-step and of the optimizer, none of the waiting for data, which is a third of a micro-step's
+    # seconds where they are added up.
+    data = measured.data_seconds
+    assert data is not None
+    assert measured.gpu_busy_share == pytest.approx(0.5 * (1 - data / measured.step_seconds))
+
+
+def test_a_long_accumulation_is_profiled_in_part(clock: FakeClock) -> None:
+    profiler = FakeProfiler(clock, 0.5)
+    profiled(clock, 64, profiler, Effort(1, 2, 2, max_seconds=1000.0, max_micro_steps=64, busy_steps=1))
+    assert profiler.windows == pytest.approx([2.0, 3.0]), "one micro-step; the last one and the optimizer"
+
+
+def test_the_timed_steps_are_as_without(clock: FakeClock) -> None:
+    without = profiled(clock, 8, FakeProfiler(clock, 0.5), Effort(1, 2, 2, max_seconds=1000.0))
+    measured = profiled(clock, 8, FakeProfiler(clock, 0.5))
+    assert measured.step_seconds_each == pytest.approx(without.step_seconds_each)
+    assert without.gpu_busy_share is without.gpu_busy_cost_seconds is None
+    # One step of three micro-steps, and the profiler was started twice.
+    assert measured.gpu_busy_cost_seconds == pytest.approx(1 + 3 * 2 + 1 + 2 * 0.125)
+
+
+def test_it_is_at_most_one(clock: FakeClock) -> None:
+    assert profiled(clock, 1, FakeProfiler(clock, 7.0)).gpu_busy_share == 1.0
+
+
+def test_several_steps_give_their_mean(clock: FakeClock) -> None:
+    measured = profiled(clock, 1, FakeProfiler(clock, 0.5), Effort(1, 2, 2, max_seconds=1000.0, busy_steps=3))
+    assert measured.gpu_busy_share == pytest.approx(0.5 * 3 / 4)
+
+
+@pytest.mark.parametrize("profiler", [BrokenProfiler, SilentProfiler])
+def test_a_profiler_that_fails_costs_the_share_alone(clock: FakeClock, profiler: Any) -> None:
+    made = profiler() if profiler is BrokenProfiler else profiler(clock, 0.5)
+    measured = profiled(clock, 4, made)
+    assert measured.gpu_busy_share is None
+    assert measured.samples_per_second > 0
+
+
+def test_batches_of_other_lengths_are_set_right(clock: FakeClock) -> None:
+    # The two timed steps are of the epoch's mean, the profiled one is half as long.
+    schedule = Schedule((), 1, (100.0, 100.0, 50.0), 100.0, 512)
+    # Of each step: extra seconds that its batch takes.
+    measured = profiled(clock, 1, FakeProfiler(clock, 0.5), schedule=schedule, micro=(0.0,), extra=(3, 3, 3, 1))
+    assert measured.step_seconds == pytest.approx(5.0)
+    # Half of 1 + 1 seconds, in a step that is half as long as the mean.
+    assert measured.gpu_busy_share == pytest.approx(0.5 * 2.0 * 2 / 5.0)
+
+
+def test_a_rehearsal_is_not_profiled(clock: FakeClock) -> None:
+    profiler = FakeProfiler(clock, 0.5)
+    schedule = Schedule((), 1, (1.0, 1.0, 1.0), 1.0, 512, new_lengths=(0, 0, 2, 0))
+    profiled(clock, 1, profiler, schedule=schedule, extra=(0, 0, 0, 99.0))
+    assert profiler.windows == pytest.approx([3.0])
+
+
+def test_what_was_timed_counts_where_the_data_ends(clock: FakeClock) -> None:
+    candidate = Candidate(Arm(), 8)
+    drive = Drive(candidate, ONE, clock)
+    drive.callback._busy = BusyStep(FakeProfiler(clock, 0.5), drive.meter, 1, 1)
+    control = SimpleNamespace(should_training_stop=False)
+    drive.callback.on_train_begin(None, None, control)
+    for _ in range(3):
+        drive.step(control)
+    assert drive.measurements == []
+    assert drive.callback.pending is not None, "a failure from here on costs nothing"
+    drive.callback.on_train_end(None, None, control)
+    assert drive.measured.gpu_busy_share is None
+
+
+def test_a_cpu_has_no_device_to_profile(clock: FakeClock) -> None:
+    assert busy_step(FakeMeter(clock), 1, 1) is None

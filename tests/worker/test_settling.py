@@ -1,0 +1,119 @@
+"""fp16's gradient scaler leaves updates out until its scale fits: such steps are not measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_meter import FakeClock
+from test_measure import Drive
+
+from autotune.trial import Arm, Candidate, Effort
+from autotune.worker import measure
+from autotune.worker.feed import Schedule
+from autotune.worker.losses import ScalerWatch
+from autotune.worker.measure import MOST_SKIPPED_STEPS, most_steps
+
+FP16 = Candidate(Arm("fp16"), 8)
+# A skipped step takes a second, any other one two.
+SKIPPED, WHOLE = 1.0, 2.0
+
+
+class Scaling:
+    """A real scaler and optimizer, whose gradients overflow in the steps that the test says."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu")
+        self._weight = torch.nn.Parameter(torch.ones(1))
+        self.optimizer = torch.optim.AdamW([self._weight])
+
+    def step(self, overflows: bool) -> None:
+        """One update, left out where the gradient is no number."""
+        self.scaler.scale(self._weight.sum()).backward()
+        assert self._weight.grad is not None
+        if overflows:
+            self._weight.grad.fill_(float("inf"))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.optimizer.state)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(measure, "time", fake)
+    return fake
+
+
+def run(clock: FakeClock, effort: Effort, overflows: tuple[bool, ...], schedule: Schedule | None = None) -> Drive:
+    """Steps until the callback has enough; those beyond ``overflows`` are whole."""
+    scaling, drive = Scaling(), Drive(FP16, effort, clock, schedule=schedule)
+    control: Any = SimpleNamespace(should_training_stop=False)
+    drive.callback.on_train_begin(None, None, control, optimizer=SimpleNamespace(scaler=scaling.scaler))
+    while not control.should_training_stop:
+        done = len(drive.steps)
+        assert done < most_steps(FP16, effort), "it needs more steps than the Trainer is given"
+        skips = done < len(overflows) and overflows[done]
+        scaling.step(skips)
+        drive.step(control, micro=(SKIPPED if skips else WHOLE,))
+    assert scaling.has_state or len(overflows) > MOST_SKIPPED_STEPS
+    return drive
+
+
+EFFORT = Effort(warmup_steps=2, min_steps=3, max_steps=3, max_seconds=1000.0)
+
+
+@pytest.mark.parametrize(
+    "overflows",
+    [
+        (),
+        (True, True, True, True, True),
+        (False, False, True, True),
+        (True, False, False, False, True),
+    ],
+)
+def test_no_measured_step_was_skipped(clock: FakeClock, overflows: tuple[bool, ...]) -> None:
+    measured = run(clock, EFFORT, overflows).measured
+    assert measured.step_seconds_each == pytest.approx([WHOLE] * 3)
+    assert measured.skipped_steps == sum(overflows)
+
+
+def test_two_whole_steps_come_before_the_measured_ones(clock: FakeClock) -> None:
+    measured = run(clock, EFFORT, (True, True, True)).measured
+    assert measured.warmup_step_seconds == pytest.approx([SKIPPED] * 3 + [WHOLE] * 2)
+
+
+def test_a_scale_that_never_settles_is_measured_all_the_same(clock: FakeClock) -> None:
+    measured = run(clock, EFFORT, (True,) * 60).measured
+    assert measured.step_seconds_each == pytest.approx([SKIPPED] * 3)
+    assert measured.skipped_steps == MOST_SKIPPED_STEPS + 2 + 3
+
+
+def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
+    # The first measured step is skipped, so that the second to fourth of the schedule count; all are of the mean.
+    schedule = Schedule((), 1, (9.0, 1.0, 1.0, 1.0), 1.0, 512)
+    measured = run(clock, EFFORT, (False, False, True), schedule).measured
+    assert measured.step_seconds == pytest.approx(WHOLE)
+    assert measured.step_seconds_each == pytest.approx([WHOLE] * 3)
+
+
+def test_without_a_scaler_nothing_is_skipped() -> None:
+    assert ScalerWatch().step_was_skipped() is False
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    assert ScalerWatch(disabled).step_was_skipped() is False
+
+
+def test_another_scale_to_begin_with_is_counted_too() -> None:
+    scaling = Scaling()
+    scaling.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    watch = ScalerWatch(scaling.scaler)
+    for overflows in (True, False, True):
+        scaling.step(overflows)
+        assert watch.step_was_skipped() is overflows
+    assert watch.skipped == 2
