@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autotune.answers import KeptPredictions, inspection_key
+from autotune.device.presence import Presence
 from autotune.errors import NoResultError, NothingFitsError
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare
@@ -19,7 +20,7 @@ from autotune.runner import LocalRunner
 from autotune.samples import read_data
 from autotune.store import Store, StudyRecord, open_store
 from autotune.trial import Document
-from autotune.watch import WatchedRunner
+from autotune.watch import SharedRunner, WatchedRunner
 
 
 def conduct(
@@ -35,6 +36,7 @@ def conduct(
     It is made when the request is known to be one that can be run. Logs are kept in ``folder``.
     """
     with contextlib.ExitStack() as stack:
+        presence = stack.enter_context(Presence(request.device.uuid))
         request = read_data(request, runner, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload)
         remembered = store.answers.find(key) if store is not None and key is not None else None
@@ -43,7 +45,7 @@ def conduct(
         store = store or stack.enter_context(open_store(storage))
         if remembered is None and key is not None:
             store.answers.keep(key, "inspection", facts)
-        record = _search(prepared, runner, store, observer, folder)
+        record = _search(prepared, runner, store, observer, folder, presence)
         return record, load_report(store, record.name)
 
 
@@ -56,7 +58,9 @@ def _inspect(request: SearchRequest, runner: LocalRunner, observer: Observer) ->
     return runner.inspect(request.trial_timeout_seconds)
 
 
-def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path) -> StudyRecord:
+def _search(
+    prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path, presence: Presence
+) -> StudyRecord:
     """The search itself; where it ends without a result, where its trials can be seen all the same."""
     interruption = Interruption()
     try:
@@ -64,7 +68,7 @@ def _search(prepared: Prepared, runner: LocalRunner, store: Store, observer: Obs
             forecast = forecast_of(prepared, runner, KeptPredictions(store.answers, prepared.request.workload))
             device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
             watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
-            trials = watched if device.kind == "cuda" else runner
+            trials = watched if device.kind == "cuda" else SharedRunner(runner, presence)
             return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))

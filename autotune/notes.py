@@ -6,7 +6,7 @@ import math
 
 from autotune.report import Report, data_facts, measurement
 from autotune.store import NOTHING_LEFT, TrialRecord
-from autotune.trial import Completed, Failed, Measurement, OutOfMemory, source_of
+from autotune.trial import Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
 from autotune.units import format_seconds, plural
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
@@ -66,10 +66,17 @@ def _disturbances(report: Report) -> list[str]:
         return []
     last = marked[-1].outcome
     why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
-    found = [f"{len(marked)} trials were disturbed and run again as far as that helped; the last one: {why}"]
+    again = " and run again as far as that helped" if any(_is_run_again(t.outcome) for t in marked) else ""
+    found = [
+        f"{plural(len(marked), 'trial')} {'was' if len(marked) == 1 else 'were'} disturbed{again}; the last: {why}"
+    ]
     if report.best in marked:
         found.append("the winner itself was measured under a disturbance: it may be faster than it looks")
     return found
+
+
+def _is_run_again(outcome: Outcome | None) -> bool:
+    return not isinstance(outcome, Completed) or outcome.run_again
 
 
 def compiled_notes(report: Report) -> list[str]:

@@ -56,7 +56,7 @@ def _kind(trial: TrialRecord) -> str | None:
             return "interrupted"
         case Failed(reason=reason) if reason in TRANSIENT:
             return "fault"
-        case Completed(disturbed=why) | OutOfMemory(disturbed=why) if why:
+        case Completed(disturbed=why, run_again=True) | OutOfMemory(disturbed=why) if why:
             return "disturbed"
     return None
 

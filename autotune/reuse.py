@@ -13,13 +13,14 @@ under this search's ceiling, with as many steps as this search asks for. What ca
   depend on how often: so one accumulation speaks of every other of 2 or more. That is derived, and
   counts as measured in part: a winner is run in full.
 
-Faults and disturbed trials say nothing.
+Faults and disturbed trials say nothing. A candidate that is measured a second time must not get the same earlier
+trial again: whoever asks names the trials that may not answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from autotune.device import Ceiling
 from autotune.history import History, Tried, cap_of, ran_in_full
@@ -75,24 +76,26 @@ class Library:
             key = trial.candidate.arm, trial.candidate.per_device_train_batch_size
             self._completed.setdefault(key, []).append(past)
 
-    def answer(self, candidate: Candidate, effort: Effort, *, in_full: bool = False) -> Outcome | None:
-        """What a trial of the candidate with this effort would show; ``None`` where one has to be run.
+    def answer(
+        self, candidate: Candidate, effort: Effort, *, in_full: bool = False, not_from: Collection[str] = ()
+    ) -> Outcome | None:
+        """Return what a trial of the candidate with this effort would show; ``None`` where one has to be run.
 
-        ``in_full`` asks for a measurement of whole steps, micro-step for micro-step.
+        ``in_full`` asks for a measurement of whole steps, micro-step for micro-step. ``not_from`` names trials that
+        may not answer: for a second measurement, those that the candidate's outcomes so far are from (see
+        ``autotune.trial.process_of``). A second measurement is never derived from a trial of another candidate.
         """
-        measured = [found for found in self._exact(candidate) if _says_enough(found, candidate, effort)]
-        over = [
-            found
-            for found in self._exact(candidate)
-            if found.measurement.judged_bytes(candidate.arm) > self._line_bytes
-        ]
+        is_second = bool(not_from)
+        exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]
+        measured = [found for found in exact if _says_enough(found, candidate, effort)]
+        over = [found for found in exact if found.measurement.judged_bytes(candidate.arm) > self._line_bytes]
         for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
             if found:
                 return found[-1]
         return (
             (None if in_full or not measured else measured[-1])
-            or self._ran_out(candidate)
-            or (None if in_full else self._derived(candidate, effort))
+            or self._ran_out(candidate, not_from)
+            or (None if in_full or is_second else self._derived(candidate, effort))
         )
 
     def _exact(self, candidate: Candidate) -> list[Completed]:
@@ -122,10 +125,10 @@ class Library:
             assert isinstance(past.trial.outcome, Completed)
             yield past, past.trial.outcome
 
-    def _ran_out(self, candidate: Candidate) -> OutOfMemory | None:
-        """An out-of-memory of this candidate, or of one that needs no more."""
-        same = self._over.outcomes_of(candidate)
-        tried = same[-1] if same else self._over.ruled_out_by(candidate)
+    def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
+        """Return an out-of-memory of this candidate, or, unless it is a second answer, of one that needs no more."""
+        same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
+        tried = same[-1] if same else None if not_from else self._over.ruled_out_by(candidate)
         if tried is None or not isinstance(tried.outcome, OutOfMemory):
             return None
         past = self._sources[tried.trial_id]
@@ -194,6 +197,11 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
 def _was_disturbed(outcome: Outcome) -> bool:
     """Whether the record says that something else was going on meanwhile."""
     return bool(getattr(outcome, "disturbed", ()))
+
+
+def _trial_id(reused: Completed) -> str | None:
+    """Return the id of the earlier trial that an outcome was taken from."""
+    return None if reused.source is None else reused.source.trial_id
 
 
 def _source(past: PastTrial, *, derived: bool) -> Source:

@@ -7,6 +7,7 @@ values that cross the process border and the database as plain JSON documents.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -222,10 +223,12 @@ class Completed:
     measurement: Measurement
     phase_seconds: PhaseSeconds = field(default_factory=dict)
     disturbed: tuple[str, ...] = ()
-    """What came from outside while it was measured, each in a few words: such a trial is run again."""
+    """What came from outside while it was measured, each in a few words; other studies do not reuse it then."""
     state: Literal["completed"] = "completed"
     source: Source | None = None
     """``None`` for a trial that was run."""
+    run_again: bool = True
+    """Whether a disturbed trial is run again: what disturbed it may be over soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,32 @@ Outcome = Completed | OutOfMemory | Failed
 def source_of(outcome: Outcome | None) -> Source | None:
     """The earlier trial that the outcome was taken from; ``None`` where there is none."""
     return outcome.source if isinstance(outcome, Completed | OutOfMemory) else None
+
+
+def process_of(trial_id: str, outcome: Outcome) -> str:
+    """Return the id of the trial whose process measured an outcome, which may be a trial of an earlier study."""
+    source = source_of(outcome)
+    return trial_id if source is None else source.trial_id
+
+
+def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
+    """Count the processes that measured some outcomes, given with the ids of their trials.
+
+    An outcome that was taken from an earlier trial counts as that trial, however often it was taken. Derived ones do
+    not count: no process ran that candidate.
+    """
+    return len(
+        {
+            process_of(trial_id, outcome)
+            for trial_id, outcome in measured
+            if (source := source_of(outcome)) is None or not source.derived
+        }
+    )
+
+
+def were_measured_in_turn(outcomes: Iterable[Outcome]) -> bool:
+    """Return whether outcomes can be compared as measured one after the other: none is from an earlier study."""
+    return all(source_of(outcome) is None for outcome in outcomes)
 
 
 def outcome_document(outcome: Outcome) -> Document:

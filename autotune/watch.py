@@ -1,4 +1,4 @@
-"""What others do to a GPU while trials run on it: trials wait for their memory, and are marked where disturbed."""
+"""Watch what others do to a device while trials run: trials wait for a GPU's memory, and are marked where disturbed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from autotune.device import Condition, Device, busy_pids, device_condition
+from autotune.device.presence import Presence, had_company
 from autotune.errors import DeviceError
 from autotune.runner.local import Progress, TrialJob
 from autotune.trial import Completed, Failed, Outcome, OutOfMemory
@@ -30,15 +31,19 @@ _CLOCK_DROP = 0.8
 _FEWEST_SAMPLES = 4
 
 
-class OwnedRunner(Protocol):
+class TrialRunner(Protocol):
+    """Whatever runs trials."""
+
+    def run(self, job: TrialJob, progress: Progress) -> Outcome:
+        """Run one trial to its end."""
+
+
+class OwnedRunner(TrialRunner, Protocol):
     """A runner that says which process its trial is."""
 
     @property
     def trial_pid(self) -> int | None:
         """The process of the running trial."""
-
-    def run(self, job: TrialJob, progress: Progress) -> Outcome:
-        """Run one trial to its end."""
 
 
 class WatchedRunner:
@@ -135,6 +140,27 @@ class WatchedRunner:
             found.append(f"clocks of {clock} MHz, not {self._best_clock_mhz} MHz as before")
         self._best_clock_mhz = max(self._best_clock_mhz, clock)
         return found
+
+
+class SharedRunner:
+    """A runner around another that marks what it measured while other searches used the same device.
+
+    For a CPU, which several searches may use. Such a measurement is not repeated, since the other search may last
+    longer than this one, but no later search takes it over.
+    """
+
+    def __init__(self, runner: TrialRunner, presence: Presence) -> None:
+        self._runner = runner
+        self._presence = presence
+
+    def run(self, job: TrialJob, progress: Progress) -> Outcome:
+        """Run one trial to its end."""
+        before = self._presence.mark()
+        outcome = self._runner.run(job, progress)
+        if isinstance(outcome, Completed) and had_company(before, self._presence.mark()):
+            why = "another search used this CPU"
+            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
+        return outcome
 
 
 def _is_short(now: Condition, needed_bytes: int) -> bool:

@@ -31,9 +31,12 @@ from autotune.trial import (
     Measurement,
     Outcome,
     OutOfMemory,
+    distinct_processes,
     outcome_document,
     outcome_from_document,
+    process_of,
     source_of,
+    were_measured_in_turn,
 )
 from autotune.units import GIB
 
@@ -115,6 +118,13 @@ class TestAnswers:
         candidate = Candidate(BF16, 32)
         assert library(past(candidate, outcome)).answer(candidate, Effort()) is None
 
+    def test_a_disturbed_measurement_says_nothing(self) -> None:
+        candidate = Candidate(BF16, 32)
+        disturbed = dataclasses.replace(measured(candidate), disturbed=("another search used this CPU",))
+        assert library(past(candidate, disturbed)).answer(candidate, Effort()) is None
+        once_more = outcome_from_document(outcome_document(dataclasses.replace(disturbed, run_again=False)))
+        assert library(past(candidate, once_more)).answer(candidate, Effort()) is None
+
     def test_host_memory_says_nothing(self) -> None:
         candidate = Candidate(BF16, 32)
         assert library(past(candidate, OutOfMemory("killed", where="host"))).answer(candidate, Effort()) is None
@@ -166,6 +176,62 @@ class TestAnswers:
             assert found.source is not None
             assert found.source.describe() == "derived from trial 7 of earlier"
         assert known.answer(Candidate(BF16, 56), Effort()) is None
+
+
+class TestSecondMeasurements:
+    """What may answer when a candidate is to be measured once more."""
+
+    def test_no_trial_answers_twice(self) -> None:
+        candidate = Candidate(BF16, 32, 2)
+        older, newer = (past(candidate, measured(candidate), number=number) for number in (1, 2))
+        known = library(older, newer)
+        first = known.answer(candidate, Effort(), in_full=True)
+        assert first is not None
+        asked = {process_of("own", first)}
+        assert asked == {newer.trial.id}
+        second = known.answer(candidate, Effort(), in_full=True, not_from=asked)
+        assert second is not None
+        assert process_of("own", second) == older.trial.id
+        assert known.answer(candidate, Effort(), in_full=True, not_from={older.trial.id, newer.trial.id}) is None
+
+    def test_nothing_is_derived(self) -> None:
+        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4))))
+        wanted = Candidate(BF16, 16, 8)
+        assert known.answer(wanted, Effort()) is not None
+        assert known.answer(wanted, Effort(), not_from={"own"}) is None
+
+    def test_running_out_answers_once(self) -> None:
+        candidate = Candidate(BF16, 64)
+        ran_out, less = past(candidate, out_of_memory()), past(Candidate(BF16, 32), out_of_memory())
+        assert library(ran_out, less).answer(candidate, Effort(), not_from={ran_out.trial.id}) is None
+        assert library(ran_out, less).answer(candidate, Effort(), not_from={"own"}) is not None
+
+    def test_one_over_the_line_answers_once(self) -> None:
+        candidate = Candidate(BF16, 8, 8)
+        over = past(candidate, measured(candidate, 19.9))
+        assert library(over).answer(candidate, Effort()) is not None
+        assert library(over).answer(candidate, Effort(), not_from={over.trial.id}) is None
+
+
+class TestProcesses:
+    """How many processes measured a candidate."""
+
+    def test_one_that_is_reused_twice_counts_once(self) -> None:
+        candidate = Candidate(BF16, 32, 2)
+        earlier = past(candidate, measured(candidate))
+        reused = library(earlier).answer(candidate, Effort())
+        own = measured(candidate)
+        assert reused is not None
+        assert distinct_processes([("a", reused), ("b", reused)]) == 1
+        assert distinct_processes([("a", reused), ("b", own), ("c", own)]) == 3
+        assert not were_measured_in_turn([own, reused])
+        assert were_measured_in_turn([own, own])
+
+    def test_a_derived_one_does_not_count(self) -> None:
+        known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4))))
+        derived = known.answer(Candidate(BF16, 16, 8), Effort())
+        assert derived is not None
+        assert distinct_processes([("a", derived)]) == 0
 
 
 class TestDerived:

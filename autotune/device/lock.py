@@ -168,3 +168,8 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):
         return str(os.getuid())
+
+
+def open_lock_file(name: str, folder: Path | None = None) -> int:
+    """Open the file of a lock by name, without taking the lock; ``OSError`` where none can be kept."""
+    return _open(Lock(name, folder)._path)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import TINY_SEARCH, Ran, Run, command, environment, run_process
 
+from autotune.device.presence import Presence
+
 AGAIN = (*TINY_SEARCH, "--effective-batch", "16")
 
 
@@ -65,6 +67,16 @@ def test_repeated_under_its_own_name_no_process_is_started(copy: Path) -> None:
     assert again.code == 0, again.stderr
     assert "starting a process" not in again.stderr
     assert json.loads(again.stdout)["trials"] == json.loads(before.stdout)["trials"]
+
+
+def test_what_was_measured_beside_another_search_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "studies.db"
+    with Presence("cpu"):
+        ran = search_again(path, "--study", "first", "--trials", "1", "--no-baseline")
+    assert ran.code == 0, ran.stderr
+    assert [trial["disturbed"] for trial in json.loads(ran.stdout)["trials"]] == [["another search used this CPU"]]
+    again = search_again(path, "--study", "second", "--trials", "1", "--no-baseline")
+    assert [(trial["stage"], trial["disturbed"]) for trial in json.loads(again.stdout)["trials"]] == [("search", [])]
 
 
 def test_another_variable_that_changes_speed_is_another_environment(copy: Path) -> None:

@@ -1,0 +1,76 @@
+"""Notice whether other searches use a device that may be shared, while one of this process measures on it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autotune.device.lock import open_lock_file
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was known of other searches at one moment."""
+
+    is_alone: bool
+    arrivals: int | None
+    """How many searches have come to the device so far; ``None`` where that cannot be known."""
+
+
+class Presence:
+    """A search's presence on a device, from entering to leaving the block.
+
+    All searches on a device hold a shared lock on one file, and each adds a byte to it when it comes. The kernel
+    takes the lock back when a process ends, however that happens. Where no lock can be kept, others go unnoticed.
+    """
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self._name = f"searches on {name}"
+        self._folder = folder
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.suppress(OSError):
+            self._fd = open_lock_file(self._name, self._folder)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            # In append mode two that come at once do not overwrite each other's byte.
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
+            os.write(self._fd, b"\n")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def mark(self) -> Mark:
+        """Look who is there now; two marks say whether anybody else was there between them."""
+        if self._fd is None:
+            return Mark(is_alone=True, arrivals=None)
+        try:
+            return Mark(self._is_alone(self._fd), os.fstat(self._fd).st_size)
+        except OSError:
+            return Mark(is_alone=True, arrivals=None)
+
+    @staticmethod
+    def _is_alone(fd: int) -> bool:
+        """Try for the lock that nobody can have beside another; what was held is lost in a failed attempt."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+
+
+def had_company(before: Mark, after: Mark) -> bool:
+    """Return whether another search was on the device at any time between two marks."""
+    return not (before.is_alone and after.is_alone and before.arrivals == after.arrivals)

@@ -1,0 +1,141 @@
+"""Searches on one CPU: who notices whom, and what becomes of what they measured meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from recorded import job_of, measurement
+
+from autotune.device.lock import FOLDER_VARIABLE
+from autotune.device.presence import Presence, had_company
+from autotune.repeats import Repeats
+from autotune.runner.local import Progress, TrialJob
+from autotune.store import TrialRecord
+from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.watch import SharedRunner
+
+CANDIDATE = Candidate(Arm("bf16"), 8)
+COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))
+
+STAY = """
+import sys
+from autotune.device.presence import Presence
+with Presence("cpu"):
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the locks of this test."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    return tmp_path / "locks"
+
+
+@contextmanager
+def another_search() -> Iterator[subprocess.Popen[str]]:
+    """Another process with a search on the CPU, which is gone at the end of the block."""
+    process = subprocess.Popen([sys.executable, "-c", STAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class TestPresence:
+    def test_alone(self) -> None:
+        with Presence("cpu") as ours:
+            before = ours.mark()
+            assert not had_company(before, ours.mark())
+
+    def test_one_that_was_there_before(self) -> None:
+        with another_search(), Presence("cpu") as ours:
+            before = ours.mark()
+            assert had_company(before, ours.mark())
+
+    def test_one_that_comes_and_stays(self) -> None:
+        with Presence("cpu") as ours:
+            before = ours.mark()
+            with another_search():
+                assert had_company(before, ours.mark())
+
+    def test_one_that_comes_and_goes(self) -> None:
+        with Presence("cpu") as ours:
+            before = ours.mark()
+            with another_search():
+                pass
+            assert had_company(before, ours.mark())
+
+    def test_one_that_was_killed_before_is_not_there(self) -> None:
+        with another_search() as process, Presence("cpu") as ours:
+            assert not ours.mark().is_alone
+            process.kill()
+            process.wait()
+            before = ours.mark()
+            assert not had_company(before, ours.mark())
+
+    def test_looking_takes_nothing_away_from_others(self) -> None:
+        with Presence("cpu") as ours, Presence("cpu") as theirs:
+            assert not ours.mark().is_alone
+            assert not theirs.mark().is_alone
+            assert not ours.mark().is_alone
+
+    def test_one_on_another_device(self) -> None:
+        with Presence("cpu") as ours, Presence("GPU-1"):
+            assert ours.mark().is_alone
+
+    def test_without_a_folder_for_locks_nobody_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(FOLDER_VARIABLE, "/proc/no/such")
+        with Presence("cpu") as ours, Presence("cpu"):
+            before = ours.mark()
+            assert not had_company(before, ours.mark())
+
+
+class Trials:
+    """Runs trials that end with one outcome, in the middle of which another search may come and go."""
+
+    def __init__(self, outcome: Outcome, *, disturbing: bool) -> None:
+        self._outcome = outcome
+        self._disturbing = disturbing
+
+    def run(self, job: TrialJob, progress: Progress) -> Outcome:
+        if self._disturbing:
+            with Presence("cpu"):
+                pass
+        return self._outcome
+
+
+def run(outcome: Outcome, *, disturbing: bool) -> Outcome:
+    with Presence("cpu") as presence:
+        return SharedRunner(Trials(outcome, disturbing=disturbing), presence).run(job_of(CANDIDATE, 1000), print)
+
+
+class TestSharedRunner:
+    def test_a_trial_alone_is_as_it_was(self) -> None:
+        assert run(COMPLETED, disturbing=False) == COMPLETED
+
+    def test_a_measurement_beside_another_search_is_marked(self) -> None:
+        outcome = run(COMPLETED, disturbing=True)
+        assert isinstance(outcome, Completed)
+        assert outcome.disturbed == ("another search used this CPU",)
+        assert outcome.measurement == COMPLETED.measurement
+
+    def test_running_out_of_memory_does_not_depend_on_others(self) -> None:
+        ran_out = OutOfMemory("DefaultCPUAllocator: can't allocate memory")
+        assert run(ran_out, disturbing=True) == ran_out
+
+    def test_what_was_marked_counts_at_once(self) -> None:
+        # The other search may last longer than this one, so nothing is won by running the trial again.
+        record = TrialRecord("s", 0, CANDIDATE, "w", "e", outcome=run(COMPLETED, disturbing=True))
+        repeats = Repeats()
+        assert repeats.take(record) == record
+        assert repeats.next is None
