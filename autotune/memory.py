@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.device import Ceiling
 from autotune.device.chips import Chip
 from autotune.loader import plain_loader
-from autotune.trial import Arm, Candidate, Completed, Document, Outcome
+from autotune.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Of one arm at one batch, with or without accumulation."""
+    """The predicted peaks of one arm at one per-device batch and accumulation."""
 
     per_device_train_batch_size: int
-    accumulates: bool
+    gradient_accumulation_steps: int
+    micro_batch_bytes: int
+    """What the inputs of one micro-step take. The Trainer has those of all micro-steps on the device at once."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     """By a model of the caching allocator, without meeting the cap where that could be helped."""
@@ -59,8 +62,8 @@ class Question:
     """One prediction job: a memory class, at some batches."""
 
     arm: Arm
-    batches: tuple[tuple[int, bool], ...]
-    """Per-device batches, each with whether it accumulates."""
+    batches: tuple[tuple[int, int], ...]
+    """Pairs of per-device batch and accumulation."""
     multiple: int | None
     """Also find the largest multiple of this that fits, without accumulation."""
 
@@ -89,7 +92,7 @@ def _arm_document(arm: Arm) -> Document:
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
     """What to ask for these arms and ``(batch, accumulation)`` pairs, each memory class once, in the arms' order."""
-    wanted = tuple(sorted({(batch, accumulation > 1) for batch, accumulation in batches}))
+    wanted = tuple(sorted(set(batches)))
     first_of_class: dict[Arm, Arm] = {}
     for arm in arms:
         first_of_class.setdefault(prediction_class(arm), arm)
@@ -99,30 +102,142 @@ def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple:
 # A trial that is predicted to be over is skipped only when that is beyond doubt. On twelve models the
 # peak of allocated bytes was predicted at most 4.9 % too high (Llama-3.2-1B, bf16), else within 1.4 %.
 _ALLOCATED_DOUBT = 0.05
+# The most that a cap had to exceed the peak of allocated bytes for a trial to run under it: GPT-2, checkpointed, H200.
+_MOST_FRAGMENTED = 0.27
+
+
+@dataclass(frozen=True)
+class Check:
+    """A predicted peak of allocated bytes beside what a trial showed."""
+
+    arm: Arm
+    """The prediction class of what was measured."""
+    predicted_bytes: int
+    measured_bytes: int | None
+    """``None`` where the trial ran out of memory although it was predicted to fit by far."""
+
+    @property
+    def relative_error(self) -> float | None:
+        """Measured over predicted, less one."""
+        return None if self.measured_bytes is None else self.measured_bytes / self.predicted_bytes - 1
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the measured peak is near enough for predictions of its class to rule anything out."""
+        error = self.relative_error
+        return error is not None and abs(error) <= _ALLOCATED_DOUBT
+
+
+@dataclass(frozen=True)
+class _Correction:
+    """What measurements say about predicted peaks: ``ratio × predicted + offset``."""
+
+    ratio: float = 1.0
+    offset_bytes: float = 0.0
+
+    def of(self, predicted_bytes: int) -> int:
+        """The corrected peak."""
+        return round(self.ratio * predicted_bytes + self.offset_bytes)
+
+
+def _correction(checks: Sequence[Check]) -> _Correction:
+    """Fit measured to predicted peaks of one class.
+
+    Where all agree, the median offset: what is missing is nearly the same at every batch. Else the slope is wrong,
+    too: the median slope between two measurements (Theil-Sen), or with one measurement the line through zero.
+    """
+    points = [(check.predicted_bytes, check.measured_bytes) for check in checks if check.measured_bytes is not None]
+    if not points:
+        return _Correction()
+    ratio = 1.0
+    if not all(check.agrees for check in checks):
+        slopes = [(y - b) / (x - a) for (a, b), (x, y) in itertools.combinations(points, 2) if x != a]
+        ratio = statistics.median([slope for slope in slopes if slope > 0] or [y / x for x, y in points])
+        if not slopes:
+            return _Correction(ratio)
+    return _Correction(ratio, statistics.median(y - ratio * x for x, y in points))
+
+
+def _typical_correction(checks: Sequence[Check]) -> _Correction:
+    """What other classes say of one that was not measured: their median ratio, where they disagree at all."""
+    errors = [check.relative_error for check in checks if check.relative_error is not None]
+    if not errors or all(check.agrees for check in checks):
+        return _Correction()
+    return _Correction(1 + statistics.median(errors))
+
+
+def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
+    """Whether what ran out of memory shows that the candidate does not fit: at no larger a batch, with no more kept."""
+    arm = candidate.arm
+    classes = {prediction_class(arm), prediction_class(dataclasses.replace(arm, gradient_checkpointing=True))}
+    return (
+        prediction_class(over.arm) in classes
+        and over.per_device_train_batch_size <= candidate.per_device_train_batch_size
+        and over.accumulates <= candidate.accumulates
+    )
+
+
+def _at(
+    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, line_bytes: int
+) -> MemoryPrediction | None:
+    """Return the prediction for the candidate's batch and accumulation.
+
+    Where only another accumulation of this batch was asked about, its prediction with so many more or fewer inputs.
+    """
+    batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
+    if (batch, accumulation) in of_class:
+        return of_class[batch, accumulation]
+    # Gradients outlive a micro-step only where there are several, so one never stands for more.
+    others = [steps for at, steps in of_class if at == batch and steps > 1]
+    if accumulation == 1 or not others:
+        return None
+    known = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
+    more_bytes = (accumulation - known.gradient_accumulation_steps) * known.micro_batch_bytes
+    reserved_bytes = known.peak_reserved_bytes + more_bytes
+    return dataclasses.replace(
+        known,
+        gradient_accumulation_steps=accumulation,
+        peak_allocated_bytes=known.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=reserved_bytes,
+        fits=known.fits and reserved_bytes <= line_bytes * (1 - PREDICTION_MARGIN),
+    )
 
 
 class MemoryModel:
-    """Predictions filed by memory class, and the offsets that measurements taught."""
+    """Predictions filed by memory class, and the corrections that measurements taught."""
 
     def __init__(self, ceiling: Ceiling) -> None:
         self._ceiling = ceiling
-        self._predictions: dict[tuple[Arm, bool], dict[int, MemoryPrediction]] = {}
+        self._predictions: dict[Arm, dict[tuple[int, int], MemoryPrediction]] = {}
         self._largest: dict[Arm, int] = {}
         self._measured: dict[Candidate, int] = {}
+        self._ran_out: dict[Candidate, int] = {}
+        """Candidates that ran out of memory, each with the largest cap that was too small for it."""
+        self._failed: set[Arm] = set()
+        """Prediction classes in which a trial failed for another reason."""
+        self._asked: list[Candidate] = []
+        """What was asked about, as candidates of the arms that asked."""
+        self._checks: list[Check] | None = None
+        self._checkable: bool | None = None
+        self._learnt: dict[Arm, tuple[bool, _Correction]] = {}
+        """By prediction class: whether predictions are trusted, and their correction. Both are asked very often."""
 
     def add(self, question: Question, answer: Document) -> None:
         """File what a prediction job answered."""
+        self._forget()
         for document in answer["batches"]:
             prediction = MemoryPrediction(**document)
-            known = self._predictions.setdefault((prediction_class(question.arm), prediction.accumulates), {})
-            known[prediction.per_device_train_batch_size] = prediction
+            known = self._predictions.setdefault(prediction_class(question.arm), {})
+            at = prediction.per_device_train_batch_size, prediction.gradient_accumulation_steps
+            known[at] = prediction
+            self._asked.append(Candidate(question.arm, *at))
         if answer["largest_batch"] is not None:
             self._largest[prediction_class(question.arm)] = int(answer["largest_batch"])
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """What is predicted for a candidate, uncorrected; ``None`` where nothing is."""
-        of_class = self._predictions.get((prediction_class(candidate.arm), candidate.accumulates), {})
-        predicted = of_class.get(candidate.per_device_train_batch_size)
+        of_class = self._predictions.get(prediction_class(candidate.arm), {})
+        predicted = _at(of_class, candidate, self._ceiling.line_bytes)
         return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
@@ -131,44 +246,117 @@ class MemoryModel:
         over = reserved > self._ceiling.line_bytes
         return dataclasses.replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=not over)
 
-    def batches(self, arm: Arm, *, accumulates: bool) -> list[int]:
-        """The batches for which something is predicted, ascending."""
-        return sorted(self._predictions.get((prediction_class(arm), accumulates), {}))
+    def batches(self, arm: Arm) -> list[int]:
+        """The batches for which something is predicted without accumulation, ascending."""
+        of_class = self._predictions.get(prediction_class(arm), {})
+        return sorted(batch for batch, accumulation in of_class if accumulation == 1)
 
     def largest_batch(self, arm: Arm) -> int | None:
         """The largest batch without accumulation that is predicted to fit; 0 where none is."""
         return self._largest.get(prediction_class(arm))
 
-    def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take a measured peak into account for all candidates of its memory class, predicted by now or later."""
+    def learn(self, candidate: Candidate, outcome: Outcome, cap_bytes: int | None = None) -> None:
+        """Take an outcome into account for all candidates, whether they are predicted by now or later.
+
+        ``cap_bytes`` is the cap that the trial had, where it was not this ceiling's.
+        """
+        self._forget()
         if isinstance(outcome, Completed):
-            self._measured[candidate] = outcome.measurement.peak_allocated_bytes
+            measured = outcome.measurement
+            run = measured.micro_steps_run
+            if measured.micro_batch_bytes is None and 1 < run < candidate.gradient_accumulation_steps:
+                # Recorded before the inputs of micro-steps that are not run were counted.
+                candidate = dataclasses.replace(candidate, gradient_accumulation_steps=run)
+            self._measured[candidate] = measured.peak_allocated_bytes
+        elif isinstance(outcome, OutOfMemory) and outcome.where == "device" and not outcome.disturbed:
+            cap = self._ceiling.cap_bytes if cap_bytes is None else cap_bytes
+            self._ran_out[candidate] = max(cap, self._ran_out.get(candidate, 0))
+        elif isinstance(outcome, Failed):
+            self._failed.add(prediction_class(candidate.arm))
+
+    def _forget(self) -> None:
+        """Drop what was derived from predictions and measurements: there is more of them now."""
+        self._checks = self._checkable = None
+        self._learnt = {}
+
+    def checks(self) -> list[Check]:
+        """Every prediction that a trial has confirmed or contradicted."""
+        if self._checks is None:
+            self._checks = [*self._measured_checks(), *self._contradictions()]
+        return self._checks
+
+    def _measured_checks(self) -> Iterator[Check]:
+        for candidate, measured in self._measured.items():
+            if predicted := self.prediction(candidate):
+                yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, measured)
+
+    def _contradictions(self) -> Iterator[Check]:
+        """Trials that ran out of memory although they were predicted to fit by far."""
+        most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
+        for candidate, cap_bytes in self._ran_out.items():
+            predicted = self.prediction(candidate)
+            if predicted and predicted.peak_allocated_bytes * most < cap_bytes:
+                yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, None)
+
+    def _learn_of(self, arm: Arm) -> tuple[bool, _Correction]:
+        """Whether predictions for an arm are trusted, and their correction."""
+        of_class = prediction_class(arm)
+        if of_class not in self._learnt:
+            checks = self.checks()
+            own = [check for check in checks if check.arm == of_class]
+            trusted = any(check.agrees for check in checks) and all(check.agrees for check in own or checks)
+            self._learnt[of_class] = trusted, _correction(own) if own else _typical_correction(checks)
+        return self._learnt[of_class]
+
+    def trusted(self, arm: Arm) -> bool:
+        """Whether predictions may rule out candidates of this arm.
+
+        Some measured peak must agree with its prediction within 5 %, and none may disagree: none of the arm's class
+        where something was measured there, else none at all.
+        """
+        return self._learn_of(arm)[0]
+
+    def worst_error(self) -> float | None:
+        """The largest relative error of a predicted peak so far; ``None`` where nothing was measured."""
+        errors = [check.relative_error for check in self.checks() if check.relative_error is not None]
+        return max(errors, key=abs, default=None)
 
     def peak_allocated_bytes(self, candidate: Candidate) -> int | None:
-        """The predicted peak, corrected by the median offset of what was measured of its memory class."""
+        """The predicted peak, corrected by what was measured."""
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        return predicted.peak_allocated_bytes + self._offset_bytes(candidate.arm)
-
-    def _offset_bytes(self, arm: Arm) -> int:
-        """Measured less predicted, in the median of the memory class; 0 where nothing was measured."""
-        offsets = [
-            measured - predicted.peak_allocated_bytes
-            for candidate, measured in self._measured.items()
-            if prediction_class(candidate.arm) == prediction_class(arm) and (predicted := self.prediction(candidate))
-        ]
-        return round(statistics.median(offsets)) if offsets else 0
+        return self._learn_of(candidate.arm)[1].of(predicted.peak_allocated_bytes)
 
     def surely_over(self, candidate: Candidate) -> bool:
-        """Whether the candidate is beyond doubt too large: what it must allocate alone is over the line."""
+        """Whether the candidate is beyond doubt too large: what it must allocate alone is over the line.
+
+        Only predictions that were checked on this machine can say so for good. Before the first check the candidate
+        only has to wait, for as long as there is one to try that is predicted to fit.
+        """
         peak = self.peak_allocated_bytes(candidate)
-        return peak is not None and peak * (1 - _ALLOCATED_DOUBT) > self._ceiling.line_bytes
+        if peak is None or peak * (1 - _ALLOCATED_DOUBT) <= self._ceiling.line_bytes:
+            return False
+        return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
+
+    def _can_be_checked(self) -> bool:
+        """Whether a candidate that is predicted to fit is still to be tried, and nothing speaks against it."""
+        if self._checkable is None:
+            self._checkable = any(
+                prediction_class(candidate.arm) not in self._failed
+                and not any(_needs_no_less(candidate, over) for over in self._ran_out)
+                and self.likely_fits(candidate)
+                for candidate in self._asked
+            )
+        return self._checkable
 
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Whether the candidate is predicted to fit; ``None`` where nothing is predicted."""
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        corrected = predicted.peak_reserved_bytes + self._offset_bytes(candidate.arm)
-        return predicted.fits and corrected <= self._ceiling.line_bytes
+        correction = self._learn_of(candidate.arm)[1]
+        corrected = predicted.peak_reserved_bytes - predicted.peak_allocated_bytes
+        corrected += correction.of(predicted.peak_allocated_bytes)
+        # A verdict that rests on a ratio that is known to be wrong is made anew.
+        return (predicted.fits or correction.ratio < 1) and corrected <= self._ceiling.line_bytes

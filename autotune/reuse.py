@@ -9,9 +9,10 @@ under this search's ceiling, with as many steps as this search asks for. What ca
   hold segments that could be given back.
 - Running out of memory under a cap says that more than that cap is needed, so it counts while this
   search's line is not above that cap. It rules out what needs as much or more (``History.ruled_out_by``).
-- With gradients accumulated, a step is accumulation × micro-step + optimizer, and peak memory does not
-  depend on how often: so one accumulation speaks of every other of 2 or more. That is derived, and
-  counts as measured in part: a winner is run in full.
+- With gradients accumulated, a step is accumulation × micro-step + optimizer, and peak memory grows by the inputs of
+  each micro-step, which the trial counted: so one accumulation speaks of every other of 2 or more. That is derived,
+  and counts as measured in part: a winner is run in full. Records in which those inputs were not counted say nothing
+  of candidates that they did not run every micro-step of.
 
 Faults and disturbed trials say nothing. A candidate that is measured a second time must not get the same earlier
 trial again: whoever asks names the trials that may not answer.
@@ -54,7 +55,8 @@ class Library:
         self._over = History(ceiling)
         for past in trials:
             if memory is not None and past.trial.outcome is not None:
-                memory.learn(past.trial.candidate, past.trial.outcome)
+                cap_bytes = cap_of(past.trial.candidate.arm, Ceiling.from_document(past.ceiling))
+                memory.learn(past.trial.candidate, past.trial.outcome, cap_bytes)
             self._file(past, ceiling)
 
     def _file(self, past: PastTrial, ceiling: Ceiling) -> None:
@@ -70,9 +72,7 @@ class Library:
         if isinstance(trial.outcome, OutOfMemory):
             if trial.outcome.where == "device" and ceiling.line_bytes <= cap_bytes:
                 self._over.add(Tried(trial.id, trial.candidate, trial.outcome))
-        elif isinstance(trial.outcome, Completed) and (
-            arm.expandable_segments or holds_under(trial.outcome.measurement, cap_bytes, ceiling)
-        ):
+        elif isinstance(trial.outcome, Completed) and _speaks(trial.candidate, trial.outcome, cap_bytes, ceiling):
             key = trial.candidate.arm, trial.candidate.per_device_train_batch_size
             self._completed.setdefault(key, []).append(past)
 
@@ -151,10 +151,16 @@ def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> b
 
 
 def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
-    """A measurement of one accumulation as one of another; ``None`` where its optimizer was not timed apart."""
-    optimizer = measurement.optimizer_seconds
+    """A measurement of one accumulation as one of another.
+
+    ``None`` where its optimizer was not timed apart, or the inputs of a micro-step were not counted.
+    """
+    optimizer, micro_batch_bytes = measurement.optimizer_seconds, measurement.micro_batch_bytes
     if optimizer is None or not 0 <= optimizer < min(measurement.step_seconds_each, default=0.0):
         return None
+    if micro_batch_bytes is None:
+        return None
+    more_bytes = (wanted.gradient_accumulation_steps - measured.gradient_accumulation_steps) * micro_batch_bytes
     ratio = wanted.gradient_accumulation_steps / measured.gradient_accumulation_steps
 
     def scaled(seconds: float) -> float:
@@ -167,10 +173,27 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
         step_seconds=step_seconds,
         step_seconds_each=tuple(map(scaled, measurement.step_seconds_each)),
         samples_per_second=wanted.samples_per_step / step_seconds,
+        peak_allocated_bytes=measurement.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=measurement.peak_reserved_bytes + more_bytes,
+        worst_batch_peak_allocated_bytes=_more(measurement.worst_batch_peak_allocated_bytes, more_bytes),
+        worst_batch_peak_reserved_bytes=_more(measurement.worst_batch_peak_reserved_bytes, more_bytes),
         micro_steps_run=min(measurement.micro_steps_run, wanted.gradient_accumulation_steps),
         data_seconds=None if waiting is None else waiting * ratio,
         train_loss=None,
     )
+
+
+def _more(size_bytes: int | None, more_bytes: int) -> int | None:
+    return None if size_bytes is None else size_bytes + more_bytes
+
+
+def _speaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: Ceiling) -> bool:
+    """Whether the peaks are those of whole steps, and would be judged the same under the ceiling."""
+    measurement = outcome.measurement
+    is_partial = measurement.micro_steps_run < candidate.gradient_accumulation_steps
+    if is_partial and measurement.micro_batch_bytes is None:
+        return False
+    return candidate.arm.expandable_segments or holds_under(measurement, cap_bytes, ceiling)
 
 
 def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:

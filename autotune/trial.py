@@ -145,6 +145,9 @@ class Measurement:
     """Steps that were dropped, as they were run (never scaled)."""
     micro_steps_run: int = 1
     """Micro-steps in each step that was run; fewer than the candidate's when added up."""
+    micro_batch_bytes: int | None = None
+    """What the inputs of one micro-step take on the device; those of all micro-steps are there at once, and counted in
+    the peaks even where micro-steps were left out. ``None`` in records of versions that did not count them."""
     optimizer_seconds: float | None = None
     data_seconds: float | None = None
     """Waiting for data between two steps, within ``step_seconds``."""

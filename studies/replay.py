@@ -70,6 +70,8 @@ def measurement(
         peak_allocated_bytes=allocated_bytes,
         peak_reserved_bytes=reserved_bytes,
         micro_steps_run=candidate.gradient_accumulation_steps if run is None else run,
+        # What is recorded bears the inputs of the micro-steps that were run; those of text are next to nothing.
+        micro_batch_bytes=0,
     )
 
 

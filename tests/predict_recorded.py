@@ -43,12 +43,13 @@ def predicted(file: str) -> Iterator[dict[str, Any]]:
         ]
         for row in rows:
             if row["state"] == "ok":
-                accumulates = row["gradient_accumulation_steps"] > 1
-                prediction = limits.prediction(row["per_device_train_batch_size"], accumulates=accumulates)
+                accumulation = row["gradient_accumulation_steps"]
+                run = row.get("micro_steps_run", accumulation)
+                prediction = limits.prediction(row["per_device_train_batch_size"], run)
                 yield {
                     "model": facts["model"],
                     "arm": arm,
-                    "accumulates": accumulates,
+                    "accumulation": accumulation,
                     "batch": row["per_device_train_batch_size"],
                     "allocated_mib": prediction["peak_allocated_bytes"] / MIB,
                     "measured_allocated_mib": row["peak_allocated_mib"],

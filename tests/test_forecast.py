@@ -18,7 +18,7 @@ from autotune.memory import MemoryModel, Question, questions
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.runner.local import TrialJob
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Completed, Document, Measurement, Outcome
+from autotune.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
 from autotune.units import GIB, MIB
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
@@ -62,13 +62,14 @@ class Answers:
         arm = details["arm"]
         precision = {"bf16": "fp16", "tf32": "fp32"}.get(arm["precision"], arm["precision"])
 
-        def document(batch: int, accumulates: bool) -> Document:
-            base, slope = PREDICTED[precision, arm["gradient_checkpointing"], accumulates]
+        def document(batch: int, accumulation: int) -> Document:
+            base, slope = PREDICTED[precision, arm["gradient_checkpointing"], accumulation > 1]
             allocated = round((base + slope * batch) * MIB)
             over = allocated * 1.02 > details["line_bytes"]
             return {
                 "per_device_train_batch_size": batch,
-                "accumulates": accumulates,
+                "gradient_accumulation_steps": accumulation,
+                "micro_batch_bytes": 0,
                 "peak_allocated_bytes": allocated,
                 "peak_reserved_bytes": round(allocated * 1.02),
                 "runs_out": over,
@@ -76,10 +77,10 @@ class Answers:
                 "anatomy": {},
             }
 
-        fitting = [b for b in range(8, 1024, 8) if document(b, False)["fits"]] if details["multiple"] else []
+        fitting = [b for b in range(8, 1024, 8) if document(b, 1)["fits"]] if details["multiple"] else []
         return {
             "result": {
-                "batches": [document(batch, accumulates) for batch, accumulates in details["batches"]],
+                "batches": [document(batch, steps) for batch, steps in details["batches"]],
                 "largest_batch": max(fitting, default=0) if details["multiple"] else None,
             }
         }
@@ -116,7 +117,7 @@ def test_a_search_with_predictions_meets_no_out_of_memory(store: Store) -> None:
 def test_twins_are_asked_once_and_accumulation_apart() -> None:
     arms = [Arm("bf16"), Arm("fp16"), Arm("tf32"), Arm("fp32")]
     asked = questions(arms, [(64, 1), (32, 2), (16, 4)], None)
-    batches = ((16, True), (32, True), (64, False))
+    batches = ((16, 4), (32, 2), (64, 1))
     assert [(q.arm.precision, q.batches) for q in asked] == [("bf16", batches), ("tf32", batches)]
 
 
@@ -256,23 +257,108 @@ def test_what_comes_when_patience_is_spent_still_counts() -> None:
     assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
 
 
+def model_of(*rows: tuple[Arm, int, int, int], micro_batch_mib: int = 0) -> MemoryModel:
+    """A memory model that was told ``(arm, batch, accumulation, MiB)``, reserved as much as allocated."""
+    ceiling = prepared().ceiling
+    model = MemoryModel(ceiling)
+    for arm, batch, accumulation, mib in rows:
+        document = {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "micro_batch_bytes": micro_batch_mib * MIB,
+            "peak_allocated_bytes": mib * MIB,
+            "peak_reserved_bytes": mib * MIB,
+            "runs_out": False,
+            "fits": mib * MIB <= ceiling.line_bytes,
+            "anatomy": {},
+        }
+        model.add(Question(arm, ((batch, accumulation),), None), {"batches": [document], "largest_batch": None})
+    return model
+
+
+def peak(mib: int) -> Completed:
+    """A completed trial with this peak."""
+    return Completed(Measurement(1.0, (1.0,), 0.0, 1.0, mib * MIB, mib * MIB))
+
+
+LINE_MIB = prepared().ceiling.line_bytes // MIB
+
+
 def test_a_measured_peak_corrects_its_class() -> None:
-    ready = prepared()
-    model = MemoryModel(ready.ceiling)
-    question = Question(Arm("bf16"), ((16, True), (32, True)), None)
-    line_mib = ready.ceiling.line_bytes // MIB
-
-    def row(batch: int, mib: int) -> Document:
-        peaks = {"peak_allocated_bytes": mib * MIB, "peak_reserved_bytes": mib * MIB}
-        verdict = {"runs_out": False, "fits": True, "anatomy": {}}
-        return {"per_device_train_batch_size": batch, "accumulates": True, **peaks, **verdict}
-
-    model.add(question, {"batches": [row(16, 14000), row(32, line_mib - 100)], "largest_batch": None})
-    larger, smaller = Candidate(Arm("fp16"), 32, 2), Candidate(Arm("bf16"), 16, 4)
-    assert not model.surely_over(larger)
-    model.learn(smaller, Completed(Measurement(1.0, (1.0,), 0.0, 1.0, 14600 * MIB, 14700 * MIB)))
-    assert model.peak_allocated_bytes(larger) == (line_mib + 500) * MIB
+    model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 32, 2, LINE_MIB - 100))
+    larger = Candidate(Arm("fp16"), 32, 2)
+    assert model.likely_fits(larger)
+    model.learn(Candidate(Arm("bf16"), 16, 4), peak(14600))
+    assert model.peak_allocated_bytes(larger) == (LINE_MIB + 500) * MIB
+    assert not model.likely_fits(larger)
     assert model.peak_allocated_bytes(Candidate(Arm("tf32"), 32, 2)) is None
+
+
+def test_an_unchecked_prediction_rules_nothing_out() -> None:
+    over = Candidate(Arm("bf16"), 64, 1)
+    model = model_of((Arm("tf32"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
+    assert model.surely_over(over), "it waits for what is predicted to fit"
+    assert not model.trusted(over.arm)
+    for nothing_fits in (OutOfMemory("CUDA out of memory"), Failed("error", "broken")):
+        model = model_of((Arm("tf32"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
+        model.learn(Candidate(Arm("tf32"), 16, 4), nothing_fits)
+        assert not model.surely_over(over)
+        assert model.worst_error() is None
+
+
+def test_a_checked_prediction_rules_out() -> None:
+    over = Candidate(Arm("bf16"), 64, 1)
+    model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
+    model.learn(Candidate(Arm("bf16"), 16, 4), peak(14140))
+    assert model.surely_over(over)
+    assert model.worst_error() == pytest.approx(0.01)
+
+
+def test_a_prediction_that_a_trial_contradicted_rules_nothing_out() -> None:
+    # The predicted slope is twice the real one: 32 is predicted at 31 GiB, and needs 18.
+    rows = [(Arm("bf16"), batch, 64 // batch, 4096 + 850 * batch) for batch in (8, 16, 32)]
+    model = model_of(*rows)
+    for batch in (8, 16):
+        model.learn(Candidate(Arm("bf16"), batch, 64 // batch), peak(4096 + 425 * batch))
+    largest = Candidate(Arm("bf16"), 32, 2)
+    assert not model.surely_over(largest)
+    assert model.peak_allocated_bytes(largest) == pytest.approx((4096 + 425 * 32) * MIB, rel=1e-6)
+    assert model.likely_fits(largest)
+
+
+def test_a_class_without_measurements_is_trusted_only_while_no_other_disagrees() -> None:
+    rows = [(Arm(name, checkpointed), 16, 4, 10000) for name in ("bf16", "tf32") for checkpointed in (False, True)]
+    model = model_of(*rows, (Arm("tf32"), 64, 1, 2 * LINE_MIB))
+    model.learn(Candidate(Arm("bf16"), 16, 4), peak(10100))
+    assert model.trusted(Arm("tf32"))
+    assert model.surely_over(Candidate(Arm("tf32"), 64, 1))
+    model.learn(Candidate(Arm("bf16", True), 16, 4), peak(8000))
+    assert model.trusted(Arm("bf16"))
+    assert not model.trusted(Arm("bf16", True))
+    assert not model.trusted(Arm("tf32"))
+
+
+def test_running_out_where_it_fits_by_far_is_a_contradiction() -> None:
+    near, far = Candidate(Arm("bf16", True), 32, 2), Candidate(Arm("tf32", True), 32, 2)
+    rows = [(Arm("bf16"), 16, 4, 10000), (near.arm, 32, 2, LINE_MIB - 1000), (far.arm, 32, 2, LINE_MIB // 2)]
+    model = model_of(*rows)
+    model.learn(Candidate(Arm("bf16"), 16, 4), peak(10000))
+    model.learn(near, OutOfMemory("CUDA out of memory"))
+    assert model.trusted(near.arm), "fragmentation may explain it"
+    model.learn(far, OutOfMemory("CUDA out of memory", where="host"))
+    model.learn(far, OutOfMemory("CUDA out of memory"), cap_bytes=LINE_MIB // 2 * MIB)
+    assert model.trusted(far.arm), "that memory was the host's, and the other cap was smaller"
+    model.learn(far, OutOfMemory("CUDA out of memory"))
+    assert not model.trusted(far.arm)
+
+
+def test_inputs_of_every_micro_step_are_predicted() -> None:
+    model = model_of((Arm("bf16"), 8, 8, 14000), (Arm("bf16"), 8, 1, 13000), micro_batch_mib=20)
+    assert model.peak_allocated_bytes(Candidate(Arm("bf16"), 8, 32)) == (14000 + 24 * 20) * MIB
+    assert model.peak_allocated_bytes(Candidate(Arm("bf16"), 8, 2)) == (14000 - 6 * 20) * MIB
+    assert model.peak_allocated_bytes(Candidate(Arm("bf16"), 8, 1)) == 13000 * MIB
+    assert model.likely_fits(Candidate(Arm("bf16"), 8, 32))
+    assert not model.likely_fits(Candidate(Arm("bf16"), 8, 1024))
 
 
 def test_nothing_is_predicted_for_a_cpu() -> None:

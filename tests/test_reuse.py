@@ -38,7 +38,7 @@ from autotune.trial import (
     source_of,
     were_measured_in_turn,
 )
-from autotune.units import GIB
+from autotune.units import GIB, MIB
 
 BF16 = Arm("bf16")
 CAP_BYTES = 20 * GIB
@@ -409,7 +409,8 @@ def test_what_was_measured_before_corrects_what_is_predicted() -> None:
     rows = [
         {
             "per_device_train_batch_size": candidate.per_device_train_batch_size,
-            "accumulates": True,
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            "micro_batch_bytes": 0,
             "peak_allocated_bytes": predicted * GIB,
             "peak_reserved_bytes": predicted * GIB,
             "runs_out": False,
@@ -418,7 +419,26 @@ def test_what_was_measured_before_corrects_what_is_predicted() -> None:
         }
         for candidate, predicted in ((earlier, 8), (now, 14))
     ]
-    memory.add(Question(BF16, ((16, True), (32, True)), None), {"batches": rows, "largest_batch": None})
+    memory.add(Question(BF16, ((16, 4), (32, 2)), None), {"batches": rows, "largest_batch": None})
     # Another cap: the trial answers nothing here, and its bytes are what they were.
-    Library([past(earlier, measured(earlier, gib=9.0), 40 * GIB)], ceiling, memory)
-    assert memory.peak_allocated_bytes(now) == 15 * GIB
+    Library([past(earlier, measured(earlier, gib=8.25), 40 * GIB)], ceiling, memory)
+    assert memory.peak_allocated_bytes(now) == 14.25 * GIB
+
+
+def test_a_derived_peak_has_the_inputs_of_its_own_micro_steps() -> None:
+    wide = dataclasses.replace(measured(Candidate(BF16, 8, 4), gib=9.0).measurement, micro_batch_bytes=MIB)
+    derived = derive(wide, Candidate(BF16, 8, 4), Candidate(BF16, 8, 32))
+    assert derived is not None
+    assert derived.peak_allocated_bytes == wide.peak_allocated_bytes + 28 * MIB
+    assert derived.peak_reserved_bytes == wide.peak_reserved_bytes + 28 * MIB
+
+
+def test_a_record_that_did_not_count_all_inputs_is_not_reused() -> None:
+    candidate = Candidate(BF16, 8, 32)
+    run = measured(candidate)
+    partial = dataclasses.replace(run.measurement, micro_steps_run=3, micro_batch_bytes=None)
+    for micro_batch_bytes, is_answered in ((None, False), (MIB, True)):
+        known = dataclasses.replace(partial, micro_batch_bytes=micro_batch_bytes)
+        library = Library([past(candidate, dataclasses.replace(run, measurement=known))], ceiling_of(CAP_BYTES))
+        assert (library.answer(candidate, Effort()) is not None) == is_answered
+    assert derive(partial, candidate, Candidate(BF16, 8, 16)) is None

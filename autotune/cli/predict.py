@@ -223,7 +223,7 @@ def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
 
     largest = model.largest_batch(arm)
     free = space.batches.effective_batch is None
-    wanted = [(b, 1) for b in model.batches(arm, accumulates=False)] if free else []
+    wanted = [(b, 1) for b in model.batches(arm)] if free else []
     wanted += [(b, space.batches.accumulation(b)) for b in _batches(space)]
     rows: list[dict[str, Any]] = []
     for batch, accumulation in wanted:

@@ -229,6 +229,7 @@ class _OwnTrial(Trial):
             if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
                 trainer.remove_callback(callback)
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
+        self._hold_inputs(trainer)
         watch = LossWatch(trainer)
         self._effort = _after_what_lies_ready(self._effort, self._candidate, trainer.args)
         self._callback = _WholeStepsCallback(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,8 @@ _NICENESS = 19
 def predict(job: Document) -> Document:
     """``batches``: a prediction for each batch asked; ``largest_batch`` of the ``multiple`` that stays under the line.
 
-    The job names ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (each
-    with whether it ``accumulates``) and ``multiple`` (``None``: no need to know the largest).
+    The job names ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (pairs of per-device
+    batch and accumulation) and ``multiple`` (``None``: no need to know the largest).
     """
     yield_to_trials()
     # Looking through all that a process with torch holds takes a tenth of a second and more, and this one is soon gone.
@@ -39,10 +40,10 @@ def predict(job: Document) -> Document:
     limits = Limits(training.step(), chip, job["cap_bytes"], job["line_bytes"])
     multiple = job["multiple"]
     largest = limits.largest_batch(multiple) if multiple else None
-    wanted = {(batch, accumulates) for batch, accumulates in job["batches"]}
-    wanted |= {(batch, False) for batch in _around(largest, multiple)}
+    wanted = {(batch, accumulation) for batch, accumulation in job["batches"]}
+    wanted |= {(batch, 1) for batch in _around(largest, multiple)}
     return {
-        "batches": [limits.prediction(batch, accumulates=accumulates) for batch, accumulates in sorted(wanted)],
+        "batches": [limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted)],
         "largest_batch": largest,
     }
 
@@ -81,18 +82,19 @@ class Limits:
         self._cap_bytes = cap_bytes
         self._line_bytes = line_bytes
 
-    def prediction(self, batch: int, *, accumulates: bool) -> Document:
+    def prediction(self, batch: int, accumulation: int) -> Document:
         """Peaks without a cap, whether it fits under the cap and the line, and what the peak consists of."""
-        events = self._step.at(batch, self._chip, accumulates=accumulates)
+        events = self._step.at(batch, self._chip, accumulation=accumulation)
         peaks = self._peaks(events)
         return {
             "per_device_train_batch_size": batch,
-            "accumulates": accumulates,
+            "gradient_accumulation_steps": accumulation,
+            "micro_batch_bytes": self._step.micro_batch_bytes(batch, self._chip),
             "peak_allocated_bytes": peaks.allocated_bytes,
             "peak_reserved_bytes": peaks.reserved_bytes,
             "runs_out": peaks.runs_out,
             "fits": self._fit(peaks),
-            "anatomy": anatomy(events, self._step.labels),
+            "anatomy": anatomy(events, self._step.label),
         }
 
     def _fit(self, peaks: _Peaks) -> bool:
@@ -111,7 +113,7 @@ class Limits:
 
     def _fits(self, batch: int) -> bool:
         """Whether a step without accumulation does."""
-        events = self._step.at(batch, self._chip, accumulates=False)
+        events = self._step.at(batch, self._chip, accumulation=1)
         return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events))
 
     def largest_batch(self, multiple: int) -> int:
@@ -139,7 +141,7 @@ def peak_bytes(events: Events) -> int:
     return peak
 
 
-def anatomy(events: Events, labels: dict[int, str]) -> dict[str, int]:
+def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
     """Bytes by label at the moment when most was alive."""
     alive = peak = peak_at = 0
     size_of: dict[int, int] = {}
@@ -159,5 +161,5 @@ def anatomy(events: Events, labels: dict[int, str]) -> dict[str, int]:
         else:
             at_peak[number] = size
     for number, size in at_peak.items():
-        parts[labels[number]] = parts.get(labels[number], 0) + size
+        parts[label(number)] = parts.get(label(number), 0) + size
     return parts

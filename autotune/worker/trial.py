@@ -22,6 +22,7 @@ from autotune.worker.data import synthetic_dataset
 from autotune.worker.failures import classify
 from autotune.worker.feed import BatchShape, Feed, Schedule
 from autotune.worker.gpu_busy import BusyStep, busy_step
+from autotune.worker.inputs import LeftOutInputs
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
 from autotune.worker.meter import Meter, expand_segments, open_meter
@@ -112,6 +113,7 @@ class Trial:
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
+        self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
 
@@ -175,6 +177,7 @@ class Trial:
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        self._hold_inputs(trainer)
         watch = LossWatch(trainer)
         self._phases.enter("train")
         loss = _train_as_far_as_it_is_measured(trainer, callback)
@@ -194,7 +197,17 @@ class Trial:
         return busy_step(self._meter, run, self._candidate.gradient_accumulation_steps)
 
     def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
-        return Completed(dataclasses.replace(measured, train_loss=train_loss, cpu_core=self._cpu_core))
+        micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
+        return Completed(
+            dataclasses.replace(
+                measured, train_loss=train_loss, cpu_core=self._cpu_core, micro_batch_bytes=micro_batch_bytes
+            )
+        )
+
+    def _hold_inputs(self, trainer: Any) -> None:
+        """Have the inputs of micro-steps that the trial leaves out on the device, as in the whole step."""
+        run = trainer.args.gradient_accumulation_steps
+        self._inputs = LeftOutInputs(trainer, max(0, self._candidate.gradient_accumulation_steps - run))
 
     def _open_feed(self) -> Feed | None:
         """The user's data, where there is some; one more warm-up step where its batches differ."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -117,20 +118,42 @@ for name, task, precision, checkpointing in (
     same = were_repeated[-1] and sizes[0] == sizes[1] and repeated.parts == traced_twice.parts
     same = same and held[0].peak_reserved_bytes == held[1].peak_reserved_bytes
     direct = ScalableStep(traced_twice, 40)
-    for accumulates in (False, True):
-        scaled = step.at(40, chip, accumulates=accumulates)
-        parts = anatomy(scaled, step.labels)
-        traced = replay(direct.at(40, chip, accumulates=accumulates)).peak_allocated_bytes
+    for accumulation in (1, 2):
+        scaled = step.at(40, chip, accumulation=accumulation)
+        parts = anatomy(scaled, step.label)
+        traced = replay(direct.at(40, chip, accumulation=accumulation)).peak_allocated_bytes
         peaks.append((replay(scaled).peak_allocated_bytes, traced, sum(parts.values()), parts, same))
-print(json.dumps(peaks))
+    # The last model is a speech model, whose inputs are the largest.
+    inputs = [anatomy(step.at(40, chip, accumulation=accumulation), step.label)["inputs"] for accumulation in (1, 2, 9)]
+    held = [replay(step.at(40, chip, accumulation=accumulation)) for accumulation in (2, 9)]
+    grown = [held[1].peak_allocated_bytes - held[0].peak_allocated_bytes]
+    grown += [held[1].peak_reserved_bytes - held[0].peak_reserved_bytes]
+print(json.dumps({"peaks": peaks, "inputs": inputs, "grown": grown, "bytes": step.micro_batch_bytes(40, chip)}))
 """
 
 
 @pytest.fixture(scope="module")
-def scaled_peaks() -> list[tuple[int, int, int, dict[str, int], bool]]:
+def scaled() -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", _SCALED], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [tuple(row) for row in json.loads(done.stdout)]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def scaled_peaks(scaled: dict[str, Any]) -> list[tuple[int, int, int, dict[str, int], bool]]:
+    return [tuple(row) for row in scaled["peaks"]]
+
+
+def test_the_inputs_of_all_micro_steps_are_there_at_once(scaled: dict[str, Any]) -> None:
+    micro_batch_bytes = scaled["bytes"]
+    # 80 mel bands of 100 frames in float32, and 32 labels of 8 bytes.
+    assert micro_batch_bytes == 40 * (80 * 100 * 4 + 32 * 8)
+    assert scaled["inputs"] == [micro_batch_bytes, 2 * micro_batch_bytes, 9 * micro_batch_bytes]
+    grown_allocated, grown_reserved = scaled["grown"]
+    # The rest of a segment is given along where it is too small to be a block.
+    assert 7 * micro_batch_bytes <= grown_allocated < 7 * micro_batch_bytes + MIB
+    assert grown_reserved >= grown_allocated
 
 
 def test_one_batch_says_what_another_needs(scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]]) -> None:

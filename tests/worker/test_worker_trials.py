@@ -83,6 +83,19 @@ def test_bf16_computes_otherwise_and_the_seed_decides_the_rest(trial_server: Ser
     assert 1e-6 < abs(autocast / full - 1) < 0.02
 
 
+def test_inputs_of_micro_steps_that_are_left_out_are_in_the_peak(trial_server: ServerClient) -> None:
+    workload = tiny_workload("whisper-tiny-random")
+    arm = Arm(gradient_checkpointing=True)
+    three, many = (trial_server.trial(workload, Candidate(arm, 32, steps)).completed.measurement for steps in (3, 83))
+    assert many.micro_steps_run == 3
+    # 80 mel bands of 100 frames in float32; labels are rounded up to a block.
+    assert three.micro_batch_bytes is not None
+    assert 0 <= three.micro_batch_bytes - 32 * 80 * 100 * 4 <= 8192
+    assert many.micro_batch_bytes == three.micro_batch_bytes
+    left_out_bytes = 80 * three.micro_batch_bytes
+    assert many.peak_allocated_bytes - three.peak_allocated_bytes > 0.9 * left_out_bytes
+
+
 def test_bf16_with_checkpointing_and_eager_attention_completes(trial_server: ServerClient) -> None:
     candidate = Candidate(Arm("bf16", gradient_checkpointing=True, attn_implementation="eager"), 4, 2)
     check_sane(trial_server.trial(tiny_workload("bert-tiny"), candidate).completed, candidate)

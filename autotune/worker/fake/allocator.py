@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from autotune.worker.fake.tracer import DEATH
 
 MIB = 1024**2
-_BLOCK = 512  # kMinBlockSize
+BLOCK_BYTES = 512
+"""kMinBlockSize: every request is rounded up to a multiple of it."""
 _SMALL = MIB  # kSmallSize: requests up to this share small segments
 _SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: requests below _MIN_LARGE share these
@@ -50,7 +51,7 @@ class CachingAllocator:
 
     def allocate(self, number: int, size_bytes: int) -> None:
         """Serve a request, from the cache or a new segment; ``OutOfCapError`` where neither will do."""
-        size = max(_BLOCK, -(-size_bytes // _BLOCK) * _BLOCK)
+        size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= _SMALL
         block = self._best_fit(size, small) or self._new_segment(size, small)
         self._split(block, size)
@@ -93,7 +94,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         block = _Block(self._next_address, segment, small)
         # A gap between segments, so that addresses of different ones never touch.
-        self._next_address += segment + _BLOCK
+        self._next_address += segment + BLOCK_BYTES
         return block
 
     def _give_back(self) -> None:
@@ -105,7 +106,7 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> None:
         remaining = block.size - size
-        if remaining < _BLOCK if block.small else remaining <= _SMALL:
+        if remaining < BLOCK_BYTES if block.small else remaining <= _SMALL:
             return
         rest = _Block(block.address + size, remaining, block.small, previous=block, next=block.next)
         if block.next is not None:

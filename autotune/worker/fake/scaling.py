@@ -1,4 +1,4 @@
-"""From the trace of one step at one batch to two steps at any batch, accumulating or not."""
+"""Derive the allocations of two optimizer steps, at any batch and accumulation, from the trace of one step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autotune.device.chips import Chip
+from autotune.worker.fake.allocator import BLOCK_BYTES
 from autotune.worker.fake.tracer import DEATH, Events, Trace
 
 # Primes of which the dimensions of models are seldom multiples; small enough for 32-bit sizes.
@@ -54,32 +55,66 @@ class _Event:
 
 
 class ScalableStep:
-    """The allocations of an optimizer step at any per-device batch, with and without accumulation."""
+    """The allocations of an optimizer step at any per-device batch and accumulation."""
 
     def __init__(self, trace: Trace, batch: int) -> None:
         """From the trace of a step of two micro-steps at a telling batch: each size is taken as affine in the batch."""
+        self._trace = trace
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
-        self._events = {accumulates: self._two_steps(trace, accumulates) for accumulates in (False, True)}
-        self.labels = {**trace.labels, **{n + self._shift: label for n, label in trace.labels.items()}}
-        """What each allocation is; those of the second step included."""
+        self._begins = min(trace.parts.values())
+        self._inputs = _alive_after(trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]])
+        self._events: dict[int, list[_Event]] = {}
 
-    def at(self, batch: int, chip: Chip, *, accumulates: bool) -> Events:
-        """The events of set-up and two optimizer steps at ``batch`` on ``chip``."""
+    def at(self, batch: int, chip: Chip, *, accumulation: int) -> Events:
+        """The events of set-up and two optimizer steps of ``accumulation`` micro-steps at ``batch`` on ``chip``.
+
+        The inputs of all micro-steps are there. Of the micro-steps themselves two stand for any number: later ones
+        repeat the second.
+        """
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
-        events = self._events[accumulates]
+        if accumulation not in self._events:
+            self._events[accumulation] = self._two_steps(accumulation)
+        events = self._events[accumulation]
         return [(event.number, DEATH if event.is_death else sizes[event.origin]) for event in events]
 
-    def _two_steps(self, trace: Trace, accumulates: bool) -> list[_Event]:
-        """Set-up, the step, and the step again, without what the first leaves behind: optimizer state above all."""
-        begins = min(trace.parts.values())
-        setup = [_Event(number, number, size == DEATH) for number, size in trace.events[:begins]]
-        step = [_Event(number, number, size == DEATH) for number, size in _step_events(trace, begins, accumulates)]
+    def label(self, number: int) -> str:
+        """What an allocation is, in either step."""
+        return self._trace.labels[number % self._shift]
+
+    def micro_batch_bytes(self, batch: int, chip: Chip) -> int:
+        """What the inputs of one micro-step take on the device, each tensor rounded as the allocator does."""
+        return sum(_rounded(self._sizes[number].at(batch, chip)) for number in self._inputs)
+
+    def _two_steps(self, accumulation: int) -> list[_Event]:
+        """Set-up, the step, and the step again, without what the first leaves behind: optimizer state above all.
+
+        The Trainer holds the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
+        """
+        setup = [_Event(number, number, size == DEATH) for number, size in self._trace.events[: self._begins]]
+        loads, step = self._step(accumulation)
         born = {event.number for event in step if not event.is_death}
         ended = {event.number for event in step if event.is_death}
         repeated = born & ended
-        again = [_Event(e.number + self._shift, e.number, e.is_death) for e in step if e.number in repeated]
-        return setup + step + again
+        again = [self._later(event, 1) for event in step if event.number in repeated]
+        deaths = [_Event(event.number, event.origin, True) for event in loads]
+        return [*setup, *loads, *step, *(self._later(event, 1) for event in loads), *deaths, *again]
+
+    def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
+        """The inputs of all micro-steps, and everything else in a step, which ends before the inputs do."""
+        inputs = [_Event(number, number, False) for number in self._inputs]
+        # The first step's copies have even multiples of the shift, so that those of the second can have odd ones.
+        loads = [self._later(event, 2 * number) for number in range(accumulation) for event in inputs]
+        part = self._trace.events[self._trace.parts["first micro-step"] :]
+        if accumulation == 1:
+            part = _one_micro_step(self._trace)
+        before = self._trace.events[self._begins : self._trace.parts["first micro-step"]]
+        given = {number for number, size in before if size != DEATH}
+        return loads, [_Event(number, number, size == DEATH) for number, size in part if number not in given]
+
+    def _later(self, event: _Event, times: int) -> _Event:
+        """The same event of a later copy of the allocation."""
+        return _Event(event.number + times * self._shift, event.origin, event.is_death)
 
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
@@ -87,18 +122,24 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
     return Size(value // batch, 0, columns) if value % batch == 0 else Size(0, value, columns)
 
 
-def _step_events(trace: Trace, begins: int, accumulates: bool) -> Events:
-    """The traced step, or what it is with one micro-step only."""
-    if accumulates:
-        return trace.events[begins:]
-    parts = trace.parts
-    left_out = [
-        *range(parts["second inputs"], parts["first micro-step"]),
-        *range(parts["second micro-step"], parts["update"]),
-    ]
-    absent = {trace.events[index][0] for index in left_out if trace.events[index][1] != DEATH}
-    # What dies in the second micro-step and was there before it, dies as well where there is none.
-    return [event for event in trace.events[begins:] if event[0] not in absent]
+def _alive_after(events: Events) -> list[int]:
+    """Allocations that these events begin and do not end, in order."""
+    ended = {number for number, size in events if size == DEATH}
+    return [number for number, size in events if size != DEATH and number not in ended]
+
+
+def _one_micro_step(trace: Trace) -> Events:
+    """The traced step from its first micro-step on, as it is without the second one.
+
+    What dies in the second micro-step and was there before it, dies as well where there is none.
+    """
+    second = trace.events[trace.parts["second micro-step"] : trace.parts["update"]]
+    absent = {number for number, size in second if size != DEATH}
+    return [event for event in trace.events[trace.parts["first micro-step"] :] if event[0] not in absent]
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:

@@ -1,0 +1,75 @@
+"""Hold the inputs of micro-steps that a trial leaves out, so that its peak memory is that of the whole step.
+
+The Trainer moves the inputs of all micro-steps to the device before the first one runs. A trial that runs a few
+micro-steps in place of many would show a peak that is too small, and run where the training runs out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
+_BLOCK_BYTES = 512
+# The inputs of a step are there until those of the next one are: two exchanges show what that needs.
+_EXCHANGES = 2
+
+
+class LeftOutInputs:
+    """Copies of a micro-step's inputs, one for each micro-step that is left out."""
+
+    def __init__(self, trainer: Any, left_out: int) -> None:
+        """Have the trainer's steps begin with the copies on the device, next to the inputs that it needs itself."""
+        self.micro_batch_bytes: int | None = None
+        """What the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
+        self._left_out = left_out
+        self._held: list[list[torch.Tensor]] = []
+        self._exchanges = 0
+        self._device_type = trainer.args.device.type
+        self._fetch = trainer.get_batch_samples
+        trainer.get_batch_samples = self._get_batch_samples
+
+    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        fetched = self._fetch(*args, **kwargs)
+        if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
+            self._hold(fetched[0])
+        return fetched
+
+    def _hold(self, micro_batches: list[Any]) -> None:
+        """Copy the largest of these where it is larger than what is held, and in the first steps in any case.
+
+        Later steps are timed, and the copies stay: nothing is allocated in them.
+        """
+        largest = max((list(self._on_device(inputs)) for inputs in micro_batches), key=_bytes_of, default=None)
+        if largest is None:
+            return
+        size_bytes = _bytes_of(largest)
+        is_larger = self.micro_batch_bytes is None or size_bytes > self.micro_batch_bytes
+        if not is_larger and self._exchanges >= _EXCHANGES:
+            return
+        self._exchanges += 1
+        if is_larger:
+            self.micro_batch_bytes = size_bytes
+        if is_larger or size_bytes == self.micro_batch_bytes:
+            self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
+
+    def _on_device(self, inputs: Any) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in _tensors(inputs) if tensor.device.type == self._device_type)
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a batch, however it is nested."""
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif hasattr(inputs, "values"):
+        for value in inputs.values():
+            yield from _tensors(value)
+    elif isinstance(inputs, list | tuple):
+        for value in inputs:
+            yield from _tensors(value)
+
+
+def _bytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)
