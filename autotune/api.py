@@ -32,6 +32,7 @@ from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
+from autotune.store.location import resolve_location
 from autotune.subject import check_can_be_verified, device_of, subject_of
 from autotune.summary import report_document, summary_lines, trial_document
 from autotune.training_source import WITHIN_VARIABLE
@@ -70,6 +71,7 @@ class Result:
 
     report: Report
     storage: str
+    """The database's URL or absolute path, so that the working folder may change."""
 
     @property
     def study(self) -> str:
@@ -261,11 +263,18 @@ def search(
     request.check()
     if verifies:
         check_can_be_verified(request.workload.document())
+    lasting_place = _absolute(place)
     record, report = run_search(request, place, observer, wait=waits)
-    result = Result(report, place)
+    result = Result(report, lasting_place)
     if verifies and record.state != "interrupted":
         _verify(result, observer)
     return result
+
+
+def _absolute(storage: str) -> str:
+    """A database's URL as it is, a file's path from the root."""
+    path = resolve_location(storage).path
+    return storage if path is None else str(path)
 
 
 def _observer(progress: Any) -> Observer:
@@ -301,4 +310,4 @@ def load(study: str, *, storage: str | os.PathLike[str] = DEFAULT_STORAGE) -> Re
     """A study that was searched before; ``UnknownStudyError`` where there is none of this name."""
     named = as_options({"study": study, "storage": storage}, {})
     with open_store(named["storage"], create=False) as store:
-        return Result(load_report(store, named["study"]), named["storage"])
+        return Result(load_report(store, named["study"]), _absolute(named["storage"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
 CONSTRAINT = "memory_over_line_gib"
+_THIS_MODULE = re.escape(__name__) + r"\Z"
 OBJECTIVE_NAMES: dict[Objective, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
 """What the value of a trial is, by the study's objective; dashboards label their axes with it."""
 
@@ -56,6 +58,7 @@ class OptunaStudy:
         ceiling: Ceiling,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        _ignore_warnings()
         self._space = space
         self._objective = objective
         self._ceiling = ceiling
@@ -103,10 +106,7 @@ class OptunaStudy:
         with storage_errors(self._label):
             if forced is not None:
                 self._study.enqueue_trial(params_of(forced, self._space))
-            with warnings.catch_warnings():
-                # The baseline's batch need not be one of the multiples that Optuna's samplers draw from.
-                warnings.filterwarnings("ignore", message="Fixed parameter")
-                trial = self._study.ask(self._space)
+            trial = self._study.ask(self._space)
             trial_id = new_id()
             trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
             trial.set_user_attr("stage", stage)
@@ -147,15 +147,23 @@ class OptunaStudy:
 
 
 def _name_objective(study: optuna.Study, name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        study.set_metric_names([name])
+    study.set_metric_names([name])
 
 
 def _constrain(trial: optuna.Trial, excess: float) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        trial.set_constraint(CONSTRAINT, excess)
+    trial.set_constraint(CONSTRAINT, excess)
+
+
+def _ignore_warnings() -> None:
+    """Have two warnings of Optuna's not shown where this module causes them, from now on.
+
+    ``warnings.catch_warnings`` would end that again, but it changes what all threads of the process are shown.
+    """
+    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=_THIS_MODULE)
+    # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
+    # warning counts as one of Optuna's own module.
+    for module in (_THIS_MODULE, r"optuna\.trial\._trial\Z"):
+        warnings.filterwarnings("ignore", message="Fixed parameter", module=module)
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from autotune.arguments import TF32_UNSET_REVISION
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
+from autotune.device.host import host_memory
 from autotune.environment import (
     comparable_environment,
     describe_environment,
@@ -212,11 +213,19 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
 
 # Each prediction takes a core for a few seconds and about 1 GiB of host memory.
 _MOST_PARALLEL = 8
+_PREDICTION_BYTES = GIB
 # Trials that were timed beside predictions were wrong by 10 % and more where images are fed, so a search waits for
 # them; no longer than this in all, though.
 _PATIENCE_SECONDS = 20.0
 # A step in the ladder of a free batch doubles it; no GPU holds more than this many doublings of 8.
 _MOST_RUNGS = 12
+
+
+def most_predictions(cores: int, free_bytes: int | None = None) -> int:
+    """How many predictions may run at once on so many cores; the host's free memory is looked up when left out."""
+    free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
+    most = _MOST_PARALLEL if free_bytes is None else free_bytes // _PREDICTION_BYTES
+    return max(1, min(_MOST_PARALLEL, cores, most))
 
 
 def forecast_of(
@@ -237,7 +246,7 @@ def forecast_of(
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A GPU's trial needs a core or two to feed it.
-    parallel = min(_MOST_PARALLEL, max(1, (cores or usable_cores()) // 2))
+    parallel = most_predictions((cores or usable_cores()) // 2)
     target = Target(prepared.chip, prepared.ceiling, asked)
     return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=_PATIENCE_SECONDS)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,11 +32,8 @@ def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Cal
     try:
         _check_read(request, facts)
     except InvalidRequestError:
-        # Another search may be using what it has read.
         if not was_there:
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
+            runner.discard_data()
         raise
     if facts.lengths is not None:
         note(describe_lengths(facts.lengths))

@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchem
 
 # No guard around what runs, a thread that is not the main one, as a notebook has it.
 SCRIPT = """
-import json, sys, threading
+import json, os, sys, threading
 import autotune.loop
 import autotune
 found = []
@@ -47,6 +47,7 @@ print(json.dumps({
     "made": [type(arguments).__name__, arguments.output_dir, arguments.learning_rate,
              arguments.per_device_train_batch_size, arguments.bf16],
     "again": autotune.load("mine", storage="mine.db").document() == result.document(),
+    "elsewhere": os.chdir("/") or autotune.load("mine", storage=result.storage).document() == result.document(),
 }))
 """
 
@@ -342,7 +343,7 @@ def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
     assert verification in ended.stderr
     assert "samples/s of" in verification
     assert "the loss is not a number" in error
-    assert "the result is autotune.load('v', storage='v.db')" in error
+    assert f"the result is autotune.load('v', storage={str(tmp_path / 'v.db')!r})" in error
     assert shown == text
     assert text.startswith("Best: ")
     assert best.startswith("trial 0: 8 × 1 ")

@@ -14,7 +14,7 @@ from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, r
 from autotune.arguments import TF32_UNSET_REVISION
 from autotune.device import Headroom
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.preparation import Prepared, prepare, training_state_bytes
+from autotune.preparation import Prepared, most_predictions, prepare, training_state_bytes
 from autotune.space import CheckpointingChoice
 from autotune.training_source import TrainingSource
 from autotune.trial import Arm, Candidate
@@ -56,6 +56,14 @@ class TestPrepared:
         given = prepared(attn_implementations=("eager",), precisions=("bf16",), optims=("adafactor",))
         assert given.baseline.arm == Arm("fp32", False, "sdpa", "adamw_torch_fused")
         assert not given.space.contains(given.baseline)
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_bytes", "most"),
+    [(2, 64 * GIB, 2), (128, 64 * GIB, 8), (128, 3 * GIB, 3), (128, 0, 1), (0, 64 * GIB, 1)],
+)
+def test_predictions_at_once_are_limited_by_cores_and_memory(cores: int, free_bytes: int, most: int) -> None:
+    assert most_predictions(cores, free_bytes) == most
 
 
 class TestOwnCheckpointing:

@@ -17,9 +17,10 @@ from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, faul
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 
 from autotune.errors import NothingFitsError
-from autotune.optuna_study import CONSTRAINT, over_line_gib
+from autotune.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
+from autotune.sampler import distributions
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
 from autotune.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 from autotune.units import GIB, MIB
@@ -38,6 +39,32 @@ def told(store: Store) -> dict[str, FrozenTrial]:
     """Optuna's trials by our id; those that were not run have none of ours."""
     study = optuna.load_study(study_name="bert", storage=store.optuna)
     return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in study.get_trials()}
+
+
+def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.WarningsRecorder) -> None:
+    """A search changes for no moment what its process warns of: ``catch_warnings`` would do so for all threads."""
+    seen: list[object] = []
+
+    class Noting(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+            seen.append(warnings.filters)
+            return {}
+
+        def after_trial(self, *_: Any) -> None:
+            seen.append(warnings.filters)
+
+    ready = prepared(sampler="random")
+    space = distributions(ready.space, ready.baseline, "random")
+    warnings.filterwarnings("error")
+    filters = warnings.filters
+    study = OptunaStudy("bert", store, Noting(), space, "throughput", ready.ceiling)
+    unusual = Candidate(Arm("fp32"), 1, 64)
+    asked = study.ask(unusual, "baseline")
+    study.describe(asked, unusual, OutOfMemory("full"))
+    study.tell(asked, unusual, OutOfMemory("full"))
+    assert seen
+    assert all(each is filters for each in seen)
+    assert recwarn.list == []
 
 
 @pytest.fixture(scope="module", params=["autotune", "grid", "tpe", "random"])

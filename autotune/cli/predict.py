@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,8 +133,9 @@ def _predicted(
     from autotune.device import find_device
     from autotune.device.chips import TYPICAL_CONTEXT_BYTES
     from autotune.forecast import Forecast, Target
+    from autotune.loader import usable_cores
     from autotune.options import build_workload
-    from autotune.preparation import prepare
+    from autotune.preparation import most_predictions, prepare
     from autotune.runner import LocalRunner
 
     workload = build_workload(options)
@@ -156,7 +156,9 @@ def _predicted(
             Target(chip, prepared.ceiling, _questions(prepared.space))
             for (chip, _), prepared in zip(targets, every, strict=True)
         ]
-        forecast = Forecast(runner, asked, parallel=os.cpu_count() or 1, kept=KeptPredictions(answers, workload))
+        forecast = Forecast(
+            runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
+        )
         forecast.complete()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.

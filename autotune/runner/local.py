@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autotune.data import DataFacts, facts_from_document, facts_in
+from autotune.data_folder import HeldData, hold_data
 from autotune.device import Device
 from autotune.device.host import oom_kills
 from autotune.errors import InvalidRequestError, TrialServerError
@@ -85,7 +85,7 @@ class LocalRunner:
         self._reports: LineReader | None = None
         self._ready = False
         self._trial_pid: int | None = None
-        self._data_folder: Path | None = None
+        self._data: HeldData | None = None
         self._submitted: dict[str, Document] = {}
         self._ended: dict[str, Document] = {}
 
@@ -99,6 +99,9 @@ class LocalRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if self._data is not None:
+            self._data.release()
+            self._data = None
 
     @property
     def trial_pid(self) -> int | None:
@@ -331,14 +334,24 @@ class LocalRunner:
 
         Raises ``InvalidRequestError`` where the data is no good, ``TrialServerError`` when no answer comes.
         """
-        facts = facts_in(folder)
-        if facts is None:
-            facts = self._read_anew(folder)
-        self._data_folder = folder
-        self._workload = self._workload.with_facts(facts)
+        held = hold_data(folder)
+        if held is None:
+            self._read_anew(folder)
+            held = hold_data(folder)
+        if held is None:
+            raise TrialServerError(
+                f"the data that was read into {folder} is gone again", "see who removes it, then search once more"
+            )
+        self._data = held
+        self._workload = self._workload.with_facts(held.facts)
         return self._workload
 
-    def _read_anew(self, folder: Path) -> DataFacts:
+    def discard_data(self) -> None:
+        """Remove the data that was read, unless another search uses it."""
+        if self._data is not None:
+            self._data.discard()
+
+    def _read_anew(self, folder: Path) -> None:
         assert self._workload.data is not None
         # Its folder is named after what the data held when it was looked at.
         self._workload.data.check_unchanged()
@@ -359,7 +372,6 @@ class LocalRunner:
             )
         if "error" in answer["result"]:
             raise InvalidRequestError(*answer["result"]["error"])
-        return facts_from_document(answer["result"]["facts"])
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
         """What ``autotune.worker.facts.inspect`` says of this environment and workload.
@@ -403,7 +415,7 @@ class LocalRunner:
             "unmodified": job.unmodified,
             "timeout_seconds": job.timeout_seconds,
             "log_path": job.log_path,
-            "data_folder": str(self._data_folder) if self._data_folder else None,
+            "data_folder": str(self._data.folder) if self._data else None,
             **self._device_facts(),
         }
         kills = oom_kills()

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
 from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
+from autotune.data_folder import publish_data
 from autotune.errors import AutotuneError, InvalidRequestError
 from autotune.trial import Document
 from autotune.worker.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
@@ -61,12 +62,10 @@ def read_data(job: Document) -> Document:
     transformers.logging.set_verbosity_error()
     try:
         partial.mkdir(parents=True)
-        facts = dataclasses.asdict(_Reading(workload, partial).run())
-        (partial / FACTS_FILE).write_text(json.dumps(facts))
+        facts = _Reading(workload, partial).run()
+        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts)))
         shutil.rmtree(partial / "cache", ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        return {"facts": facts}
+        return {"facts": dataclasses.asdict(publish_data(partial, folder) or facts)}
     except AutotuneError as error:
         return {"error": [error.message, error.hint]}
     finally:
