@@ -100,7 +100,9 @@ class History:
     def is_feasible(self, tried: Tried) -> bool:
         """Completed, and its peak reserved memory is at or under the ceiling's line."""
         measured = tried.measurement
-        return measured is not None and self.ceiling.fits(measured.judged_bytes(tried.candidate.arm))
+        return measured is not None and self.ceiling.fits(
+            measured.judged_bytes(tried.candidate.arm), measured.context_bytes
+        )
 
     def is_over(self, tried: Tried) -> bool:
         """Known to need more than the line: out of memory, or completed above it."""

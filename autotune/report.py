@@ -52,7 +52,9 @@ class Report:
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
         measured = measurement(trial)
-        return measured is not None and self.ceiling.fits(measured.judged_bytes(trial.candidate.arm))
+        return measured is not None and self.ceiling.fits(
+            measured.judged_bytes(trial.candidate.arm), measured.context_bytes
+        )
 
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""

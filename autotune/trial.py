@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autotune.device import Ceiling
 from autotune.device import Precision as Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
@@ -153,6 +154,8 @@ class Measurement:
     """Waiting for data between two steps, within ``step_seconds``."""
     device_used_bytes: int | None = None
     """What NVML says the whole device had in use after the last step, all processes."""
+    context_bytes: int | None = None
+    """What the trial's process held on the device beside what its allocator reserved: the CUDA context."""
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
@@ -199,6 +202,10 @@ class Measurement:
         ran is what proves that it fits.
         """
         return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
+
+    def fits(self, arm: Arm, ceiling: Ceiling) -> bool:
+        """Whether the trial stayed under the ceiling's line, and with its CUDA context within what is reachable."""
+        return ceiling.fits(self.judged_bytes(arm), self.context_bytes)
 
 
 PhaseSeconds = dict[str, float]

@@ -177,6 +177,8 @@ class TestCeiling:
         assert ceiling.line_bytes + ceiling.headroom_bytes == ceiling.cap_bytes
         assert ceiling.fits(ceiling.line_bytes)
         assert not ceiling.fits(ceiling.line_bytes + 1)
+        assert ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes)
+        assert not ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes + 1)
         assert Ceiling.from_document(json.loads(json.dumps(ceiling.document()))) == ceiling
 
     def test_a_smaller_card_emulated_on_a_larger_one(self) -> None:

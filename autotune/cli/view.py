@@ -161,7 +161,9 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
         return f"disturbed: {'; '.join(outcome.disturbed)}"[:80]
     if not isinstance(outcome, Completed):
         return ""
-    if not history.ceiling.fits(outcome.measurement.judged_bytes(trial.candidate.arm)):
+    if not history.ceiling.fits(
+        outcome.measurement.judged_bytes(trial.candidate.arm), outcome.measurement.context_bytes
+    ):
         return "low headroom"
     is_derived = outcome.source is not None and outcome.source.derived
     if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):

@@ -108,8 +108,12 @@ class Ceiling:
     @property
     def cap_bytes(self) -> int:
         """What the allocator of a trial may reserve at most."""
-        reachable = self.free_bytes if self.limit_bytes is None else min(self.limit_bytes, self.free_bytes)
-        return reachable - self.context_bytes
+        return self.reachable_bytes - self.context_bytes
+
+    @property
+    def reachable_bytes(self) -> int:
+        """What a trial's process may hold on the device at most, its CUDA context included."""
+        return self.free_bytes if self.limit_bytes is None else min(self.limit_bytes, self.free_bytes)
 
     @property
     def headroom_bytes(self) -> int:
@@ -121,8 +125,14 @@ class Ceiling:
         """The most that a feasible trial reserves at its peak."""
         return self.cap_bytes - self.headroom_bytes
 
-    def fits(self, peak_reserved_bytes: int) -> bool:
-        """Whether a trial with this peak is feasible; the line itself still is."""
+    def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
+        """Whether a trial with this peak is feasible; the line itself still is.
+
+        ``context_bytes`` is what the trial's CUDA context was seen to take. Where that is more than was assumed, the
+        headroom has to bear it: both together must stay within what is reachable.
+        """
+        if context_bytes is not None and peak_reserved_bytes + context_bytes > self.reachable_bytes:
+            return False
         return peak_reserved_bytes <= self.line_bytes
 
     def document(self) -> dict[str, Any]:

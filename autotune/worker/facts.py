@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib.metadata
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from autotune import device as device_facts
 from autotune.trial import Document
 from autotune.worker.build import build_config, build_model, model_class
+from autotune.worker.context import context_bytes
 from autotune.worker.failures import first_line
 from autotune.workload import Workload
 
@@ -32,22 +30,6 @@ def _version(package: str) -> str | None:
 def package_versions() -> dict[str, str | None]:
     """The versions of the libraries on which a measurement depends; ``None`` for one that is not installed."""
     return {name: _version(name) for name in _PACKAGES}
-
-
-def _context_bytes(uuid: str) -> int:
-    """What a process holds on the GPU before it has a single tensor: the CUDA context.
-
-    Measured as the growth of device memory in use, since NVML does not tell it by process
-    everywhere (containers hide process ids).
-    """
-    before = device_facts.device_used_bytes(uuid)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    after = device_facts.device_used_bytes(uuid)
-    if before is None or after is None:
-        return 0
-    return max(0, after - before - torch.cuda.memory_reserved(0))
 
 
 def _cudnn_version() -> int | None:
@@ -116,9 +98,9 @@ def inspect(job: Document) -> Document:
 
 def inspect_environment(job: Document) -> Document:
     """Facts about the environment alone."""
-    context_bytes = _context_bytes(job["device_uuid"]) if job["device_kind"] == "cuda" else 0
+    workload, is_cuda = Workload.from_document(job["workload"]), job["device_kind"] == "cuda"
     facts: Document = {
-        "context_bytes": context_bytes,
+        "context_bytes": context_bytes(job["device_uuid"], convolves=not workload.is_text) if is_cuda else 0,
         "optims": sorted(name.value for name in OptimizerNames),
         "environment": {
             "python": platform.python_version(),

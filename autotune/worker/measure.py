@@ -393,6 +393,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             optimizer_seconds=statistics.median(step.optimizer_seconds for step in self._measured),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
             device_used_bytes=self._meter.device_used_bytes(),
+            context_bytes=self._meter.context_bytes(),
             peak_reserved_first_step_bytes=self._first_reserved,
             allocation_retries=self._meter.allocation_retries(),
             skipped_steps=self._scaler.skipped,

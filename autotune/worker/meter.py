@@ -44,6 +44,9 @@ class Meter(Protocol):
     def device_used_bytes(self) -> int | None:
         """All memory in use on the device, whoever holds it; ``None`` where unknown."""
 
+    def context_bytes(self) -> int | None:
+        """What this process holds on the device beside what its allocator reserves; ``None`` where unknown."""
+
     def energy_joules(self) -> float | None:
         """What the device has used since some moment in the past, all processes; ``None`` where unknown."""
 
@@ -54,6 +57,7 @@ class CudaMeter:
     def __init__(self, uuid: str) -> None:
         self.device = torch.device("cuda", 0)
         self._uuid = uuid
+        self._used_before_bytes = device_facts.device_used_bytes(uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.zeros(1, device=self.device)
 
@@ -84,6 +88,12 @@ class CudaMeter:
 
     def device_used_bytes(self) -> int | None:
         return device_facts.device_used_bytes(self._uuid)
+
+    def context_bytes(self) -> int | None:
+        used_bytes = self.device_used_bytes()
+        if used_bytes is None or self._used_before_bytes is None:
+            return None
+        return max(0, used_bytes - self._used_before_bytes - torch.cuda.memory_reserved(self.device))
 
     def energy_joules(self) -> float | None:
         return device_facts.device_energy_joules(self._uuid)
@@ -170,6 +180,9 @@ class CpuMeter:
         return None
 
     def device_used_bytes(self) -> int | None:
+        return None
+
+    def context_bytes(self) -> int | None:
         return None
 
     def energy_joules(self) -> float | None:

@@ -104,6 +104,14 @@ def test_the_context_has_a_believable_size(facts: Document) -> None:
     assert 200 * MIB < facts["context_bytes"] < 1.5 * GIB
 
 
+def test_the_context_is_that_of_a_process_that_trains(runner: LocalRunner, gpu: Device, facts: Document) -> None:
+    found = measured(
+        run_trial(runner, Candidate(Arm("bf16" if "bf16" in gpu.precisions else "fp32"), 16))
+    ).context_bytes
+    assert found is not None
+    assert abs(found - facts["context_bytes"]) < 64 * MIB
+
+
 def test_the_environment_is_the_gpus(facts: Document, gpu: Device) -> None:
     assert facts["environment"]["cuda"]
     assert gpu.capability is not None

@@ -73,5 +73,8 @@ class FakeMeter:
     def device_used_bytes(self) -> int | None:
         return 2 * self.held_bytes
 
+    def context_bytes(self) -> int | None:
+        return None
+
     def energy_joules(self) -> float | None:
         return self.watts * self._clock.now

@@ -128,3 +128,11 @@ def test_what_is_hidden_is_there_again_unless_it_is_hidden_for_good(monkeypatch:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("wave")
     monkeypatch.delitem(sys.modules, "wave")
+
+
+@pytest.mark.parametrize("convolves", [False, True])
+def test_the_kernels_of_a_training_step_can_be_used(convolves: bool) -> None:
+    code = "import sys, torch; from autotune.worker.context import use_kernels; "
+    code += "use_kernels(torch.device('cpu'), convolves=sys.argv[1] == 'True'); print(torch.get_default_dtype())"
+    done = subprocess.run([sys.executable, "-c", code, str(convolves)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
