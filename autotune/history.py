@@ -100,9 +100,7 @@ class History:
     def is_feasible(self, tried: Tried) -> bool:
         """Completed, and its peak reserved memory is at or under the ceiling's line."""
         measured = tried.measurement
-        return measured is not None and self.ceiling.fits(
-            measured.judged_bytes(tried.candidate.arm), measured.context_bytes
-        )
+        return measured is not None and measured.fits(tried.candidate.arm, self.ceiling)
 
     def is_over(self, tried: Tried) -> bool:
         """Known to need more than the line: out of memory, or completed above it."""

@@ -52,9 +52,7 @@ class Report:
     def feasible(self, trial: TrialRecord) -> bool:
         """Completed under the line."""
         measured = measurement(trial)
-        return measured is not None and self.ceiling.fits(
-            measured.judged_bytes(trial.candidate.arm), measured.context_bytes
-        )
+        return measured is not None and measured.fits(trial.candidate.arm, self.ceiling)
 
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""

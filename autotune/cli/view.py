@@ -161,9 +161,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
         return f"disturbed: {'; '.join(outcome.disturbed)}"[:80]
     if not isinstance(outcome, Completed):
         return ""
-    if not history.ceiling.fits(
-        outcome.measurement.judged_bytes(trial.candidate.arm), outcome.measurement.context_bytes
-    ):
+    if not outcome.measurement.fits(trial.candidate.arm, history.ceiling):
         return "low headroom"
     is_derived = outcome.source is not None and outcome.source.derived
     if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):

@@ -58,7 +58,8 @@ def use_kernels(device: torch.device, *, convolves: bool) -> None:
                     images = torch.zeros((_SAMPLES, 3, 224, 224), device=device)
                     hidden = hidden + model[3](images).flatten(2).transpose(1, 2)[:, :_TOKENS]
                 logits = model[2](model[1](hidden))
-            functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.metadata
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch

@@ -105,9 +105,8 @@ def test_the_context_has_a_believable_size(facts: Document) -> None:
 
 
 def test_the_context_is_that_of_a_process_that_trains(runner: LocalRunner, gpu: Device, facts: Document) -> None:
-    found = measured(
-        run_trial(runner, Candidate(Arm("bf16" if "bf16" in gpu.precisions else "fp32"), 16))
-    ).context_bytes
+    arm = Arm("bf16" if "bf16" in gpu.precisions else "fp32")
+    found = measured(run_trial(runner, Candidate(arm, 16))).context_bytes
     assert found is not None
     assert abs(found - facts["context_bytes"]) < 64 * MIB
 
