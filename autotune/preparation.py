@@ -164,7 +164,7 @@ def _own_baseline(model: Document) -> Candidate | None:
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
     """What keeps a recorded study from being continued by this search, as ``name: recorded, now asked``."""
     asked = {
-        **prepared.request.workload.document(),
+        **prepared.request.workload.recorded_document(),
         **prepared.request.document(),
         **comparable_environment(prepared.environment, environment),
     }

@@ -8,11 +8,13 @@ from typing import Any, get_args
 from autotune.device import Device, Headroom, find_device, list_devices
 from autotune.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.levers import LEVERS, LeverChoice
+from autotune.masking import masked_options
 from autotune.policy import Objective
 from autotune.request import SearchRequest
 from autotune.sampler import SamplerName
 from autotune.space import CheckpointingChoice
 from autotune.store import Store
+from autotune.training_source import TrainingSource
 from autotune.trial import PRECISIONS, Document
 from autotune.workload import DTYPES, TASKS, Workload
 
@@ -46,12 +48,23 @@ def recorded_request(
             "repeat the options of the search with autotune search and the same --study",
         ) from error
     if workload.source is not None:
+        _check_has_its_secrets(workload.source, study)
         today = dataclasses.replace(workload, source=workload.source.as_it_is_now())
         request = dataclasses.replace(request, workload=today)
     if workload.data is not None:
         workload.data.check_unchanged()
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
     return dataclasses.replace(request, **spent)
+
+
+def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
+    """Raise ``InvalidRequestError`` where values of the script's options were not recorded."""
+    masked = masked_options(source.argv)
+    if masked:
+        raise InvalidRequestError(
+            f"the study {study!r} was searched with {', '.join(masked)} for {source.name}, whose value is not recorded",
+            f"repeat its command with the value and --study {study}: it goes on from what is recorded",
+        )
 
 
 def _device_of(environment: Document, study: str) -> Device:

@@ -49,7 +49,7 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
         )
     study = StudyRecord(
         name=request.study,
-        workload_id=store.intern_workload(request.workload.document(), request.workload.fingerprint()),
+        workload_id=store.intern_workload(request.workload.recorded_document(), request.workload.fingerprint()),
         environment_id=store.intern_environment(prepared.environment, prepared.environment_fingerprint),
         request=request.document(),
         ceiling=prepared.ceiling.document(),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.errors import InvalidRequestError
+from autotune.masking import mask_secrets
 
 DEFAULT_FUNCTION = "build"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
@@ -52,6 +53,10 @@ class TrainingSource:
         if self.kind == "build":
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
+
+    def masked(self) -> TrainingSource:
+        """The same as it is recorded and shown: without secrets on its command line."""
+        return dataclasses.replace(self, argv=mask_secrets(self.argv))
 
     def as_it_is_now(self) -> TrainingSource:
         """The same with the digest of today's file; ``InvalidRequestError`` where that is gone."""

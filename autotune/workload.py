@@ -100,8 +100,13 @@ class Workload:
         return words + (f", LoRA of rank {self.lora_rank}" if self.peft else "")
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data, for the trial process and the record."""
+        """As JSON-ready data, for the trial process."""
         return dataclasses.asdict(self)
+
+    def recorded_document(self) -> dict[str, Any]:
+        """As JSON-ready data, for the record: secrets among a script's options are masked."""
+        source = self.source.masked() if self.source is not None else None
+        return dataclasses.replace(self, source=source).document()
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
@@ -143,7 +148,7 @@ class Workload:
 
         The model's name is left out: the config says what it is.
         """
-        facts = self.document()
+        facts = self.recorded_document()
         facts.pop("model")
         facts.pop("weights")
         if self.quantize is not None and self.weights is not None:

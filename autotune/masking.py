@@ -1,0 +1,59 @@
+"""Mask what looks like a secret on the command line of a user's script, before it is recorded or shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MASK = "***"
+"""Stands for a value that is not recorded."""
+
+# Of an option's name in lower case with underscores. Most other options with "token" in them name no secret:
+# --pad_token, --max_tokens, --tokenizer_name.
+_SECRET_NAME = re.compile(
+    r"^token$|(^|_)(hub|hf|huggingface|auth|access|api|bearer|refresh|session|secret|wandb|comet|github|gitlab)_?token$"
+    r"|(^|_)(api|access|secret|private|auth|encryption)_?key$"
+    r"|passw(or)?d|passphrase|(^|_)secret|credential"
+)
+# As the hub gives them out; whatever option, or none, they stand behind.
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+# What such an option may be given without telling anything: --use_auth_token True.
+_TELLS_NOTHING = frozenset({"", "true", "false", "yes", "no", "none", "null", "0", "1"})
+
+
+def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
+    """Return a script's command line with ``***`` in place of every value that looks like a secret."""
+    masked: list[str] = []
+    is_secret = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if is_secret and not word.startswith("--"):
+            masked.append(_mask(word))
+        elif equals and _names_a_secret(name):
+            masked.append(f"{name}={_mask(value)}")
+        else:
+            masked.append(_HUB_TOKEN.sub(MASK, word))
+        # The value of --hub_token X is the next word.
+        is_secret = not equals and word.startswith("-") and _names_a_secret(word)
+    return tuple(masked)
+
+
+def masked_options(words: Sequence[str]) -> list[str]:
+    """The options of a masked command line whose values are not in it."""
+    found = []
+    for before, word in zip(("", *words), words, strict=False):
+        if word == MASK:
+            found.append(before)
+        elif MASK in word:
+            found.append(word.partition("=")[0])
+    return found
+
+
+def _mask(value: str) -> str:
+    return value if value.lower() in _TELLS_NOTHING else MASK
+
+
+def _names_a_secret(option: str) -> bool:
+    """Whether ``--hub_token``, ``hub-token`` or ``+trainer.hub_token`` names a secret."""
+    name = option.lstrip("-+~").lower().replace("-", "_").rpartition(".")[2]
+    return _SECRET_NAME.search(name) is not None
