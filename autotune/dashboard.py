@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import optuna_dashboard
-from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
-from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.dashboard_private import show_constraints
 from autotune.errors import InvalidRequestError
 from autotune.optuna_study import OBJECTIVE_NAMES
 from autotune.store import (
@@ -34,14 +33,13 @@ from autotune.store import (
     refuse_writes,
     resolve_location,
 )
+from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# The trial system attribute in which optuna-dashboard 0.21 looks for constraints (its _serializer.CONSTRAINTS_KEY).
-_LEGACY_CONSTRAINTS = "constraints"
-# The study system attribute that Study.set_metric_names writes (Optuna 5, study.study._SYSTEM_ATTR_METRIC_NAMES).
-_METRIC_NAMES = "study:metric_names"
+    from optuna.study._frozen import FrozenStudy
+
 # Shown even where it never varied: the dashboard divides by the number of parameters.
 _ALWAYS_SHOWN = "per_device_train_batch_size"
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -57,7 +55,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
     return all(value <= 0 for value in trial.constraints.values())
 
 
-class DashboardStorage(RDBStorage):
+class DashboardStorage(HookedStorage):
     """Optuna's storage as the dashboard should see it: constraints visible, the best trial right, read-only."""
 
     def __init__(self, store: Store) -> None:
@@ -74,7 +72,7 @@ class DashboardStorage(RDBStorage):
         # Built anew at each call, so that they may be changed.
         studies = super().get_all_studies()
         for study in studies:
-            study.system_attrs = self._with_objective_name(study._study_id, study.system_attrs)
+            study.system_attrs = self._with_objective_name(id_of_study(study), study.system_attrs)
         return studies
 
     def get_study_system_attrs(self, study_id: int) -> dict[str, Any]:
@@ -83,7 +81,7 @@ class DashboardStorage(RDBStorage):
 
     def _with_objective_name(self, study_id: int, attributes: dict[str, Any]) -> dict[str, Any]:
         """Add the objective's name for studies recorded before autotune stored it with Optuna."""
-        if _METRIC_NAMES in attributes:
+        if METRIC_NAMES_KEY in attributes:
             return attributes
         if study_id not in self._objective_names:
             record = self._record(study_id)
@@ -92,7 +90,7 @@ class DashboardStorage(RDBStorage):
                 # Not a study of autotune's, or not recorded yet.
                 return attributes
             self._objective_names[study_id] = name
-        return {**attributes, _METRIC_NAMES: [self._objective_names[study_id]]}
+        return {**attributes, METRIC_NAMES_KEY: [self._objective_names[study_id]]}
 
     def _record(self, study_id: int) -> StudyRecord | None:
         """Return autotune's record of the study; ``None`` for a study that it did not make."""
@@ -105,18 +103,20 @@ class DashboardStorage(RDBStorage):
         # Built anew at each call, so that they may be changed.
         trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
         for trial in trials:
-            _show_constraints(trial)
+            show_constraints(trial)
         if states is None:
             self._latest_trials[study_id] = trials
         return trials
 
-    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
+    def read_trials(
+        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
+    ) -> list[FrozenTrial]:
         """Read trials without the parameters that never varied.
 
-        Optuna's own method, through which both ``get_all_trials`` and the studies that the dashboard
-        loads read: importances are computed over one and shown over the other.
+        Both ``get_all_trials`` and the studies that the dashboard loads read here: importances are computed over one
+        and shown over the other.
         """
-        trials: list[FrozenTrial] = super()._get_trials(study_id, *arguments, **options)
+        trials = read()
         record = self._record(study_id)
         if record is not None:
             _hide_constants(trials, may_still_vary=record.state == "running")
@@ -125,7 +125,7 @@ class DashboardStorage(RDBStorage):
     def get_trial(self, trial_id: int) -> FrozenTrial:
         """The trial, its constraints also where the dashboard looks for them."""
         trial = super().get_trial(trial_id)
-        _show_constraints(trial)
+        show_constraints(trial)
         return trial
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
@@ -146,12 +146,6 @@ class DashboardStorage(RDBStorage):
         is_better = max if self.get_study_directions(study_id)[0] == StudyDirection.MAXIMIZE else min
         feasible = [trial for trial in complete if is_feasible(trial)]
         return is_better(feasible or complete, key=lambda trial: trial.values[0])
-
-
-def _show_constraints(trial: FrozenTrial) -> None:
-    constraints = trial.constraints
-    if constraints:
-        trial.system_attrs[_LEGACY_CONSTRAINTS] = list(constraints.values())
 
 
 def _hide_constants(trials: list[FrozenTrial], *, may_still_vary: bool) -> None:

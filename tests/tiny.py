@@ -29,6 +29,11 @@ ONE_OF_EACH_TASK: dict[Task, str] = {
 }
 
 
+def attention_of_task(task: Task) -> str:
+    """The attention that the tiny model of a task has in every supported transformers; T5 has no sdpa in 5.3 to 5.6."""
+    return "eager" if task == "seq2seq-lm" else "sdpa"
+
+
 def tiny_workload(model: str, /, seq_len: int = 16, task: Task | None = None, **changes: Any) -> Workload:
     """A workload of a small catalog entry; ``config`` in ``changes`` is merged into the entry's."""
     entry = catalog.find(model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from optuna.distributions import BaseDistribution, json_to_distribution
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Connection, DateTime, Float, Integer, Row, String, column, func, select, table
+
+from autotune.store.optuna_private import HookedStorage
 
 # Optuna's tables as its version 5 declares them; which version a database has is checked when it is opened.
 _TRIALS = table(
@@ -44,22 +45,22 @@ _SYSTEM = table(
 _INTERMEDIATE = table("trial_intermediate_values", column("trial_id", Integer))
 
 
-class QuickStorage(RDBStorage):
+class QuickStorage(HookedStorage):
     """Optuna's storage, which reads a whole study in five plain queries.
 
     Optuna makes an object of each row and parses each distribution twice. Optuna's cache asks for all
     trials once, then for those that are new; only the first is answered here, and only where it can be.
     """
 
-    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
-        """What Optuna's own method returns; a new Optuna may ask otherwise, and is then answered by itself."""
-        asked = dict(zip(("states", "included_trial_ids", "trial_id_greater_than"), arguments, strict=False)) | options
-        if asked == {"states": None, "included_trial_ids": set(), "trial_id_greater_than": -1}:
+    def read_trials(
+        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
+    ) -> list[FrozenTrial]:
+        """Return what Optuna's own method returns, which answers whatever is not a whole study."""
+        if wants_all:
             with self.engine.connect() as connection:
                 if not _has_intermediate_values(connection, study_id):
                     return list(_read(connection, study_id))
-        found: list[FrozenTrial] = super()._get_trials(study_id, *arguments, **options)
-        return found
+        return read()
 
 
 def _has_intermediate_values(connection: Connection, study_id: int) -> bool:

@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig
 
 from autotune.worker.adapters import adapt, quantization_config
+from autotune.worker.private.transformers import class_for_config
 from autotune.workload import Workload
 
 _AUTO_CLASS_OF_TASK = {
@@ -45,7 +46,7 @@ def model_class(workload: Workload) -> Any:
     Raises ``ValueError`` where transformers has none for this task.
     """
     try:
-        return auto_class(workload)._model_mapping[type(build_config(workload))]
+        return class_for_config(auto_class(workload), build_config(workload))
     except KeyError as error:
         raise ValueError(f"transformers has no {workload.task} model of type {workload.model_type!r}") from error
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from autotune.trial import Document
 from autotune.worker.build import build_config, build_model, model_class
 from autotune.worker.context import context_bytes
 from autotune.worker.failures import first_line
+from autotune.worker.private.transformers import attention_implementations, optimizer_names
 from autotune.workload import Workload
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
@@ -61,21 +61,10 @@ def _cublas_version() -> str | None:
         return None
 
 
-def _attention_implementations(model: type) -> list[str]:
-    names = ["eager"]
-    if getattr(model, "_supports_sdpa", False):
-        names.append("sdpa")
-    if getattr(model, "_supports_flash_attn", False) or getattr(model, "_supports_flash_attn_2", False):
-        names.append("flash_attention_2")
-    if getattr(model, "_supports_flex_attn", False):
-        names.append("flex_attention")
-    return names
-
-
 def _model_facts(workload: Workload) -> Document:
     """Parameters and abilities of the model, from a build on the ``meta`` device (no memory)."""
     model_type: Any = model_class(workload)
-    attentions = _attention_implementations(model_type)
+    attentions = attention_implementations(model_type)
     random_weights = dataclasses.replace(workload, weights=None)
     model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
     return {
@@ -103,7 +92,7 @@ def inspect_environment(job: Document) -> Document:
     workload, is_cuda = Workload.from_document(job["workload"]), job["device_kind"] == "cuda"
     facts: Document = {
         "context_bytes": context_bytes(job["device_uuid"], convolves=not workload.is_text) if is_cuda else 0,
-        "optims": sorted(name.value for name in OptimizerNames),
+        "optims": optimizer_names(),
         "environment": {
             "python": platform.python_version(),
             "packages": package_versions(),

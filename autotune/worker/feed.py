@@ -18,12 +18,11 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
-    Trainer,
     default_data_collator,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autotune.data import DataSpec
+from autotune.worker.private.transformers import OrderedTrainer, length_grouped_order
 from autotune.workload import Workload
 
 # What reading the data leaves in its folder: a dataset of tokens and labels (or of undecoded images and
@@ -88,9 +87,8 @@ class Schedule:
 
 
 def grouped_order(lengths: Any, step_samples: int, seed: int) -> list[int]:
-    """An epoch in the order of the Trainer's own sampler for ``group_by_length``."""
-    generator = torch.Generator().manual_seed(seed)
-    return list(LengthGroupedSampler(step_samples, lengths=lengths.tolist(), generator=generator))
+    """Order an epoch as the Trainer's own sampler does for ``group_by_length``."""
+    return length_grouped_order(lengths.tolist(), step_samples, seed)
 
 
 def _spread_positions(count: int) -> Iterator[int]:
@@ -221,15 +219,6 @@ class _Ordered(Sampler[int]):
         return len(self._order)
 
 
-class FedTrainer(Trainer):  # type: ignore[misc]
-    """The real ``Trainer`` and its data loader, with the order of the samples decided beforehand."""
-
-    schedule: Schedule
-
-    def _get_train_sampler(self, *_: Any, **__: Any) -> Sampler[int]:
-        return _Ordered(self.schedule.order)
-
-
 class Feed:
     """What a trial's ``Trainer`` is given of the data that was read into a folder."""
 
@@ -269,10 +258,10 @@ class Feed:
             len(self.dataset), self._lengths, self._targets, self._spec, self._workload.seq_len, shape, seed
         )
 
-    def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> FedTrainer:
+    def trainer(self, model: Any, arguments: Any, callback: Any, schedule: Schedule) -> OrderedTrainer:
         """A real ``Trainer`` with the user's collator."""
-        trainer = FedTrainer(model=model, args=arguments, callbacks=[callback], **self.ingredients(model))
-        trainer.schedule = schedule
+        trainer = OrderedTrainer(model=model, args=arguments, callbacks=[callback], **self.ingredients(model))
+        trainer.train_order = _Ordered(schedule.order)
         return trainer
 
     def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class CudaStartedError(Exception):
 class _Properties:
     """A GPU's compute capability, and of torch whatever else is asked of it."""
 
-    def __init__(self, major: int, minor: int, find: Callable[[], Any]) -> None:
+    def __init__(self, major: int, minor: int, find: Callable[[int], Any]) -> None:
         self.major = major
         self.minor = minor
         self._find = find
@@ -39,7 +39,7 @@ class _Properties:
         if name.startswith("_"):
             # Of a copy that is being made, say, which has nothing to ask yet.
             raise AttributeError(name)
-        return getattr(self._find(), name)
+        return getattr(self._find(0), name)
 
 
 @contextlib.contextmanager
@@ -48,31 +48,21 @@ def _cuda_not_started() -> Iterator[None]:
 
     transformers imports peft where that is installed, which imports bitsandbytes and torchao, which ask torch for
     the compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
-    What an imported module keeps of it (torch._dynamo keeps the functions) is the real thing once the imports are over.
     """
     import torch
 
+    from autotune.worker.private.torch import cuda_answers
+
     told = os.environ.get(CAPABILITY_VARIABLE)
-    real = {name: getattr(torch.cuda, name) for name in _ASKED} if told else {}
-    importing = True
+    answers: dict[str, Any] = {}
     if told:
         major, minor = map(int, told.split("."))
-        properties = _Properties(major, minor, lambda: real["get_device_properties"](0))
-        for name, answer in zip(_ASKED, ((major, minor), properties, 0), strict=True):
-            setattr(torch.cuda, name, _answering(answer, real[name], lambda: importing))
-    try:
+        properties = _Properties(major, minor, torch.cuda.get_device_properties)
+        answers = dict(zip(_ASKED, ((major, minor), properties, 0), strict=True))
+    with cuda_answers(answers):
         yield
-    finally:
-        importing = False
-        for name, function in real.items():
-            setattr(torch.cuda, name, function)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise CudaStartedError
-
-
-def _answering(answer: Any, real: Callable[..., Any], is_importing: Callable[[], bool]) -> Callable[..., Any]:
-    """A function that gives the answer during the imports, and is the real one from then on."""
-    return lambda *args, **kwargs: answer if is_importing() else real(*args, **kwargs)
 
 
 @contextlib.contextmanager

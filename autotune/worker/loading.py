@@ -11,6 +11,7 @@ from autotune.data import DataSpec, data_files, under_plain_names
 from autotune.errors import InvalidRequestError
 from autotune.units import in_one_line
 from autotune.worker.failures import first_line
+from autotune.worker.private.datasets import in_stored_order
 
 # How datasets says of files without rows that there are none.
 _NO_DATA = "corresponds to no data"
@@ -41,7 +42,7 @@ def load(spec: DataSpec, folder: Path) -> Any:
         loaded = loaded[spec.split]
     if len(loaded) == 0:
         raise _is_empty(spec)
-    return loaded.flatten_indices() if loaded._indices is not None else loaded
+    return in_stored_order(loaded)
 
 
 def _is_empty(spec: DataSpec) -> InvalidRequestError:

@@ -13,6 +13,7 @@ import torch
 
 from autotune import device as device_facts
 from autotune.levers import with_expandable_segments
+from autotune.worker.private.torch import set_allocator_settings
 
 
 class Meter(Protocol):
@@ -108,13 +109,7 @@ def expand_segments(expand: bool) -> None:
     settings = with_expandable_segments(os.environ, expand=expand)
     if settings is None:
         return
-    # Newer versions of torch have one function for all accelerators, older ones that of CUDA.
-    native: Any = torch._C
-    give = (
-        getattr(native, "_accelerator_setAllocatorSettings", None)
-        or native._cuda_cudaCachingAllocator_set_allocator_settings
-    )
-    give(settings)
+    set_allocator_settings(settings)
 
 
 def _status_bytes(field: str) -> int:

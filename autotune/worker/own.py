@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from transformers import Trainer
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from autotune.arguments import checkpointing_field, training_arguments
 from autotune.training_source import TrainingSource
@@ -23,6 +22,7 @@ from autotune.worker.failures import first_line
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
 from autotune.worker.process import in_fork, leave
 from autotune.worker.rehearsal import Rehearsing
 from autotune.worker.trial import Trial
@@ -226,7 +226,7 @@ class _OwnTrial(Trial):
         """Have it measured, for as many steps as that takes, and heard by nobody else."""
         assert self._meter is not None
         for callback in list(trainer.callback_handler.callbacks):
-            if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
+            if is_reporting(type(callback)):
                 trainer.remove_callback(callback)
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         self._hold_inputs(trainer)
@@ -248,9 +248,7 @@ class _OwnTrial(Trial):
     def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        total = getattr(trainer, "_tr_loss", None)
-        loss = None if total is None else float(total) / max(1, trainer.state.global_step)
-        return self._completed(measured, loss)
+        return self._completed(measured, mean_train_loss(trainer))
 
 
 def _checkpoints(model: Any) -> bool:
@@ -379,14 +377,13 @@ def _model_facts(trainer: Any) -> Document:
     """The model's facts, and under ``own`` the settings that the user's code would train with."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
-    attention = getattr(config, "_attn_implementation", None)
     batch, accumulation = own_batch(args)
     checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
     return {
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "attn_implementations": [attention if isinstance(attention, str) else "eager"],
+        "attn_implementations": [attention_of(config)],
         "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
         "always_checkpoints": _checkpoints(model) and not checkpointing,
         "dataloader_num_workers": args.dataloader_num_workers,
@@ -399,7 +396,7 @@ def _model_facts(trainer: Any) -> Document:
             "gradient_accumulation_steps": accumulation,
             "precision": _precision(args),
             "gradient_checkpointing": checkpointing or _checkpoints(model),
-            "attn_implementation": attention if isinstance(attention, str) else "eager",
+            "attn_implementation": attention_of(config),
             "optim": plain(args.optim),
         },
     }

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as arrow
 import transformers
-from datasets import Dataset, Image
-from datasets.table import InMemoryTable
+from datasets import Image
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
@@ -36,6 +35,7 @@ from autotune.worker.feed import (
     grouped_order,
 )
 from autotune.worker.loading import load
+from autotune.worker.private.datasets import dataset_of_table
 from autotune.workload import Workload
 
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -273,7 +273,7 @@ class _Reading:
         if name != IMAGE:
             plain = plain.rename_column(name, IMAGE)
         # As plain bytes or paths, so that saving does not copy the images themselves.
-        plain = Dataset(InMemoryTable(plain.data.table.replace_schema_metadata(None)))
+        plain = dataset_of_table(plain.data.table.replace_schema_metadata(None))
         plain = plain.add_column("labels", labels)
         plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         return DataFacts(len(labels), num_labels)

@@ -23,7 +23,7 @@ from own_data import (
     write_tokenizer,
 )
 from server_client import ServerClient
-from tiny import QUICK, tiny_workload
+from tiny import QUICK, attention_of_task, tiny_workload
 
 from autotune.device.chips import CHIPS
 from autotune.trial import Arm, Candidate, Completed, OutOfMemory
@@ -94,7 +94,8 @@ def test_every_task_of_text_trains(
     path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
     found = read(model, spec(path, tokenizer, text_columns=("text",), **changes), task=task)
     effort = dataclasses.replace(QUICK, max_steps=4, min_steps=4)
-    outcome = found.trial(Candidate(Arm(), 4, 4), effort).completed
+    arm = Arm(attn_implementation=attention_of_task(task))
+    outcome = found.trial(Candidate(arm, 4, 4), effort).completed
     check_fed(outcome, longest)
     assert outcome.measurement.micro_steps_run == 3
     assert len(outcome.measurement.warmup_step_seconds) == 3

@@ -7,12 +7,14 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from server_client import ServerClient
-from tiny import ONE_OF_EACH_TASK, tiny_workload
+from tiny import ONE_OF_EACH_TASK, attention_of_task, tiny_workload
 
 from autotune import catalog
 from autotune.data import DataSpec
@@ -29,7 +31,7 @@ def test_the_model_is_described_without_being_built_in_memory(trial_server: Serv
     model = trial_server.inspect(tiny_workload(name))["model"]
     assert model["parameters"] == entry.parameters
     assert 0 < model["trainable_parameters"] <= entry.parameters
-    assert {"eager", "sdpa"} <= set(model["attn_implementations"])
+    assert {"eager", attention_of_task(task)} <= set(model["attn_implementations"])
     assert model["gradient_checkpointing"] is True
 
 
@@ -136,3 +138,24 @@ def test_the_kernels_of_a_training_step_can_be_used(convolves: bool) -> None:
     code += "use_kernels(torch.device('cpu'), convolves=sys.argv[1] == 'True'); print(torch.get_default_dtype())"
     done = subprocess.run([sys.executable, "-c", code, str(convolves)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+CUBLAS = """
+int cublasGetProperty(int part, int *value) { *value = (int[]){13, 1, 3}[part]; return part > 2; }
+"""
+
+
+def test_the_loaded_cublas_tells_its_version(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or pytest.skip("no C compiler to build a stand-in for cuBLAS with")
+    (tmp_path / "cublas.c").write_text(CUBLAS)
+    library = tmp_path / "libcublas.so.13"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "cublas.c")], check=True)
+    code = f"""
+import ctypes
+from autotune.worker.facts import _cublas_version
+before = _cublas_version()
+kept = ctypes.CDLL({str(library)!r})
+print([before, _cublas_version()])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[None, '13.1.3']\n"

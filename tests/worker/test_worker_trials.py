@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from server_client import ServerClient
-from tiny import ONE_OF_EACH_TASK, QUICK, tiny_workload
+from tiny import ONE_OF_EACH_TASK, QUICK, attention_of_task, tiny_workload
 
 from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, OutOfMemory
 from autotune.units import MIB
@@ -37,7 +37,7 @@ def check_sane(outcome: Completed, candidate: Candidate) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_completes(trial_server: ServerClient, task: Task) -> None:
-    candidate = Candidate(Arm(), 4, 2)
+    candidate = Candidate(Arm(attn_implementation=attention_of_task(task)), 4, 2)
     padding = 0.25 if task == "masked-lm" else 0.0
     answer = trial_server.trial(tiny_workload(ONE_OF_EACH_TASK[task], task=task, padding=padding), candidate)
     check_sane(answer.completed, candidate)

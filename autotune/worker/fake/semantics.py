@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from transformers import masking_utils
+
+from autotune.worker.private.torch import replace_attention, without_cpu_autocast
+from autotune.worker.private.transformers import decide_masks_without_values
 
 # aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: what CUDA autocast computes in float32 and CPU
 # autocast leaves alone. Reductions that only return a scalar are left out: they do not weigh.
@@ -54,7 +56,6 @@ _FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "
 # On CPU autocast's list and not on CUDA's, where the logits stay 16-bit up to the loss itself.
 _CPU_ONLY_FLOAT32_OPERATIONS = ("cross_entropy_loss",)
 
-_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALF = (torch.float16, torch.bfloat16)
 _HARDWARE = {"flash": True}
 
@@ -66,7 +67,7 @@ def _packet(name: str) -> Any:
 
 def _cast_to_float32(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operation(*(_float32(a) for a in args), **{name: _float32(value) for name, value in kwargs.items()})
 
     return kernel
@@ -85,7 +86,7 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
             *args, dtype = args  # type: ignore[assignment]
         if dtype is None and input.dtype in _HALF:
             dtype = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast():
             return operation(input, *args, dtype=dtype, **kwargs)
 
     return kernel
@@ -180,7 +181,7 @@ def _attention(
         query, key, value = (t.to(dtype) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dtype.is_floating_point:
             attn_mask = attn_mask.to(dtype)
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+    with without_cpu_autocast():
         if _HARDWARE["flash"] and attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
             # Flash attention reads grouped key and value heads where they are: nothing is repeated.
             return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -193,23 +194,6 @@ def _attention(
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
-# Whether sdpa can do without a mask; absent from a transformers that asks in other words.
-_QUESTIONS_OF_MASKS: dict[str, Callable[..., bool]] = {
-    name: getattr(masking_utils, name)
-    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-    if hasattr(masking_utils, name)
-}
-
-
-def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """The same question of a mask that masks nothing, such as a decoder makes for itself."""
-
-    def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
-        return ignore(None, *rest, **named)
-
-    return answer
-
-
 def install_cuda_functions(*, flash: bool, padded: bool) -> None:
     """Replace dropout and attention by what CUDA runs, wherever they are reached from.
 
@@ -217,10 +201,7 @@ def install_cuda_functions(*, flash: bool, padded: bool) -> None:
     from values; fake tensors have none, and it would keep a mask that a real step drops.
     """
     _HARDWARE["flash"] = flash
-    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
-    for name, question in _QUESTIONS_OF_MASKS.items():
-        setattr(masking_utils, name, question if padded else _without_padding(question))
+    decide_masks_without_values(padded=padded)
     functional.dropout = _dropout
     torch.dropout = lambda input, p, train: _dropout(input, p, train)
-    functional.scaled_dot_product_attention = _attention
-    torch._C._nn.scaled_dot_product_attention = _attention
+    replace_attention(_attention)

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils.operations import convert_outputs_to_fp32
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from autotune.device.chips import Chip
 from autotune.trial import Arm
@@ -19,6 +17,9 @@ from autotune.worker.data import synthetic_dataset
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
+from autotune.worker.private.accelerate import with_float32_outputs
+from autotune.worker.private.torch import fake_tensor_mode
+from autotune.worker.private.transformers import optimizer_class
 from autotune.workload import Workload
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,14 +74,14 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer that ``TrainingArguments.optim`` names, with its default settings."""
     arguments = TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused")
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    kind, options = optimizer_class(arguments, model)
     optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     return optimizer
 
 
 @contextlib.contextmanager
-def _fake() -> Iterator[FakeTensorMode]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+def _fake() -> Iterator[Any]:
+    mode = fake_tensor_mode()
     with mode:
         yield mode
 
@@ -181,7 +182,7 @@ class FakeTraining:
         forward = model.forward
         dtype = _AUTOCAST.get(self._arm.precision)
         if dtype is not None:
-            forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(forward))
+            forward = with_float32_outputs(torch.autocast("cpu", dtype)(forward))
         loss = self._loss(forward, batch) / 2
         loss.backward()
 

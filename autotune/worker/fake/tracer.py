@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autotune.worker.private.torch import is_in_autograd, is_view
+
 DEATH = -1
 """In place of a size: the allocation is given back."""
 
@@ -183,7 +185,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Autograd has a thread of its own, in which checkpoints are recomputed, too.
         """
-        in_autograd = torch._C._current_graph_task_id() != -1
+        in_autograd = is_in_autograd()
         for size_bytes, is_needed in zip(self._workspace_bytes, (True, with_bias), strict=True):
             if is_needed and (in_autograd, size_bytes) not in self._kept:
                 self._kept.add((in_autograd, size_bytes))
@@ -218,10 +220,10 @@ def _accumulates_in_place(args: Any) -> bool:
     torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in
     which checkpoints are recomputed), if nothing else holds the first one's storage, as the base of a view does.
     """
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if not is_in_autograd() or torch.is_grad_enabled():
         return False
     first, second = args[:2]
-    if first._base is not None:
+    if is_view(first):
         return False
     return isinstance(second, torch.Tensor) and first.shape == second.shape and first.dtype == second.dtype
 

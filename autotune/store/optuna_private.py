@@ -1,0 +1,48 @@
+"""Reach the names of Optuna that are not part of its documented interface.
+
+``tests/contracts`` checks that each exists in the installed version and behaves as it is assumed to here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial
+
+METRIC_NAMES_KEY = "study:metric_names"
+"""The study's system attribute that ``Study.set_metric_names`` writes (``optuna.study.study._SYSTEM_ATTR_METRIC_NAMES``
+in Optuna 5)."""
+
+# What Optuna's cache asks for when it reads a study for the first time.
+_EVERYTHING: dict[str, Any] = {"states": None, "included_trial_ids": set(), "trial_id_greater_than": -1}
+
+
+class HookedStorage(RDBStorage):
+    """Optuna's storage in which a subclass may change how a study's trials are read.
+
+    ``get_all_trials`` and the loading of a study both read through one private method. An Optuna without it reads as
+    it always does, and ``read_trials`` is never called.
+    """
+
+    def read_trials(
+        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
+    ) -> list[FrozenTrial]:
+        """Return what Optuna's own ``read`` returns; ``wants_all`` says that every trial of the study is asked for."""
+        return read()
+
+    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
+        asked = dict(zip(_EVERYTHING, arguments, strict=False)) | options
+
+        def read() -> list[FrozenTrial]:
+            trials: list[FrozenTrial] = super(HookedStorage, self)._get_trials(study_id, *arguments, **options)
+            return trials
+
+        return self.read_trials(study_id, read, wants_all=asked == _EVERYTHING)
+
+
+def id_of_study(study: Any) -> int:
+    """Return the number that Optuna's storage has for a study."""
+    number: int = study._study_id
+    return number

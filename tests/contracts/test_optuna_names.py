@@ -1,0 +1,71 @@
+"""What is used of Optuna and optuna-dashboard beyond their documented interfaces, as installed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import optuna_dashboard._serializer
+import pytest
+from optuna.trial import FrozenTrial
+
+from autotune.dashboard_private import CONSTRAINTS_KEY, show_constraints
+from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
+
+
+class Storage(HookedStorage):
+    """Notes what is read through the hook."""
+
+    def __init__(self, url: str) -> None:
+        self.read: list[tuple[int, bool]] = []
+        super().__init__(url)
+
+    def read_trials(
+        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
+    ) -> list[FrozenTrial]:
+        self.read.append((study_id, wants_all))
+        return read()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(f"sqlite:///{tmp_path}/optuna.db")
+
+
+def test_all_reading_of_trials_goes_through_the_hook(storage: Storage) -> None:
+    study = optuna.create_study(storage=storage, study_name="bert")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=3)
+    number = id_of_study(study)
+    storage.read.clear()
+    assert len(storage.get_all_trials(number)) == 3
+    assert storage.read == [(number, True)]
+    storage.read.clear()
+    # The cache that studies read through asks for everything first.
+    loaded = optuna.load_study(study_name="bert", storage=storage)
+    assert len(loaded.trials) == 3
+    assert (number, True) in storage.read
+
+
+def test_the_names_of_objectives_are_a_system_attribute(storage: Storage) -> None:
+    study = optuna.create_study(storage=storage)
+    study.set_metric_names(["samples/s"])
+    assert storage.get_study_system_attrs(id_of_study(study))[METRIC_NAMES_KEY] == ["samples/s"]
+    (frozen,) = storage.get_all_studies()
+    assert id_of_study(frozen) == id_of_study(study)
+
+
+def test_the_dashboard_looks_for_constraints_there() -> None:
+    serializer: Any = optuna_dashboard._serializer
+    assert serializer.CONSTRAINTS_KEY == CONSTRAINTS_KEY
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.set_constraint("memory", 2.0)
+    study.tell(trial, 1.0)
+    frozen = study.trials[0]
+    show_constraints(frozen)
+    # Versions differ in what else they ask for: the study's attributes.
+    others = len(inspect.signature(serializer.serialize_frozen_trial).parameters) - 2
+    assert serializer.serialize_frozen_trial(0, frozen, *[{}] * others)["constraints"] == [2.0]
