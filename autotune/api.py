@@ -222,6 +222,7 @@ def search(
     expandable_segments: LeverChoice | None = None,
     torch_compile: LeverChoice = "off",
     liger: LeverChoice = "off",
+    cpu_affinity: LeverChoice = "auto",
     peft: PeftName | None = None,
     lora_rank: int | None = None,
     quantize: QuantizeName | None = None,

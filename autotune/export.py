@@ -14,7 +14,7 @@ from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
 from autotune.model_source import repository_of
 from autotune.report import Report, describe_data, is_script
-from autotune.trial import Candidate
+from autotune.trial import Candidate, Completed
 from autotune.units import in_one_line
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
@@ -52,6 +52,8 @@ class Export:
     quantize: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the training process must be started with."""
+    cpu_core: int | None = None
+    """The core that all threads of the training process ran on, its loading processes not; ``None``: they were free."""
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ def make_export(report: Report) -> Export:
         lora_rank=report.workload.get("lora_rank"),
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
+        cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
     )
 
 
@@ -118,6 +121,7 @@ def _beside(export: Export) -> list[str]:
         unset = [name for name, value in export.arguments.items() if value is None]
         return [
             over,
+            *_placement(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
             f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
             f"measured on {export.measured}",
@@ -127,10 +131,35 @@ def _beside(export: Export) -> list[str]:
         options += f", quantization_config={_bits(export)}"
     return [
         *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
+        *_placement(export),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
     ]
+
+
+def _placement(export: Export) -> list[str]:
+    """How all threads of a training come to run on one core, where that was measured."""
+    core = export.cpu_core
+    if core is None:
+        return []
+    if export.candidate.arm.dataloader_num_workers:
+        return [
+            f"pin the training to core {core} with the first lines of --format python, which leave the processes free "
+            "that load data; taskset would pin these as well"
+        ]
+    return [f"put taskset -c {core} before the training's command: all its threads ran on that one core"]
+
+
+def _pinning_lines(export: Export) -> str:
+    """Python that pins the process before torch is imported, and sets free what is forked from it."""
+    if export.cpu_core is None:
+        return ""
+    return (
+        "cores = os.sched_getaffinity(0)\n"
+        f"os.sched_setaffinity(0, {{{export.cpu_core}}})\n"
+        "os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, cores))\n"
+    )
 
 
 def render(export: Export, form: Format) -> str:
@@ -178,10 +207,13 @@ def _flag(name: str, value: Any) -> str:
 def _python(export: Export) -> str:
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     if export.task == "own":
-        return f"# measured on {in_one_line(export.measured)}\noverrides = dict(\n{fields})\n"
+        pinning = _pinning_lines(export)
+        first = f"import os\n\n{pinning}\n" if pinning else ""
+        return f"# measured on {in_one_line(export.measured)}\n{first}overrides = dict(\n{fields})\n"
     auto_class = _AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
+    variables += _pinning_lines(export)
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
     bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
     return (

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from autotune.device import Headroom, parse_headroom
 from autotune.errors import InvalidRequestError
-from autotune.levers import LeverChoice
+from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective
 from autotune.sampler import SamplerName
 from autotune.space import CheckpointingChoice
@@ -141,7 +141,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("pad_to_multiple_of", "steps"), _COUNT),
     **dict.fromkeys(("pretrained", "pad_to_max_length", "group_by_length", "baseline"), _flag),
     **dict.fromkeys(("fresh", "verify", "wait"), _flag),
-    **dict.fromkeys(("expandable_segments", "torch_compile", "liger"), _one_of(LeverChoice)),
+    **dict.fromkeys(LEVERS, _one_of(LeverChoice)),
     **dict.fromkeys(("time_budget", "trial_timeout"), _quantity(parse_seconds)),
     **dict.fromkeys(("padding", "tolerance"), _quantity(parse_share)),
     "memory_limit": _quantity(parse_bytes),

@@ -11,8 +11,13 @@ from autotune.trial import Arm
 from autotune.workload import Workload
 
 LeverChoice = Literal["auto", "on", "off"]
-LEVERS = ("expandable_segments", "torch_compile", "liger")
-"""Those of a request that are off by themselves."""
+LEVERS: dict[str, LeverChoice] = {
+    "expandable_segments": "off",
+    "torch_compile": "off",
+    "liger": "off",
+    "cpu_affinity": "auto",
+}
+"""Those of a request, each with what it is where nothing is asked for."""
 
 # torch reads the older name first and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"

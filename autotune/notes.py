@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
+from autotune.limits import what_limits
 from autotune.report import Report, data_facts, measurement
 from autotune.store import NOTHING_LEFT, TrialRecord
-from autotune.trial import Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
+from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
 from autotune.units import format_seconds, plural
 
 # The median of a few steps and that of 150 differed by no more than this where a step takes long
@@ -49,6 +52,8 @@ def notes(report: Report) -> list[str]:
     if best is not None and measured and request["objective"] == "throughput":
         found += _faster_ones(report, best, measured)
     found += compiled_notes(report)
+    if best is not None and measured:
+        found += _host_notes(report, best, measured)
     found += _own_batch_notes(report)
     found += _reused(report)
     if request["world_size"] > 1:
@@ -95,6 +100,38 @@ def compiled_notes(report: Report) -> list[str]:
         return [f"{name} and is then no faster than {other.candidate.describe()}"]
     steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
     return [f"{name}, which pays after {steps:,} optimizer steps against {other.candidate.describe()}"]
+
+
+def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """What compiling and one core for all threads gained or lost; that compiling was not tried where it may gain."""
+    found = []
+    for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
+        gain = _gain_of(report, best.candidate, lever)
+        if gain is not None:
+            found.append(f"{words}, the winner measured {gain:.2f} × what it measured otherwise")
+    request = report.study.request
+    may_compile = request["objective"] == "throughput" and request.get("torch_compile", "off") == "off"
+    if may_compile and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
+        found.append("the winner waits for the host: --torch-compile auto measures whether compiling it helps")
+    return found
+
+
+def _gain_of(report: Report, winner: Candidate, lever: str) -> float | None:
+    """Samples/s of the winner with a lever that is on or off over those without it; ``None`` where one is not known."""
+    speeds = []
+    for is_on in (True, False):
+        variant = dataclasses.replace(winner, arm=_with_lever(winner.arm, lever, is_on))
+        measured = [m for t in report.trials if t.candidate == variant and (m := measurement(t))]
+        if not measured:
+            return None
+        # One that was measured in part or roughly at first was measured again.
+        speeds.append(measured[-1].samples_per_second)
+    return speeds[0] / speeds[1]
+
+
+def _with_lever(arm: Arm, lever: str, is_on: bool) -> Arm:
+    changed: Any = {lever: is_on}
+    return dataclasses.replace(arm, **changed)
 
 
 def _own_batch_notes(report: Report) -> list[str]:

@@ -38,6 +38,7 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
         expandable_segments=options["expandable_segments"] or _as_in_environment(device),
         torch_compile=options["torch_compile"],
         liger=options["liger"],
+        cpu_affinity=options["cpu_affinity"],
         memory_limit_bytes=options["memory_limit"],
         headroom=options["headroom"] or Headroom(),
         trials=options["trials"],

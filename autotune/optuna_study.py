@@ -183,6 +183,7 @@ def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str
     attributes: dict[str, float | str] = {
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
         "dataloader_num_workers": candidate.arm.dataloader_num_workers,
+        "cpu_affinity": int(candidate.arm.cpu_affinity),
     }
     source = source_of(outcome)
     if source is not None:
@@ -194,6 +195,10 @@ def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str
         attributes["peak_reserved_gib"] = measured.peak_reserved_bytes / GIB
         if measured.joules_per_sample is not None:
             attributes["joules_per_sample"] = measured.joules_per_sample
+        if measured.gpu_busy_share is not None:
+            attributes["gpu_busy_share"] = measured.gpu_busy_share
+        if measured.cpu_core is not None:
+            attributes["cpu_core"] = measured.cpu_core
         if measured.skipped_steps is not None:
             attributes["skipped_steps"] = measured.skipped_steps
     elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:

@@ -100,13 +100,14 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         # The largest batch that fits is what it is without a compiler.
         torch_compile="off" if request.objective == "max-batch" else request.torch_compile,
         liger=request.liger,
+        pinned=request.pins == "on",
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
     if not arms:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
-    space = Space(arms, _batches(request, model), _own_baseline(model))
+    space = Space(arms, _batches(request, model), _own_baseline(model), pins_winner=request.pins == "auto")
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     return Prepared(
         request,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune.device import Device, Headroom
+from autotune.device.cores import can_pin
 from autotune.errors import DeviceError, InvalidRequestError
 from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
@@ -57,6 +58,8 @@ class SearchRequest:
     torch_compile: LeverChoice = "off"
     """``auto``: the best candidate alone, once all else is known."""
     liger: LeverChoice = "off"
+    cpu_affinity: LeverChoice = "auto"
+    """``auto``: the best candidate alone, where it waits for the host."""
     memory_limit_bytes: int | None = None
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
@@ -155,6 +158,8 @@ class SearchRequest:
         is_cpu = self.device.kind == "cpu"
         if self.expandable_segments == "on" and is_cpu:
             raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
+        if self.cpu_affinity == "on" and (problem := self._why_not_pinned()) is not None:
+            raise DeviceError(f"--cpu-affinity on: {problem}", "leave --cpu-affinity at auto or off")
         if self.liger != "off":
             if is_cpu:
                 raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
@@ -164,10 +169,23 @@ class SearchRequest:
                 raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
             require("flash-attn", f"--attn {FLASH_ATTENTION}")
 
+    def _why_not_pinned(self) -> str | None:
+        """What keeps a trial from running on one core, in words; ``None`` where nothing does."""
+        if self.device.kind == "cpu":
+            return "a training on the CPU needs all its cores"
+        if self.world_size > 1:
+            return f"each of the {self.world_size} processes of a training would need a core of its own"
+        return None if can_pin() else "this system does not let a process choose its cores"
+
+    @property
+    def pins(self) -> LeverChoice:
+        """What is really tried of ``cpu_affinity``; the largest batch that fits does not depend on it."""
+        return "off" if self.objective == "max-batch" or self._why_not_pinned() else self.cpu_affinity
+
     def _levers_asked(self) -> dict[str, Any]:
         """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
         asked = {name: getattr(self, name) for name in LEVERS}
-        return {name: choice for name, choice in asked.items() if choice != "off"}
+        return {name: choice for name, choice in asked.items() if choice != LEVERS[name]}
 
     def named(self, study: str) -> SearchRequest:
         """The same request under a study name."""

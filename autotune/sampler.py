@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial
 from autotune.history import History
 from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, Objective, Policy, ThroughputPolicy
 from autotune.space import Space
-from autotune.trial import Candidate
+from autotune.trial import Arm, Candidate
 
 SamplerName = Literal["autotune", "grid", "tpe", "random"]
 SAMPLERS: tuple[SamplerName, ...] = ("autotune", "grid", "tpe", "random")
@@ -51,8 +51,13 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         "gradient_checkpointing": CategoricalDistribution(sorted({arm.gradient_checkpointing for arm in arms})),
         "attn_implementation": CategoricalDistribution(sorted({arm.attn_implementation for arm in arms})),
         "optim": CategoricalDistribution(sorted({arm.optim for arm in arms})),
-        **{name: CategoricalDistribution(sorted({getattr(arm, name) for arm in arms})) for name in _LEVERS},
+        **{name: CategoricalDistribution(sorted({getattr(arm, name) for arm in arms})) for name in _levers(arms)},
     }
+
+
+def _levers(arms: tuple[Arm, ...]) -> tuple[str, ...]:
+    """Names of parameters that are on or off. One that is tried with the winner alone is none of Optuna's."""
+    return (*_LEVERS, *(["cpu_affinity"] if any(arm.cpu_affinity for arm in arms) else []))
 
 
 def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:

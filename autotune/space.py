@@ -140,6 +140,8 @@ class Space:
     batches: Batches
     own_baseline: Candidate | None = None
     """What the user's own settings amount to, where a Trainer of theirs is measured."""
+    pins_winner: bool = False
+    """Whether the winner may be tried pinned to one core, too, though its arm is not."""
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """The candidate of an arm at a per-device batch."""
@@ -148,8 +150,9 @@ class Space:
     def contains(self, candidate: Candidate) -> bool:
         """Whether the candidate is one of this space's."""
         batch = candidate.per_device_train_batch_size
+        arm = plain_loader(candidate.arm)
         return (
-            plain_loader(candidate.arm) in self.arms
+            (arm in self.arms or (self.pins_winner and replace(arm, cpu_affinity=False) in self.arms))
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
@@ -217,12 +220,13 @@ def choose_arms(
     expandable_segments: LeverChoice = "off",
     torch_compile: LeverChoice = "off",
     liger: LeverChoice = "off",
+    pinned: bool = False,
 ) -> tuple[Arm, ...]:
     """Every combination, those without checkpointing first, then by preference of precision.
 
     Arms whose segments expand come last where that is searched: they are never faster at the same batch, so
     they are worth asking only where memory was what kept the best from a larger one. Compiled arms come after
-    all others, since each of their trials costs a minute.
+    all others, since each of their trials costs a minute. ``pinned`` runs each of them on one core.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
@@ -230,7 +234,7 @@ def choose_arms(
         )
     choices = choice_of(checkpointing if model_checkpoints else "off")
     return tuple(
-        Arm(precision, checkpointed, attention, optim, expands, compiled, fused)
+        Arm(precision, checkpointed, attention, optim, expands, compiled, fused, cpu_affinity=pinned)
         for compiled in choice_of(torch_compile)
         for expands in choice_of(expandable_segments)
         for checkpointed in choices

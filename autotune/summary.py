@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from autotune.limits import describe_limit, what_limits
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
 from autotune.report import Report, data_facts, lengths_of, measurement, verdict
@@ -42,6 +43,8 @@ def summary_lines(report: Report) -> list[str]:
     elif request["measure_baseline"] and request["objective"] == "throughput":
         lines.append(f"  {report.baseline_name} did not complete, so there is no speed-up to tell")
     lines.append(_memory_line(report, best, measured))
+    if (limit := describe_limit(best.candidate, measured)) is not None:
+        lines.append(f"  {limit}")
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
         lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
@@ -79,6 +82,8 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
             + "the speed is that of an epoch's mean batch"
         )
     share = waits_for_data(measured)
+    if share <= LOADER_BOUND and what_limits(measured).kind == "host":
+        return [*lines, f"  {share:.1%} of a step is spent waiting for data"]
     which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
     return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
 
@@ -227,6 +232,10 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "skipped_steps": measured.skipped_steps if measured else None,
         "joules_per_sample": measured.joules_per_sample if measured else None,
         "data_seconds": measured.data_seconds if measured else None,
+        "gpu_busy_share": measured.gpu_busy_share if measured else None,
+        "gpu_busy_cost_seconds": measured.gpu_busy_cost_seconds if measured else None,
+        "limited_by": what_limits(measured).kind if measured else None,
+        "cpu_core": measured.cpu_core if measured else None,
         "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
         "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
         "worst_batch_peak_reserved_bytes": measured.worst_batch_peak_reserved_bytes if measured else None,

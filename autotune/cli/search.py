@@ -51,6 +51,7 @@ class _SearchCommand(SectionedCommand):
             "expandable_segments",
             "torch_compile",
             "liger",
+            "cpu_affinity",
             "batch_multiple",
         ),
         "How it is searched": (
@@ -102,6 +103,13 @@ class _SearchCommand(SectionedCommand):
     default="off",
     show_default=True,
     help="Liger's kernels: both ways, always, never.",
+)
+@click.option(
+    "--cpu-affinity",
+    type=click.Choice(("auto", "on", "off")),
+    default="auto",
+    show_default=True,
+    help="All threads on one CPU core: the best candidate where it waits for the host, everything, nothing.",
 )
 @click.option(
     "--quantize", type=click.Choice(("4bit", "8bit")), help="Store the frozen weights so, through bitsandbytes."
