@@ -152,16 +152,20 @@ def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(allowed.logical_not(), float("-inf"))
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    scores = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    # Names are bound as there: what a name holds lives until it is bound again or the function ends.
+    query = query * root
+    weights = torch.matmul(query, key.transpose(-2, -1) * root)
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        scores.add_(mask.to(query.dtype))
-    weights = torch.ops.aten._safe_softmax(scores, -1)
+        weights.add_(mask.to(query.dtype))
+    weights = torch.ops.aten._safe_softmax(weights, -1)
     if dropout_p > 0:
         weights = torch.ops.aten.native_dropout(weights, dropout_p, True)[0]
+    # The second result, which nobody takes; GCC computes arguments from the last to the first.
+    unused = weights.to(dtype)
     out = torch.matmul(weights, value).to(dtype)
-    weights.to(dtype)  # the second result, which nobody takes
+    del unused
     return out
 
 

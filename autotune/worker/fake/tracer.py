@@ -70,10 +70,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             # Asked for by code that drops whole layers at random: no draw is ever low enough.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
+        inner: list[int] = []
         if func is torch.ops.aten.nonzero.default:
             # Which elements are true is unknown; in a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
+            inner = self._before(func, args)
             out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.all.default:
             # Asked of masks that transformers fills with ones where the batch brings none, and then drops.
@@ -86,6 +88,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in reversed(leaves) if func is torch.ops.aten.native_dropout.default else leaves:
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
+        for number in reversed(inner):
+            self.let_go(number)
         if func in _MATRIX_PRODUCTS:
             self._keep_workspaces(with_bias=func is torch.ops.aten.addmm.default)
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
@@ -96,6 +100,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.sum.dim_IntList:
             self._reduction(args[0], out)
         return out
+
+    def _before(self, func: Any, args: Any) -> list[int]:
+        """Take down what an operation allocates before its result, and gives back once that is there.
+
+        ``_safe_softmax`` (aten/src/ATen/native/transformers/attention.cpp) is a softmax, whose rows that are masked
+        out as a whole are then replaced by zeros, in a copy.
+        """
+        if func is not torch.ops.aten._safe_softmax.default:
+            return []
+        scores = args[0]
+        sizes = (scores.nbytes, scores.numel(), scores.numel() // scores.shape[args[1]])
+        return [self.hold("activations", size_bytes) for size_bytes in sizes]
 
     def so_far(self) -> Trace:
         """What was taken down by now, untouched by what dies later."""
