@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,8 @@ class LocalRunner:
         self._server: subprocess.Popen[bytes] | None = None
         self._reports: LineReader | None = None
         self._ready = False
+        # Of jobs that have not ended, by their ids.
+        self._folders: dict[str, str] = {}
         self._trial_pid: int | None = None
         self._data: HeldData | None = None
         self._submitted: dict[str, Document] = {}
@@ -197,6 +200,10 @@ class LocalRunner:
         if self._reports is not None:
             os.close(self._reports.fd)
             self._reports = None
+        # A server that was killed has removed none of them.
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders.clear()
         # Nobody will report their ends any more.
         self._ended.update(self._submitted)
         self._submitted = {}
@@ -209,7 +216,13 @@ class LocalRunner:
         lines = self._reports.read()
         if not lines and self._reports.closed:
             return None
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        for message in messages:
+            if "started" in message:
+                self._folders[message["started"]] = message["folder"]
+            elif "ended" in message:
+                self._folders.pop(message["ended"], None)
+        return messages
 
     def _await_ready(self) -> None:
         """Block until the server's imports are done; ``TrialServerError`` where they fail."""

@@ -7,8 +7,9 @@ is ``ready``, any number of jobs::
     {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
 
 The server answers on the file descriptor named on the command line: ``ready`` or ``import_error`` once,
-then for each job any number of ``progress``, at most one ``result``, and exactly one ``ended``
-(with ``exit_code``, ``signal``, ``timed_out``, and ``refused`` with the reason where no process could be started).
+then for each job ``started`` (with ``pid``, and ``folder``, which the server removes in the end), any number of
+``progress``, at most one ``result``, and exactly one ``ended`` (with ``exit_code``, ``signal``, ``timed_out``, and
+``refused`` with the reason where no process could be started).
 When standard input closes, or the controller dies, every descendant is killed and the server leaves.
 
 The server itself imports only. A tensor operation or a ``torch.cuda`` call before a fork would
@@ -136,7 +137,7 @@ class Server:
             _become_child(job, scratch, server, write_fd, self._torch_threads, close)
         os.close(write_fd)
         self._children[pid] = _Child(job, pid, read_fd, scratch)
-        self.report({"started": job["id"], "pid": pid})
+        self.report({"started": job["id"], "pid": pid, "folder": scratch.path})
 
     def _refuse(self, job: dict[str, Any], why: str) -> None:
         """Report the end of a job that never began."""

@@ -324,7 +324,14 @@ def test_no_file_is_left_of_a_trial_however_it_ends(
             assert list(temporary.iterdir()) == [], behaviour
         with pytest.raises(KeyboardInterrupt):
             run_trial(runner, "litter, progress 1, hang", progress=_interrupt)
+        assert list(temporary.iterdir()) == []
+        run_trial(runner, "litter, progress 1, hang", progress=_kill_server)
     assert list(temporary.iterdir()) == []
+
+
+def _kill_server(record: Document) -> None:
+    if "step" in record:
+        os.kill(server(), signal.SIGKILL)
 
 
 def _interrupt(record: Document) -> None:
