@@ -24,11 +24,10 @@ from autotune.levers import LeverChoice
 from autotune.loop import Observer
 from autotune.options import build_request
 from autotune.plot import plot_trials
-from autotune.policy import Objective
+from autotune.policy import Objective, SamplerName
 from autotune.preparation import Prepared
 from autotune.report import Report, load_report, measurement, verdict
 from autotune.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
-from autotune.sampler import SamplerName
 from autotune.session import log_folder, run_search
 from autotune.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store

@@ -1,47 +1,72 @@
-"""Which candidates are measured once more before a search ends, so that its winner is not noise."""
+"""Choose which candidates are measured again before a search ends, so that its winner and its promise hold.
+
+Each measurement is a process of its own. The winner and what may be faster are measured in alternation, so that what
+drifts hits them alike, until measuring on is worth less than the tolerance or each has had its share of processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.history import History, Tried, promised_within
+from autotune.history import History
+from autotune.pooling import Tried
 from autotune.trial import Candidate
 
 _MOST_RIVALS = 2
-_ROUNDS = 2
+# Processes for each of winner and rivals. The error of a mean falls with the square root of their number.
+_MOST_PROCESSES = 3
+# A winner that waits for the host is measured in two processes at least: one says nothing of how much they differ.
+_HOST_BOUND_PROCESSES = 2
+# Half the interval of a winner's own mean, relative, above which it is measured once more.
+_UNCERTAIN = 0.05
 
 
 def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
-    """What is still to be measured, in turn: a winner measured in part or amid noise, and rivals that may be faster.
-
-    A rival is faster than the winner by more than the tolerance, but by no more than the noise between trials that
-    were minutes apart. Winner and rivals are measured in full, one after the other, so that whatever drifts hits
-    them alike; between candidates with two measurements the tolerance decides, no longer the noise.
-    """
+    """Return what is still to be measured once more, next first."""
     among = set(among)
     winner = history.winner(among)
-    if winner is None or winner.measurement is None:
+    if winner is None:
         return []
-    enough = winner.measurement.samples_per_second * (1 + history.tolerance)
-    faster = [t for t in history.believed(among) if t.measurement and t.measurement.samples_per_second > enough]
-    rivals = sorted(faster, key=_speed, reverse=True)[:_MOST_RIVALS]
-    # Where a second measurement was no more certain than the first, the machine is as it is.
-    in_vain = any(_is_in_doubt(t) and history.times_measured(t.candidate) > 1 for t in history.believed(among))
-    is_owed = needs_another(winner) and not (winner.in_full and in_vain)
-    wanted = [winner, *rivals] if rivals else [winner] if is_owed else []
-    return [tried.candidate for tried in wanted if len(history.outcomes_of(tried.candidate)) < _ROUNDS]
+    rivals = _rivals(history, winner, among)
+    contenders = [winner.candidate, *rivals] if rivals else []
+    owed = [candidate for candidate in contenders if _attempts(history, candidate) < _MOST_PROCESSES]
+    if owed:
+        return sorted(owed, key=lambda candidate: _attempts(history, candidate))
+    return [winner.candidate] if needs_another(history, winner) else []
 
 
-def needs_another(winner: Tried) -> bool:
-    """Whether it was measured in part or amid noise. What compiles was measured at length, and would compile again."""
-    return (not winner.in_full or _is_in_doubt(winner)) and not winner.candidate.arm.torch_compile
+def _attempts(history: History, candidate: Candidate) -> int:
+    """Trials of a candidate, those that did not end well included: a failing one is not tried for ever."""
+    return len(history.outcomes_of(candidate))
 
 
-def _is_in_doubt(tried: Tried) -> bool:
-    """Whether a stock run may be slower by more than is promised, so wide is the ±."""
-    measured = tried.measurement
-    return measured is not None and measured.relative_spread > promised_within(tried.candidate, measured)
+def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
+    """Candidates that are worth measuring again, since choosing them may gain more than the tolerance on average.
+
+    What compiles would compile again.
+    """
+    gains = {
+        tried.candidate: history.expected_gain(tried.candidate, winner.candidate)
+        for tried in history.believed(among)
+        if tried.candidate != winner.candidate and not tried.candidate.arm.torch_compile
+    }
+    possible = [candidate for candidate, gain in gains.items() if gain > history.tolerance]
+    return sorted(possible, key=lambda candidate: -gains[candidate])[:_MOST_RIVALS]
 
 
-def _speed(tried: Tried) -> float:
-    return tried.measurement.samples_per_second if tried.measurement else 0.0
+def needs_another(history: History, winner: Tried) -> bool:
+    """Return whether the winner is owed one more process on its own account."""
+    candidate = winner.candidate
+    done = _attempts(history, candidate)
+    if candidate.arm.torch_compile or done >= _MOST_PROCESSES:
+        return False
+    if not winner.in_full and done < 2:
+        return True
+    if history.is_host_bound(candidate) and history.processes(candidate) < _HOST_BOUND_PROCESSES:
+        return True
+    speed = history.speed(candidate)
+    return speed is not None and done < 2 and _own_half_width(winner) > _UNCERTAIN
+
+
+def _own_half_width(winner: Tried) -> float:
+    return winner.measurement.relative_spread if winner.measurement else 0.0

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autotune.device import Ceiling
 from autotune.memory import MemoryModel, memory_class
+from autotune.pooling import Pool, Speed
+from autotune.pooling import Tried as Tried
 from autotune.space import PRECISION_PREFERENCE
 from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A candidate with what came of it."""
-
-    trial_id: str
-    candidate: Candidate
-    outcome: Outcome
-    in_full: bool = True
-    """Whether every micro-step of a step was run rather than some added up."""
-
-    @property
-    def measurement(self) -> Measurement | None:
-        """The measurement, where the trial completed."""
-        return self.outcome.measurement if isinstance(self.outcome, Completed) else None
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:
@@ -45,28 +30,25 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
 
 DEFAULT_TOLERANCE = 0.01
 
-# Two measurements closer than this are the same, whatever their own spreads say: the recorded
-# noise between repeated trials on an H200 (5 % where a micro-step is under 60 ms).
-NOISE = 0.02
-LAUNCH_BOUND_NOISE = 0.05
 LAUNCH_BOUND_SECONDS = 0.06
-# What a stock run may be slower than was promised: medians of a few steps lay within it of those over 150 steps.
 PROMISE = 0.03
-
-
-def noise(tried: Tried) -> float:
-    """The relative difference in speed below which another candidate counts as equal."""
-    return LAUNCH_BOUND_NOISE if _is_launch_bound(tried.candidate, tried.measurement) else NOISE
+LAUNCH_BOUND_NOISE = 0.05
 
 
 def promised_within(candidate: Candidate, measured: Measurement) -> float:
     """The share by which a stock run of a candidate may be slower than it was measured."""
-    return LAUNCH_BOUND_NOISE if _is_launch_bound(candidate, measured) else PROMISE
+    is_short = measured.step_seconds / candidate.gradient_accumulation_steps < LAUNCH_BOUND_SECONDS
+    return LAUNCH_BOUND_NOISE if is_short else PROMISE
 
 
-def _is_launch_bound(candidate: Candidate, measured: Measurement | None) -> bool:
-    """Whether a micro-step is so short that starting its kernels takes much of it."""
-    return measured is not None and measured.step_seconds / candidate.gradient_accumulation_steps < LAUNCH_BOUND_SECONDS
+@dataclass(frozen=True)
+class _Summary:
+    """What follows from the trials of a history."""
+
+    key: tuple[int, Ceiling]
+    over: list[Tried]
+    believed: list[Tried]
+    pool: Pool
 
 
 @dataclass
@@ -79,9 +61,7 @@ class History:
     """What is predicted, where anything is."""
     tolerance: float = DEFAULT_TOLERANCE
     """What could be faster by no more than this, as a fraction, is not worth a trial."""
-    _summed_up: tuple[tuple[int, Ceiling], list[Tried], list[Tried], Counter[Candidate]] | None = field(
-        default=None, repr=False, compare=False
-    )
+    _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
 
     def add(self, tried: Tried) -> None:
         """Take down one more."""
@@ -89,9 +69,25 @@ class History:
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
 
-    def times_measured(self, candidate: Candidate) -> int:
-        """How many trials of exactly this candidate completed."""
-        return self._summary()[2][candidate]
+    def processes(self, candidate: Candidate) -> int:
+        """Return how many processes measured exactly this candidate; a trial that was reused twice counts once."""
+        return self._summary().pool.processes(candidate)
+
+    def speed(self, candidate: Candidate) -> Speed | None:
+        """Return how fast a candidate is over all of its processes; ``None`` where none completed."""
+        return self._summary().pool.speed(candidate)
+
+    def busy_share(self, candidate: Candidate) -> float | None:
+        """Return the share of the candidate's step in which the GPU computes; ``None`` where it was not measured."""
+        return self._summary().pool.busy_share(candidate)
+
+    def is_host_bound(self, candidate: Candidate) -> bool:
+        """Return whether the GPU was measured to wait for the host in a step of this candidate."""
+        return self._summary().pool.is_host_bound(candidate)
+
+    def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
+        """Return by which share a candidate is faster than another on average, counting 0 where it is slower."""
+        return self._summary().pool.expected_gain(candidate, over)
 
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
         """Every trial of exactly this candidate."""
@@ -103,9 +99,12 @@ class History:
         return measured is not None and measured.fits(tried.candidate.arm, self.ceiling)
 
     def is_over(self, tried: Tried) -> bool:
-        """Known to need more than the line: out of memory, or completed above it."""
+        """Return whether a trial shows that its candidate needs more than the line.
+
+        Out of host memory shows nothing of the device's.
+        """
         if isinstance(tried.outcome, OutOfMemory):
-            return not tried.outcome.disturbed
+            return tried.outcome.where == "device" and not tried.outcome.disturbed
         return tried.measurement is not None and not self.is_feasible(tried)
 
     def ruled_out_by(self, candidate: Candidate) -> Tried | None:
@@ -135,7 +134,7 @@ class History:
         """Trials that ran over although this arm needs as much at the same batch."""
         return [
             tried
-            for tried in self._summary()[0]
+            for tried in self._summary().over
             if tried.candidate.accumulates <= accumulates and _needs_at_least(arm, tried.candidate.arm)
         ]
 
@@ -144,53 +143,42 @@ class History:
         return [t for t in self.tried if (arm is None or t.candidate.arm == arm) and self.is_feasible(t)]
 
     def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
-        """One feasible trial for each candidate: the latest of those run in full, else the latest.
+        """Return one feasible trial for each candidate, with the speed of all its trials that count taken together.
 
-        A candidate that ran over in any of its trials is not there: it would in training, too.
+        Those that were run in full count where there are such. A candidate that ran over in any of its trials is left
+        out: it would in training, too.
         """
         if among is None:
-            return list(self._all_believed())
+            return list(self._summary().believed)
         wanted = among if isinstance(among, set) else set(among)
-        return [tried for tried in self._all_believed() if tried.candidate in wanted]
+        return [tried for tried in self._summary().believed if tried.candidate in wanted]
 
-    def _all_believed(self) -> list[Tried]:
-        return self._summary()[1]
-
-    def _summary(self) -> tuple[list[Tried], list[Tried], Counter[Candidate]]:
-        """What ran over, what is believed and how often each completed, once a trial: a long study is asked often."""
-        if self._summed_up is None or self._summed_up[0] != (len(self.tried), self.ceiling):
-            latest: dict[Candidate, Tried] = {}
+    def _summary(self) -> _Summary:
+        """What follows from all trials, worked out once a trial: a long study is asked often."""
+        key = len(self.tried), self.ceiling
+        if self._summed_up is None or self._summed_up.key != key:
             over = [tried for tried in self.tried if self.is_over(tried)]
             candidates_over = {tried.candidate for tried in over}
-            for tried in self.feasible():
-                known = latest.get(tried.candidate)
-                if tried.candidate not in candidates_over and (known is None or tried.in_full or not known.in_full):
-                    latest[tried.candidate] = tried
-            completed = Counter(tried.candidate for tried in self.tried if tried.measurement)
-            self._summed_up = (len(self.tried), self.ceiling), over, list(latest.values()), completed
-        return self._summed_up[1:]
+            feasible = [tried for tried in self.feasible() if tried.candidate not in candidates_over]
+            pool = Pool(feasible)
+            believed = [pool.pooled(candidate) for candidate in dict.fromkeys(t.candidate for t in feasible)]
+            self._summed_up = _Summary(key, over, believed, pool)
+        return self._summed_up
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """The feasible trial with the most samples a second."""
+        """Return the feasible candidate with the most samples a second."""
         return max(self.believed(among), key=_speed, default=None)
 
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """The trial to recommend: within the noise of the fastest, the most comfortable one.
+        """Return the candidate to recommend: within the tolerance of the fastest, the most comfortable one.
 
-        Comfort is bf16 before fp16 before tf32, then nothing compiled, no
-        checkpointing, no other kernels, torch's default allocator, fewer loaders, then more headroom.
+        Comfort is bf16 before fp16 before tf32, then nothing compiled, no checkpointing, no other kernels, torch's
+        default allocator, fewer loading processes, no pinning, then more headroom.
         """
         believed = self.believed(among)
-        fastest = max(believed, key=_speed, default=None)
-        if fastest is None:
-            return None
-        return min((t for t in believed if self._is_as_fast(t, fastest)), key=_comfort)
-
-    def _is_as_fast(self, tried: Tried, fastest: Tried) -> bool:
-        """Within the noise; within the tolerance where both were measured in turn."""
-        is_compared = min(self.times_measured(t.candidate) for t in (tried, fastest)) > 1
-        share = min(self.tolerance, noise(fastest)) if is_compared else noise(fastest)
-        return _speed(tried) >= _speed(fastest) * (1 - share)
+        fastest = max(map(_speed, believed), default=0.0)
+        near = [tried for tried in believed if _speed(tried) >= fastest * (1 - self.tolerance)]
+        return min(near, key=_comfort, default=None)
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """The feasible trial with the largest per-device batch, the fastest of several."""
@@ -214,10 +202,10 @@ def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
-def _comfort(tried: Tried) -> tuple[int, int, int, int]:
+def _comfort(tried: Tried) -> tuple[int, int, int, bool, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
     levers = (arm.torch_compile, arm.gradient_checkpointing, arm.use_liger_kernel, arm.expandable_segments)
     # As binary digits: one lever that is worse than another outweighs all that are less.
     digits = int("".join(str(int(on)) for on in levers), 2)
-    return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, peak
+    return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, arm.cpu_affinity, peak

@@ -13,8 +13,7 @@ from typing import Any, get_args
 from autotune.device import Headroom, parse_headroom
 from autotune.errors import InvalidRequestError
 from autotune.levers import LEVERS, LeverChoice
-from autotune.policy import Objective
-from autotune.sampler import SamplerName
+from autotune.policy import Objective, SamplerName
 from autotune.space import CheckpointingChoice
 from autotune.training_source import locate_function
 from autotune.units import parse_bytes, parse_seconds, parse_share

@@ -8,30 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from autotune.effort import effort_of
+from autotune.effort import effort_of, timeout_seconds
 from autotune.errors import AutotuneError
-from autotune.finals import finals, needs_another
 from autotune.forecast import Forecast
-from autotune.history import History, Tried, cap_of, ran_in_full
-from autotune.levers import compiles
-from autotune.loader import next_loader, usable_cores
+from autotune.history import History, cap_of
 from autotune.optuna_study import Asked, OptunaStudy
-from autotune.policy import is_premature
+from autotune.plan import Plan
+from autotune.policy import make_policy
 from autotune.preparation import Prepared
-from autotune.repeats import Repeats
 from autotune.reuse import Library
 from autotune.runner.local import TrialJob
-from autotune.sampler import PolicySampler, candidate_of, distributions, make_sampler
+from autotune.sampler import candidate_of, distributions, make_sampler
 from autotune.speed import Speeds
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
 from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome
-from autotune.units import format_seconds, plural
 
-# Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
-_MOST_REPEATS = 64
-# Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
-_COMPILE_SECONDS = 300.0
 _INTERRUPTED = "interrupted"
 
 
@@ -93,14 +85,9 @@ class Search:
         self._forecast = forecast
         memory = forecast.model if forecast else None
         self._history = History(prepared.ceiling, memory=memory, tolerance=prepared.request.tolerance)
-        self._records: dict[str, TrialRecord] = {}
         self._library: Library | None = None
-        self._in_space: set[Candidate] = set()
-        self._again = Repeats()
-        self._repeats = 0
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
-        self._spent_seconds = 0.0
         self._started = clock()
 
     def run(self) -> StudyRecord:
@@ -111,14 +98,10 @@ class Search:
         """
         self._open()
         space = distributions(self._prepared.space, self._prepared.baseline, self._request.sampler)
-        request = self._request
-        sampler = make_sampler(
-            request.sampler, request.objective, self._prepared.space, self._history, space, request.seed
-        )
-        self._optuna = OptunaStudy(
-            self._study.name, self._store, sampler, space, request.objective, self._prepared.ceiling
-        )
-        self._optuna.settle(self._records)
+        sampler = make_sampler(self._request.sampler, self._policy, self._history, space, self._request.seed)
+        objective, ceiling = self._request.objective, self._prepared.ceiling
+        self._optuna = OptunaStudy(self._study.name, self._store, sampler, space, objective, ceiling)
+        self._optuna.settle(self._plan.records)
         self._observer.begins(self._prepared, self._study)
         reason = _INTERRUPTED
         finished = False
@@ -140,9 +123,11 @@ class Search:
         opened = open_study(self._prepared, self._store)
         self._study, self._prepared = opened.study, opened.prepared
         self._history.ceiling = self._prepared.ceiling
-        self._spent_seconds = opened.study.seconds
+        request, spent_seconds = self._request, opened.study.seconds + self._clock() - self._started
+        self._policy = make_policy(request.sampler, request.objective, self._prepared.space)
+        self._plan = Plan(self._prepared, self._history, self._policy, self._clock, spent_seconds)
         for trial in opened.trials:
-            self._remember(trial)
+            self._plan.take(trial)
         for note in opened.notes:
             self._observer.note(note)
         # Code of the user's may import and read what has changed since.
@@ -153,7 +138,7 @@ class Search:
     def _close_study(self, reason: str, *, finished: bool) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
-        best, baseline = self.best(), self.baseline()
+        best, baseline = self._plan.best(), self._plan.baseline()
         self._study = replace(
             self._study,
             state="finished" if finished else "interrupted",
@@ -161,7 +146,7 @@ class Search:
             best_trial_id=best.trial_id if best else None,
             baseline_trial_id=baseline.trial_id if baseline else None,
             ended_at=now(),
-            seconds=self._elapsed_seconds(),
+            seconds=self._plan.elapsed_seconds(),
         )
         self._store.update_study(self._study)
 
@@ -173,62 +158,40 @@ class Search:
 
     def _check_result(self, reason: str) -> None:
         """Raise where there is nothing to recommend, and say why."""
-        if self.best() is None:
+        if self._plan.best() is None:
             is_certain = reason == NOTHING_LEFT
             raise no_result(self._history, self._request, reason, is_certain=is_certain, log_folder=self._log_folder)
-
-    # What is known
-
-    def best(self) -> Tried | None:
-        """The trial to recommend so far; only candidates of the space count."""
-        among = self._in_space
-        if self._request.objective == "max-batch":
-            return self._history.largest(among)
-        return self._history.winner(among)
-
-    def baseline(self) -> Tried | None:
-        """The trial of the ``TrainingArguments`` defaults, where it completed; the latest of several."""
-        tried = self._history.outcomes_of(self._prepared.baseline)
-        return next((t for t in reversed(tried) if t.measurement), None)
-
-    def _remember(self, trial: TrialRecord) -> None:
-        """Take a trial into account, unless it says nothing of its candidate and will be run again."""
-        self._records[trial.id] = trial
-        counts = self._again.take(trial) if trial.outcome is not None else None
-        if counts is not None and counts.outcome is not None:
-            in_full = ran_in_full(counts.candidate, counts.outcome)
-            if self._prepared.space.contains(counts.candidate):
-                self._in_space.add(counts.candidate)
-            self._history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
-
-    def _elapsed_seconds(self) -> float:
-        return self._spent_seconds + self._clock() - self._started
 
     # The loop
 
     def _loop(self) -> str:
         """Run trials until there is a reason to stop; the reason."""
         while True:
-            reason = self._exhausted()
-            if reason:
+            reason = _INTERRUPTED if self._interruption.asked else self._plan.exhausted()
+            if reason is not None:
                 return reason
             self._look_ahead()
-            stage, forced = self._next_forced()
-            if forced is None and (reason := self._done()):
-                return reason
-            asked = self._optuna.ask(forced, stage)
-            if forced is not None:
-                self._run_trial(asked, forced, stage)
+            step = self._plan.next()
+            if step is None:
+                return self._plan.done() or NOTHING_LEFT
+            if step.candidate is None:
+                self._try_proposal(self._optuna.ask())
                 continue
-            candidate = candidate_of(asked.params, self._prepared.space)
-            why, known = self._why_not(candidate)
-            if candidate is None or why is not None:
-                self._optuna.skip(asked, why or "", known)
-                self._repeats += 1
-                continue
-            self._repeats = 0
-            self._say_level(candidate)
-            self._run_trial(asked, candidate, stage)
+            if step.proposed:
+                self._say_level(step.candidate)
+            # What the policy proposes, Optuna's sampler proposes too, since it asks the same policy.
+            asked = self._optuna.ask(None if step.proposed else step.candidate, step.stage)
+            self._run_trial(asked, step.candidate, step.stage)
+
+    def _try_proposal(self, asked: Asked) -> None:
+        """Run what one of Optuna's samplers proposed, unless it need not be run."""
+        candidate = candidate_of(asked.params, self._prepared.space)
+        refusal = self._plan.judge(candidate)
+        if candidate is None or refusal is not None:
+            self._optuna.skip(asked, refusal.why if refusal else "", refusal.known if refusal else None)
+            return
+        self._say_level(candidate)
+        self._run_trial(asked, candidate, "search")
 
     def _look_ahead(self) -> None:
         """Predict memory beside the baseline, which needs none, unless images are fed; then what the next arm needs.
@@ -238,98 +201,19 @@ class Search:
         forecast = self._forecast
         if forecast is None or forecast.is_complete:
             return
-        stage, forced = self._next_forced()
-        if forced is not None:
-            if stage == "baseline" and self._request.workload.is_text:
+        step = self._plan.next()
+        if step is not None and not step.proposed:
+            if step.stage == "baseline" and self._request.workload.is_text:
                 forecast.begin(self._upcoming_arm())
             return
-        if isinstance(self._optuna.sampler, PolicySampler):
+        if self._policy is not None:
             forecast.settle(self._upcoming_arm)
         else:
             forecast.complete()
 
     def _upcoming_arm(self) -> Arm | None:
-        upcoming = self._optuna.upcoming()
+        upcoming = self._plan.upcoming()
         return upcoming.arm if upcoming is not None else None
-
-    def _exhausted(self) -> str | None:
-        """Why no further trial may be run, whatever there is to try."""
-        request = self._request
-        if self._interruption.asked:
-            return _INTERRUPTED
-        most = request.most_trials
-        if most is not None and self._trials_spent >= most:
-            return f"the budget of {plural(most, 'trial')} is spent"
-        if request.time_budget_seconds is not None and self._elapsed_seconds() >= request.time_budget_seconds:
-            return f"the time budget of {format_seconds(request.time_budget_seconds)} is spent"
-        return None
-
-    @property
-    def _trials_spent(self) -> int:
-        """Trials that count against the budget: not those that are run again, nor against a budget that was given
-        what is reused; a budget of our own is an end."""
-        reused = sum(trial.stage == "reused" for trial in self._records.values()) if self._request.trials else 0
-        return len(self._records) - self._again.excused - reused
-
-    def _done(self) -> str | None:
-        """Why the sampler has nothing more to propose."""
-        if self._repeats >= _MOST_REPEATS:
-            return f"the sampler proposed nothing new {_MOST_REPEATS} times in a row"
-        is_policy = isinstance(self._optuna.sampler, PolicySampler)
-        return NOTHING_LEFT if is_policy and self._optuna.upcoming() is None else None
-
-    def _next_forced(self) -> tuple[Stage, Candidate | None]:
-        """What is owed another trial; the baseline; at the end what must be measured once more."""
-        if self._again.next is not None:
-            return self._again.next
-        baseline = self._prepared.baseline
-        wants_baseline = self._request.measure_baseline and self._request.objective == "throughput"
-        if wants_baseline and not self._history.outcomes_of(baseline):
-            return "baseline", baseline
-        best = self.best()
-        loading = self._next_loader(best) if best else None
-        if loading is not None:
-            return "search", loading
-        if best is None or self._request.objective != "throughput":
-            return "search", None
-        owed = finals(self._history, self._in_space)
-        most = self._request.most_trials
-        if most is not None and self._trials_spent == most - 1:
-            # The last trial is the winner's, where it is owed one on its own account.
-            owed = [best.candidate] if best.candidate in owed and needs_another(best) else []
-            return ("final", owed[0]) if owed else ("search", None)
-        return ("final", owed[0]) if owed and self._done() else ("search", None)
-
-    def _next_loader(self, best: Tried) -> Candidate | None:
-        """The winner with more loading processes, once all else is done, where it waits for data.
-
-        Not where the user's own code streams its data: each process might then bring all of it.
-        """
-        workload, model = self._request.workload, self._prepared.model
-        if workload.data is None and (workload.source is None or model.get("samples") is None):
-            return None
-        tried = {t.candidate for t in self._history.tried}
-        own_workers = model.get("dataloader_num_workers", 0)
-        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), own_workers)
-        return more if more is not None and self._done() else None
-
-    def _why_not(self, candidate: Candidate | None) -> tuple[str | None, Outcome | None]:
-        """Why a proposal need not be run, and what is known of it instead.
-
-        Optuna's samplers repeat themselves and do not know our rules.
-        """
-        if candidate is None:
-            return "not in the space", None
-        if self._history.outcomes_of(candidate):
-            return "tried before", None
-        over = self._history.ruled_out_by(candidate)
-        if over is not None:
-            return "known not to fit", over.outcome
-        if self._history.is_ruled_out(candidate):
-            return "predicted not to fit", None
-        if is_premature(self._prepared.space, self._history, candidate):
-            return "a batch of a larger multiple may fit", None
-        return None, None
 
     def _say_level(self, candidate: Candidate) -> None:
         """Tell the observer that the search goes down to a smaller multiple, and why."""
@@ -344,7 +228,7 @@ class Search:
 
     def _run_trial(self, asked: Asked, candidate: Candidate, stage: Stage) -> None:
         study, request = self._study, self._request
-        effort = effort_of(request, candidate, stage, self.best())
+        effort = effort_of(request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
             number=asked.number,
@@ -368,7 +252,7 @@ class Search:
             cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
             effort=effort,
             seed=request.seed,
-            timeout_seconds=request.trial_timeout_seconds + (_COMPILE_SECONDS if compiles(candidate.arm) else 0.0),
+            timeout_seconds=timeout_seconds(request, candidate, effort, self._history),
             log_path=record.log_path or "",
             unmodified=stage == "baseline" and request.workload.source is not None,
         )
@@ -382,12 +266,14 @@ class Search:
             self._store.finish_trial(record.id, outcome, seconds)
             self._optuna.tell(asked, candidate, outcome)
         ended = replace(record, outcome=outcome, seconds=seconds)
-        self._remember(ended)
+        self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """What a trial would show, where earlier studies tell."""
-        return self._library.answer(candidate, effort, in_full=stage == "final") if self._library else None
+        """What a trial would show, where earlier studies tell. A second measurement is a process of its own."""
+        if self._library is None or (stage == "final" and self._history.processes(candidate) > 0):
+            return None
+        return self._library.answer(candidate, effort, in_full=stage == "final")
 
     def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:
         """Take an earlier trial's outcome for that of this one."""
@@ -395,5 +281,5 @@ class Search:
         self._optuna.describe(asked, ended.candidate, outcome)
         self._store.start_trial(ended)
         self._optuna.tell(asked, ended.candidate, outcome)
-        self._remember(ended)
+        self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)

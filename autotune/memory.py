@@ -221,10 +221,13 @@ class MemoryModel:
         self._checkable: bool | None = None
         self._learnt: dict[Arm, tuple[bool, _Correction]] = {}
         """By prediction class: whether predictions are trusted, and their correction. Both are asked very often."""
+        self.version = 0
+        """Grows with every prediction that is filed."""
 
     def add(self, question: Question, answer: Document) -> None:
         """File what a prediction job answered."""
         self._forget()
+        self.version += 1
         for document in answer["batches"]:
             prediction = MemoryPrediction(**document)
             known = self._predictions.setdefault(prediction_class(question.arm), {})

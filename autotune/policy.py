@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from autotune.history import History
+from autotune.judge import Judge
 from autotune.memory import memory_class
 from autotune.space import LARGEST_FREE_BATCH, Space
 from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
-from autotune.trial import Candidate, Failed
+from autotune.trial import Candidate
 
 Objective = Literal["throughput", "max-batch"]
+SamplerName = Literal["autotune", "grid", "tpe", "random"]
+SAMPLERS: tuple[SamplerName, ...] = ("autotune", "grid", "tpe", "random")
 
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
@@ -23,26 +26,6 @@ class Policy(Protocol):
 
     def next(self, history: History) -> Candidate | None:
         """The next candidate to run; ``None`` when none is worth it."""
-
-
-def _something_fits(space: Space, history: History, multiple: int) -> bool:
-    """Whether a batch of this level or a higher one fits, so that lower levels are not looked at.
-
-    The baseline may be on a lower level than the batches that are searched; it says nothing of those.
-    """
-    return any(space.contains(t.candidate) and batch_of(t) % multiple == 0 for t in history.believed())
-
-
-def is_premature(space: Space, history: History, candidate: Candidate) -> bool:
-    """Whether a batch of a higher level than the candidate's may still fit, so that its turn has not come."""
-    batches, arms = space.batches, [arm for arm in space.arms if not space.is_last_resort(arm)]
-    level = batches.level(candidate.per_device_train_batch_size)
-    higher = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
-    return any(
-        not history.is_ruled_out(other)
-        and not any(isinstance(tried.outcome, Failed) for tried in history.outcomes_of(other))
-        for other in (space.candidate(arm, batch) for arm in arms for batch in higher)
-    )
 
 
 class ThroughputPolicy:
@@ -59,7 +42,7 @@ class ThroughputPolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``. A lower multiple is only looked at when nothing above it fits."""
-        speeds = Speeds(self._space, history)
+        speeds, judge = Speeds(self._space, history), Judge(self._space, history)
         for multiple in self._space.batches.levels():
             ladder = self._space.batches.at_level(multiple)
             for arm in self._space.arms:
@@ -67,12 +50,12 @@ class ThroughputPolicy:
                 if self._space.is_last_resort(arm):
                     batch = self._compiled_batch(view, ladder)
                 else:
-                    batch = None if view.broken or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
+                    batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
-            if _something_fits(self._space, history, multiple):
+            if judge.fits_at(multiple):
                 return None
-        return None
+        return judge.last_resort()
 
     def _compiled_batch(self, view: ArmView, ladder: Sequence[int]) -> int | None:
         """The winner's batch, once nothing else is left to try; the next smaller one where that ran over.
@@ -82,7 +65,7 @@ class ThroughputPolicy:
         plain = dataclasses.replace(view.arm, torch_compile=False)
         uncompiled = [t.candidate for t in view.history.tried if not t.candidate.arm.torch_compile]
         winner = view.history.winner(c for c in uncompiled if self._space.contains(c))
-        if winner is None or winner.candidate.arm != plain or view.broken or view.feasible:
+        if winner is None or winner.candidate.arm != plain or view.doubtful or view.feasible:
             return None
         rungs = [batch for batch in ladder if batch <= batch_of(winner)] or [batch_of(winner)]
         return next((batch for batch in rungs[-2:][::-1] if view.open(batch)), None)
@@ -93,17 +76,23 @@ class ThroughputPolicy:
             return self._first_batch(view, rungs)
         if not view.feasible:
             return None
-        peak = view.fastest()
-        if speeds.can_gain(view, peak):
-            above = [batch for batch in rungs if batch > peak and self._may_fit(view, batch, ladder)]
-            larger = above[0] if above else self._between(speeds, view, peak)
+        peak, top = view.fastest(), max(view.feasible)
+        if speeds.can_gain(view):
+            above = [batch for batch in rungs if batch > top and self._may_fit(view, batch, ladder)]
+            larger = above[0] if above else self._between(speeds, view, top)
             if larger is not None:
                 return larger
         below = [batch for batch in ladder if batch < peak][-1:]
         return below[0] if below and below[0] in rungs and not speeds.is_hopeless(view, peak) else None
 
     def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
-        """Near the best of the arms that recompute as this one does; in the middle where there is none."""
+        """Near the best of the arms that recompute as this one does; in the middle where there is none.
+
+        After a failure, which may be a matter of the batch, halfway between it and the smallest.
+        """
+        smaller = [batch for batch in rungs if view.failed and batch < min(view.failed)]
+        if smaller:
+            return smaller[len(smaller) // 2]
         fitting = view.predicted_to_fit(rungs)
         if fitting and not self._is_free:
             return max(fitting)
@@ -151,20 +140,23 @@ class MaxBatchPolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``."""
+        judge = Judge(self._space, history)
         for multiple in self._space.batches.levels():
             seen = set()
             for arm in self._arms:
                 if memory_class(arm) in seen:
                     continue
                 view = ArmView(self._space, arm, history)
-                if not view.broken:
-                    seen.add(memory_class(arm))
+                if not view.doubtful:
+                    if not view.failed:
+                        # Where this arm fails for other reasons than memory, another of its class may not.
+                        seen.add(memory_class(arm))
                     batch = self._next_batch(view, multiple)
                     if batch is not None:
                         return self._space.candidate(arm, batch)
-            if _something_fits(self._space, history, multiple):
+            if judge.fits_at(multiple):
                 return None
-        return None
+        return judge.last_resort()
 
     def _next_batch(self, view: ArmView, multiple: int) -> int | None:
         among = [t.candidate for t in view.history.tried if self._space.contains(t.candidate)]
@@ -174,6 +166,9 @@ class MaxBatchPolicy:
             rungs = [b for b in self._space.batches.at_level(multiple) if b > floor and view.open(b)]
             return rungs[len(rungs) // 2] if rungs else None
         over = view.history.smallest_over(view.arm, accumulates=False)
+        if len(view.failed) > 1:
+            # Failures at several batches are taken for a limit of another kind.
+            over = min([*view.failed, over or LARGEST_FREE_BATCH + 1])
         least = (floor // multiple + 1) * multiple
         most = self._space.batches.most
         most = (most if over is None else min(most, over - 1)) // multiple * multiple
@@ -182,7 +177,8 @@ class MaxBatchPolicy:
         predicted = view.history.memory and view.history.memory.largest_batch(view.arm)
         if predicted and not view.tried:
             aimed = max(predicted, least)
-        elif predicted and view.feasible and over is None:
+        elif predicted and view.feasible and over is None and max(view.feasible) <= predicted:
+            # The prediction says that the next one does not fit, which is to be shown.
             aimed = least
         elif view.feasible:
             aimed = self._aim(view, multiple, max(view.feasible), over)
@@ -194,9 +190,9 @@ class MaxBatchPolicy:
         else:
             aimed = max(multiple, _FREE_START) if over is None else over // 2
         aimed = max(least, min(aimed // multiple * multiple, most))
-        # A batch that failed says nothing of memory, so the one beside it is asked instead.
-        beside = aimed - multiple if aimed > least else aimed + multiple
-        return aimed if aimed not in view.failed else beside if beside <= most else None
+        # A batch that failed says nothing of memory, so one beside it is asked instead.
+        near = (aimed + away * multiple for away in (0, -1, 1, -2, 2))
+        return next((b for b in near if least <= b <= most and b not in view.tried), None)
 
     def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""
@@ -229,12 +225,22 @@ class ExhaustivePolicy:
 
     def next(self, history: History) -> Candidate | None:
         """See ``Policy.next``."""
+        judge = Judge(self._space, history)
         for multiple in self._space.batches.levels():
             for arm in self._space.arms:
                 for batch in self._space.batches.at_level(multiple):
                     candidate = self._space.candidate(arm, batch)
-                    if not history.outcomes_of(candidate) and not history.is_ruled_out(candidate):
+                    if judge.is_open(candidate):
                         return candidate
-            if _something_fits(self._space, history, multiple):
+            if judge.fits_at(multiple):
                 return None
+        return judge.last_resort()
+
+
+def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
+    """Return the policy of a sampler's name; ``None`` for Optuna's own samplers, which have none."""
+    if sampler in ("tpe", "random"):
         return None
+    if sampler == "grid":
+        return ExhaustivePolicy(space)
+    return MaxBatchPolicy(space) if objective == "max-batch" else ThroughputPolicy(space)

@@ -11,7 +11,7 @@ from autotune.device.cores import can_pin
 from autotune.errors import DeviceError, InvalidRequestError
 from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
-from autotune.policy import Objective
+from autotune.policy import Objective, SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
 from autotune.trial import Effort, Precision
 from autotune.units import format_bytes
@@ -19,7 +19,7 @@ from autotune.workload import Workload
 
 if TYPE_CHECKING:
     # Imports Optuna, which a request that is refused, or only predicted, does without.
-    from autotune.sampler import SamplerName
+    from autotune.policy import SamplerName
 
 # What TrainingArguments itself defaults to.
 DEFAULT_OPTIM = "adamw_torch_fused"

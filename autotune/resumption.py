@@ -9,9 +9,8 @@ from autotune.device import Device, Headroom, find_device, list_devices
 from autotune.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.levers import LEVERS, LeverChoice
 from autotune.masking import masked_options
-from autotune.policy import Objective
+from autotune.policy import Objective, SamplerName
 from autotune.request import SearchRequest
-from autotune.sampler import SamplerName
 from autotune.space import CheckpointingChoice
 from autotune.store import Store
 from autotune.training_source import TrainingSource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -12,12 +12,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.history import History
-from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, Objective, Policy, ThroughputPolicy
+from autotune.policy import SAMPLERS as SAMPLERS
+from autotune.policy import Policy, SamplerName
 from autotune.space import Space
 from autotune.trial import Arm, Candidate
-
-SamplerName = Literal["autotune", "grid", "tpe", "random"]
-SAMPLERS: tuple[SamplerName, ...] = ("autotune", "grid", "tpe", "random")
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024
@@ -115,20 +113,14 @@ class PolicySampler(BaseSampler):
 
 def make_sampler(
     name: SamplerName,
-    objective: Objective,
-    space: Space,
+    policy: Policy | None,
     history: History,
     search_space: dict[str, BaseDistribution],
     seed: int,
 ) -> BaseSampler:
-    """The sampler of that name. Optuna's are not persisted, so resuming seeds them anew."""
+    """The sampler of that name, or that of a policy. Optuna's are not persisted, so resuming seeds them anew."""
+    if policy is not None:
+        return PolicySampler(policy, history, search_space)
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed + len(history.tried))
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed=seed + len(history.tried))
-    policy: Policy
-    if name == "grid":
-        policy = ExhaustivePolicy(space)
-    else:
-        policy = MaxBatchPolicy(space) if objective == "max-batch" else ThroughputPolicy(space)
-    return PolicySampler(policy, history, search_space)
+    return optuna.samplers.RandomSampler(seed=seed + len(history.tried))

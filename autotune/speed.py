@@ -1,40 +1,48 @@
-"""How fast what was not tried can be, from what was: step times per arm, bounds, and why an arm is left out.
+"""Bound how fast a candidate that was not tried can be, from those that were, and say why an arm is left out.
 
 Bounds rather than guesses decide what is not tried:
 
 - recomputing activations costs time at the same batch, so checkpointing is never faster there;
 - fp32 does on slower units what tf32 does, and fp16 is bf16 with loss scaling on top;
-- tensor cores multiply bf16 at twice the rate of tf32 (NVIDIA's data sheets), on half the bytes: once bf16 fills the
-  GPU, tf32 is slower. On five recorded landscapes it had 0.4 to 0.86 times the speed at the same batch;
+- tensor cores multiply bf16 at twice the rate of tf32 (NVIDIA's data sheets), on half the bytes. So the time that the
+  GPU computes in a step of bf16 bounds that of tf32 from below, where that time was measured;
+- a larger batch takes at least as much GPU time a sample as the arm's gain from small to large batches leaves;
 - a step's time is affine in the batch above a floor, so that the slope between two batches of an arm tells the
-  most samples a second that any larger one can reach.
+  most samples a second that any larger one can reach, within the error of the two measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.history import LAUNCH_BOUND_SECONDS, NOISE, History, Tried
+from autotune.history import History, Tried
+from autotune.judge import Judge, failed_without_verdict
 from autotune.space import Space
-from autotune.trial import TRANSIENT, Arm, Failed
+from autotune.statistics import quantile
+from autotune.trial import Arm, Measurement
 
-# An arm whose best trial is this far behind is not followed to smaller batches, which do not get
-# faster: on recorded landscapes halving a batch gained at most 3 %.
+# The GPU time that a sample takes falls by at most this factor from one batch to a larger one: 1.20 from 8 to 32 with
+# BERT-large in bf16 on an H200, and at most 1.33 on five recorded landscapes once a micro-step took 60 ms.
+_LARGER_BATCH_GAIN = 1.33
+# How many times as long the GPU computes in tf32 as in bf16, at least: 2.2 with BERT-large, 1.7 with a checkpointed
+# ViT-large (CUPTI, H200, 22 November 2026), and 2 by the data sheets. Less, since two models are few.
+_TF32_TIMES = 1.4
+# An arm this far behind is not followed to other batches where nothing is known of what limits it.
 _HOPELESS = 0.75
-# An arm this far behind is not asked for larger batches at the price of recomputation: on recorded
-# landscapes they gained at most 33 % once a micro-step took 60 ms, and recomputing cost 17 % or more.
-_FAR_BEHIND = 0.7
 FAR_ENOUGH = 0.75
 """Two batches nearer to each other than this tell more of the noise than of the slope between them."""
+# Two-sided, so that a bound is crossed in one case of ten.
+_CONFIDENCE = 0.8
 
 _NEVER_SLOWER = {"fp32": "tf32", "fp16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step time with the half-width of its 95 % interval, both in seconds."""
+    """A step time with the half-width of its interval, both in seconds."""
 
     value: float
     half_width: float
@@ -57,16 +65,16 @@ class ArmView:
         self.space, self.arm, self.history = space, arm, history
         self.tried = {batch_of(t): t for t in history.tried if self._counts(t)}
         self.feasible = {batch_of(t): t for t in history.believed() if self._counts(t)}
-        self.failed = {batch: t.outcome for batch, t in self.tried.items() if isinstance(t.outcome, Failed)}
-        # One fault says little of the arm; one that came again when it was run again, or at two batches, does.
-        self.broken = len(self.failed) > 1 or any(found.reason in TRANSIENT for found in self.failed.values())
+        self.failed = {batch for batch, tried in self.tried.items() if failed_without_verdict(tried)}
+        self.judge = Judge(space, history)
+        self.doubtful = self.judge.is_doubtful(arm)
 
     def _counts(self, tried: Tried) -> bool:
         return tried.candidate.arm == self.arm and self.space.contains(tried.candidate)
 
     def open(self, batch: int) -> bool:
         """Whether the batch was neither tried nor ruled out."""
-        return batch not in self.tried and not self.history.is_ruled_out(self.space.candidate(self.arm, batch))
+        return self.judge.is_open(self.space.candidate(self.arm, batch))
 
     def predicted_to_fit(self, batches: Sequence[int]) -> list[int]:
         """Those of the batches that are predicted to fit; none where nothing is predicted."""
@@ -82,20 +90,43 @@ class ArmView:
         return tried.candidate != self.space.baseline(tried.candidate.arm.attn_implementation)
 
     def micro_step(self, batch: int) -> Seconds:
-        """One of the micro-steps of a feasible batch."""
+        """One of the micro-steps of a feasible batch, with what other processes may differ by in its interval."""
+        seconds = self.measured(batch).step_seconds / self.space.batches.accumulation(batch)
+        speed = self.history.speed(self.feasible[batch].candidate)
+        error = speed.log_seconds.half_width(_CONFIDENCE) if speed is not None else 0.0
+        return Seconds(seconds, seconds * error)
+
+    def measured(self, batch: int) -> Measurement:
+        """What a feasible batch measured."""
         measured = self.feasible[batch].measurement
         assert measured is not None
-        seconds = measured.step_seconds / self.space.batches.accumulation(batch)
-        return Seconds(seconds, seconds * measured.relative_spread)
+        return measured
 
-    def seconds_a_sample(self, peak: int) -> Seconds | None:
-        """What each sample more costs, by the slope up to ``peak``; ``None`` while one batch alone is known."""
-        smaller = [batch for batch in self.feasible if batch <= FAR_ENOUGH * peak]
+    def seconds_a_sample(self, top: int) -> Seconds | None:
+        """What each sample more costs, by the slope up to ``top``; ``None`` while one batch alone is known."""
+        smaller = [batch for batch in self.feasible if batch <= FAR_ENOUGH * top]
         if not smaller:
             return None
-        low, high = self.micro_step(max(smaller)), self.micro_step(peak)
-        more = peak - max(smaller)
-        return Seconds((high.value - low.value) / more, (high.half_width**2 + low.half_width**2) ** 0.5 / more)
+        low, high = self.micro_step(max(smaller)), self.micro_step(top)
+        more = top - max(smaller)
+        return Seconds((high.value - low.value) / more, math.hypot(high.half_width, low.half_width) / more)
+
+    def gpu_bound(self) -> float | None:
+        """The most samples a second that any batch of this arm can reach; ``None`` where no GPU time was measured.
+
+        By the GPU time that a sample took, and by the slope where two batches are known.
+        """
+        bounds = []
+        for batch, tried in self.feasible.items():
+            share = self.history.busy_share(tried.candidate)
+            if share is not None:
+                bounds.append((batch, speed_of(tried) / share))
+        if not bounds:
+            return None
+        cost = self.seconds_a_sample(max(self.feasible))
+        by_slope = cost.value - cost.half_width if cost is not None else 0.0
+        by_gpu = max(bounds)[1] * _LARGER_BATCH_GAIN
+        return min(by_gpu, 1 / by_slope) if by_slope > 0 else by_gpu
 
 
 class Speeds:
@@ -103,6 +134,7 @@ class Speeds:
 
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
+        self._judge = Judge(space, history)
 
     def view(self, arm: Arm) -> ArmView:
         """The arm's trials."""
@@ -118,33 +150,56 @@ class Speeds:
         return speed_of(view.feasible[peak]) < _HOPELESS * self.best()
 
     def is_beaten(self, view: ArmView, batch: int) -> bool:
-        """Whether the same arm without recomputation or expanding, never slower, measured the batch or a larger one."""
+        """Whether an arm that is never slower measured the batch or a larger one.
+
+        That is the same arm without recomputation, with torch's default allocator, or in the faster precision of its
+        kind.
+        """
         twins = [
             dataclasses.replace(view.arm, gradient_checkpointing=False),
             dataclasses.replace(view.arm, expandable_segments=False),
+            self._faster_precision(view.arm) or view.arm,
         ]
         faster = [twin for twin in twins if twin != view.arm]
         return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())
 
-    def can_gain(self, view: ArmView, peak: int) -> bool:
-        """Whether a batch above the arm's best can beat that by more than the tolerance and come near the best."""
-        if max(view.feasible) > peak:
+    def _faster_precision(self, arm: Arm) -> Arm | None:
+        """The same arm in the precision that is never slower than its own, where that is searched."""
+        precision = _NEVER_SLOWER.get(arm.precision)
+        faster = dataclasses.replace(arm, precision=precision) if precision else None  # type: ignore[arg-type]
+        return faster if faster in self._space.arms else None
+
+    def can_gain(self, view: ArmView) -> bool:
+        """Whether a batch above the arm's largest can beat all others by more than the tolerance."""
+        top, peak = max(view.feasible), view.fastest()
+        if top > peak and self._is_slower(view, top, peak):
             return False
-        cost = view.seconds_a_sample(peak)
-        if cost is None:
-            return view.micro_step(peak).value < LAUNCH_BOUND_SECONDS or not self.is_hopeless(view, peak)
-        wanted = max(speed_of(view.feasible[peak]) * (1 + self._history.tolerance), self.best() * (1 - NOISE))
-        return wanted * cost.value < 1
+        wanted = max(speed_of(view.feasible[peak]), self.best()) * (1 + self._history.tolerance)
+        cost = view.seconds_a_sample(top)
+        if cost is not None:
+            # The cheapest that a further sample may be, so far as the two measurements tell.
+            return wanted * (cost.value - cost.half_width) < 1
+        bound = view.gpu_bound()
+        return bound > wanted if bound is not None else not self.is_hopeless(view, peak)
+
+    def _is_slower(self, view: ArmView, batch: int, than: int) -> bool:
+        """Whether one batch is slower than another beyond what their measurements leave open."""
+        one, other = (self._history.speed(view.feasible[b].candidate) for b in (batch, than))
+        if one is None or other is None:
+            return False
+        error = math.hypot(one.log_seconds.error, other.log_seconds.error)
+        degrees = min(one.log_seconds.degrees, other.log_seconds.degrees)
+        return one.log_seconds.mean - other.log_seconds.mean > quantile(degrees, _CONFIDENCE) * error
 
     def left_out(self, arm: Arm) -> str | None:
         """Why what was measured of like arms leaves this one no chance; ``None`` where it has one."""
-        better = _NEVER_SLOWER.get(arm.precision)
-        if better is not None:
-            faster = dataclasses.replace(arm, precision=better)  # type: ignore[arg-type]
-            if faster in self._space.arms and (self._history.feasible(faster) or self._is_out(faster)):
-                return f"{arm.precision} is never faster than {better} and needs as much memory"
+        faster = self._faster_precision(arm)
+        # Where that failed at some batch, this arm may still be asked for it.
+        is_known = faster is not None and not self.view(faster).failed
+        if faster is not None and is_known and (self._history.feasible(faster) or self._is_out(faster)):
+            return f"{arm.precision} is never faster than {faster.precision} and needs as much memory"
         if arm.precision == "tf32" and self._is_at_half_rate(arm):
-            return "bf16 fills the GPU, and tf32 has half its rate on twice the bytes"
+            return "tf32 takes more GPU time than bf16, whose GPU time was measured: it cannot come near the best"
         if arm.expandable_segments and self._has_room(arm):
             return "expanding segments only helps the best arm, and only where memory limits it"
         if not arm.gradient_checkpointing:
@@ -152,12 +207,14 @@ class Speeds:
         return self._recomputing(arm)
 
     def _is_at_half_rate(self, arm: Arm) -> bool:
-        """Whether bf16 in this arm, or what left that out, computed rather than waited for kernels to be launched."""
+        """Whether tf32 would be slower than the best even if the GPU never waited, by the GPU time that bf16 took.
+
+        Recomputing takes more GPU time still, so that bf16 without it bounds tf32 with it, too.
+        """
         twin = dataclasses.replace(arm, precision="bf16")
-        if self._fills(twin):
-            return True
-        plain = dataclasses.replace(twin, gradient_checkpointing=False)
-        return plain != twin and self._fills(plain) and self._is_out(twin)
+        twins = (twin, dataclasses.replace(twin, gradient_checkpointing=False))
+        bounds = [bound for bound in (self.view(other).gpu_bound() for other in twins) if bound is not None]
+        return bool(bounds) and min(bounds) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
 
     def _is_out(self, arm: Arm) -> bool:
         """Whether an arm has no chance, though it was not measured."""
@@ -170,27 +227,17 @@ class Speeds:
         return bool(still_open) and all(self.is_beaten(view, batch) for batch in still_open)
 
     def _ladder(self) -> list[int]:
-        """The batches of the largest multiple."""
-        batches = self._space.batches
-        return [batch for level in batches.levels()[:1] for batch in batches.at_level(level)]
-
-    def _fills(self, arm: Arm) -> bool:
-        view = self.view(arm)
-        if not any(view.was_chosen(tried) for tried in view.feasible.values()):
-            return False
-        return view.micro_step(view.fastest()).value >= LAUNCH_BOUND_SECONDS
+        """The batches that the search looks at now."""
+        return self._judge.batches_in_reach()
 
     def _recomputing(self, arm: Arm) -> str | None:
         """Why larger batches that checkpointing allows cannot make up for what recomputing costs."""
-        plain = dataclasses.replace(arm, gradient_checkpointing=False)
-        twin = self.view(plain)
-        if not self._fills(plain):
+        twin = self.view(dataclasses.replace(arm, gradient_checkpointing=False))
+        bound = twin.gpu_bound()
+        if bound is None or bound >= self.best() * (1 + self._history.tolerance):
             return None
-        peak = twin.fastest()
-        if speed_of(twin.feasible[peak]) >= _FAR_BEHIND * self.best():
-            return None
-        share = speed_of(twin.feasible[peak]) / self.best()
-        return f"without checkpointing it reached {share:.0%} of the best, and recomputing is slower still"
+        share = speed_of(twin.feasible[twin.fastest()]) / self.best()
+        return f"without it {share:.0%} of the best was reached, and no larger batch gains what recomputing costs"
 
     def _has_room(self, arm: Arm) -> bool:
         """Whether the same arm with torch's default allocator shows that expanding segments cannot help.
@@ -206,7 +253,7 @@ class Speeds:
         if fastest.candidate.arm not in (plain, arm):
             return True
         twin = self.view(plain)
-        return bool(twin.feasible) and not self.can_gain(twin, twin.fastest())
+        return bool(twin.feasible) and not self.can_gain(twin)
 
     def left_out_lines(self) -> list[str]:
         """A line for each reason why arms had no trial: ``all fp16: fp16 is never faster than bf16 …``."""

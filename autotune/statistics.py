@@ -148,6 +148,19 @@ def probability_above(estimate: Estimate, threshold: float) -> float:
     return upper_tail((threshold - estimate.mean) / estimate.error, estimate.degrees)
 
 
+def expected_excess(estimate: Estimate, threshold: float = 0.0) -> float:
+    """Return by how much the true mean is above a threshold on average, taking it for 0 where it is below.
+
+    The expected improvement of Bayesian optimization, for a normal error.
+    """
+    beyond = estimate.mean - threshold
+    if estimate.error == 0 or not math.isfinite(estimate.error):
+        return max(0.0, beyond)
+    z = beyond / estimate.error
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return estimate.error * density + beyond * upper_tail(-z, math.inf)
+
+
 def upper_tail(t: float, degrees: float) -> float:
     """Return the probability that Student's t with so many degrees of freedom is above ``t``."""
     if math.isinf(degrees):

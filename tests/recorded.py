@@ -17,7 +17,7 @@ from replay import OOM_SECONDS, RecordedRunner, SimulatedRunner, job_of, measure
 from autotune.history import History, Tried, ran_in_full
 from autotune.policy import Policy
 from autotune.runner.local import TrialJob
-from autotune.trial import Candidate, Completed, Failed, Outcome, OutOfMemory
+from autotune.trial import Candidate, Completed, Effort, Failed, Outcome, OutOfMemory
 
 __all__ = ["RecordedRunner", "job_of", "measurement", "out_of_memory"]
 
@@ -38,9 +38,13 @@ class ComputedRunner(SimulatedRunner):
     """Answers from formulas: peak bytes and step seconds of a candidate; above the cap it is out of memory."""
 
     def __init__(
-        self, peak_bytes: Callable[[Candidate], float], step_seconds: Callable[[Candidate], float] | None = None
+        self,
+        peak_bytes: Callable[[Candidate], float],
+        step_seconds: Callable[[Candidate], float] | None = None,
+        busy_share: Callable[[Candidate], float | None] | None = None,
     ) -> None:
         super().__init__()
+        self._busy_share = busy_share or (lambda _: None)
         self._peak_bytes = peak_bytes
         self._step_seconds = step_seconds or (lambda candidate: 0.01 * candidate.samples_per_step)
 
@@ -52,7 +56,10 @@ class ComputedRunner(SimulatedRunner):
             return out_of_memory(job.cap_bytes), OOM_SECONDS
         step_seconds = self._step_seconds(candidate)
         run = micro_steps_run(candidate, job.effort)
-        outcome = Completed(measurement(candidate, step_seconds, peak_bytes, peak_bytes, run))
+        measured = measurement(candidate, step_seconds, peak_bytes, peak_bytes, run)
+        if job.effort.busy_steps:
+            measured = dataclasses.replace(measured, gpu_busy_share=self._busy_share(candidate))
+        outcome = Completed(measured)
         return outcome, _FIXED_SECONDS + _STEPS_A_TRIAL * step_seconds * run / candidate.gradient_accumulation_steps
 
 
@@ -84,8 +91,9 @@ def run_policy(policy: Policy, runner: SimulatedRunner, history: History, most: 
 
 
 def run_candidate(candidate: Candidate, runner: SimulatedRunner, history: History) -> Tried:
-    """Run one candidate and take it down."""
-    outcome = runner.run(job_of(candidate, history.ceiling.cap_bytes), lambda _: None)
+    """Run one candidate and take it down; a search, too, has the GPU's share of a step measured."""
+    effort = Effort(busy_steps=1)
+    outcome = runner.run(job_of(candidate, history.ceiling.cap_bytes, effort), lambda _: None)
     tried = Tried(f"trial-{len(history.tried)}", candidate, outcome, ran_in_full(candidate, outcome))
     history.add(tried)
     return tried

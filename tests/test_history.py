@@ -161,7 +161,7 @@ class TestBelieved:
 
 
 class TestWinner:
-    def test_the_fastest_outside_the_noise(self) -> None:
+    def test_the_fastest_outside_the_tolerance(self) -> None:
         slow, fast = completed(BF16, 32, speed=100), completed(FP32, 32, speed=103, peak_bytes=2 * GIB)
         assert history_of(slow, fast).winner() is fast
 
@@ -177,22 +177,9 @@ class TestWinner:
             (completed(CHECKPOINTED, 32, speed=100, peak_bytes=3 * GIB), completed(FP16, 32, speed=101)),
         ],
     )
-    def test_within_the_noise_the_more_comfortable(self, preferred: Tried, other: Tried) -> None:
+    def test_within_the_tolerance_the_more_comfortable(self, preferred: Tried, other: Tried) -> None:
         assert history_of(preferred, other).winner() is preferred
         assert history_of(other, preferred).winner() is preferred
-
-    @pytest.mark.parametrize(("speed", "is_near"), [(200.0, True), (100.0, False)])
-    def test_where_steps_are_bound_by_launches_the_noise_is_wider(self, speed: float, is_near: bool) -> None:
-        # 8 samples in 0.04 s, then in 0.08 s.
-        fastest, other = completed(FP16, 8, speed=speed), completed(BF16, 8, speed=speed * 0.96)
-        assert history_of(fastest, other).winner() is (other if is_near else fastest)
-
-    def test_accumulated_micro_steps_are_what_is_bound_by_launches(self) -> None:
-        # 64 samples in 0.4 s are eight micro-steps of 0.05 s.
-        fastest, near = completed(FP16, 8, 8, speed=160), completed(BF16, 8, 8, speed=153)
-        assert history_of(fastest, near).winner() is near
-        fastest, near = completed(FP16, 32, 2, speed=160), completed(BF16, 32, 2, speed=153)
-        assert history_of(fastest, near).winner() is fastest
 
     def test_only_among_those_asked_for(self) -> None:
         fast, slow = completed(BF16, 32, speed=200), completed(FP32, 8, speed=100)
@@ -207,7 +194,7 @@ class TestWinner:
         assert (history.winner(), history.fastest(), history.largest()) == (None, None, None)
 
     @given(st.lists(st.tuples(st.sampled_from(PRECISIONS), st.booleans(), st.floats(50, 300)), min_size=1, max_size=8))
-    def test_is_never_slower_than_the_fastest_by_more_than_the_noise(
+    def test_is_never_slower_than_the_fastest_by_more_than_the_tolerance(
         self, cells: list[tuple[str, bool, float]]
     ) -> None:
         trials = [
@@ -220,7 +207,7 @@ class TestWinner:
         assert fastest is not None
         assert winner.measurement is not None
         assert fastest.measurement is not None
-        assert winner.measurement.samples_per_second >= fastest.measurement.samples_per_second * 0.95
+        assert winner.measurement.samples_per_second >= fastest.measurement.samples_per_second * 0.99
 
 
 class TestLargest:

@@ -19,7 +19,8 @@ from recorded import (
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
 from autotune.history import History
-from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy, is_premature
+from autotune.judge import Judge
+from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 from autotune.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.trial import Arm, Candidate, Completed, Precision
 from autotune.units import GIB, MIB
@@ -62,9 +63,18 @@ def bert_seconds(candidate: Candidate) -> float:
     return candidate.gradient_accumulation_steps * max(0.05, 0.004 + candidate.per_device_train_batch_size / speed)
 
 
+def bert_busy(candidate: Candidate) -> float:
+    """The GPU's share of a step: all but what launching the kernels adds."""
+    floor = bert_seconds(candidate) / candidate.gradient_accumulation_steps
+    speed = _SAMPLES_PER_SECOND[candidate.arm.precision] * (0.82 if candidate.arm.gradient_checkpointing else 1.0)
+    return candidate.per_device_train_batch_size / speed / floor
+
+
 def slow_and_large(bytes_a_sample: float) -> ComputedRunner:
     """A model of which each sample takes so many bytes, whatever the arm."""
-    return ComputedRunner(lambda candidate: GIB + bytes_a_sample * candidate.per_device_train_batch_size, bert_seconds)
+    return ComputedRunner(
+        lambda candidate: GIB + bytes_a_sample * candidate.per_device_train_batch_size, bert_seconds, bert_busy
+    )
 
 
 class TestThroughputOnRecords:
@@ -156,7 +166,7 @@ class TestThroughputOnFormulas:
     def test_the_cost_does_not_explode_with_the_effective_batch(
         self, effective_batch: int, expected: str, most_trials: int, most_ooms: int
     ) -> None:
-        runner = ComputedRunner(bert_bytes, bert_seconds)
+        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(ALL_ARMS, Batches(effective_batch))
         history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner))
         assert winner(history) == expected
@@ -172,7 +182,7 @@ class TestThroughputOnFormulas:
             gradients = gradients_mib if candidate.accumulates else 0
             return (4000 + mib_a_sample * candidate.per_device_train_batch_size + gradients) * MIB
 
-        runner = ComputedRunner(peak_bytes, bert_seconds)
+        runner = ComputedRunner(peak_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", checkpointing="off"), Batches(effective_batch))
         history = run_policy(ThroughputPolicy(space), runner, with_baseline(space, runner, cap_mib * MIB))
         grid = run_policy(ExhaustivePolicy(space), runner, with_baseline(space, runner, cap_mib * MIB))
@@ -194,7 +204,7 @@ class TestThroughputOnFormulas:
 
         space = Space(arms("bf16", checkpointing="on"), Batches(64))
         history = run_policy(
-            ThroughputPolicy(space), ComputedRunner(peak_bytes, bert_seconds), History(ceiling_of(16 * GIB))
+            ThroughputPolicy(space), ComputedRunner(peak_bytes, bert_seconds, bert_busy), History(ceiling_of(16 * GIB))
         )
         assert [t.candidate.per_device_train_batch_size for t in history.tried if history.is_over(t)] == [32]
         assert winner(history) == "64 × 1  bf16, checkpointing"
@@ -206,7 +216,7 @@ class TestThroughputOnFormulas:
         assert not any(t.candidate.arm.gradient_checkpointing for t in history.tried)
 
     def test_fp32_is_not_asked_where_tf32_fits(self) -> None:
-        runner = ComputedRunner(bert_bytes, bert_seconds)
+        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("tf32", "fp32", checkpointing="off"), Batches(64))
         history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
         assert {t.candidate.arm.precision for t in history.tried} == {"tf32"}
@@ -221,12 +231,19 @@ class TestThroughputOnFormulas:
         assert [t.candidate for t in beside.tried[1:]] == [t.candidate for t in alone.tried]
 
     def test_an_arm_that_is_broken_is_left_and_the_others_go_on(self) -> None:
-        runner = ComputedRunner(bert_bytes, bert_seconds)
+        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "fp16", checkpointing="off"), Batches(64))
         runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] for batch in (8, 16, 32, 64)}
         history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
         assert winner(history) == "32 × 2  fp16"
-        assert sum(t.candidate.arm.precision == "bf16" for t in history.tried) == 2
+        assert sum(t.candidate.arm.precision == "bf16" for t in history.tried) == 3
+
+    def test_an_arm_that_fails_at_its_largest_batches_is_asked_for_its_smaller_ones(self) -> None:
+        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
+        space = Space(arms("bf16", "tf32", checkpointing="off"), Batches(256))
+        runner.faults = {space.candidate(Arm("bf16"), batch): [fault()] * 2 for batch in (32, 64, 128, 256)}
+        history = run_policy(ThroughputPolicy(space), runner, History(ceiling_of(CAP_BYTES)))
+        assert winner(history) == "16 × 16  bf16"
 
 
 class TestLevels:
@@ -249,7 +266,7 @@ class TestLevels:
 
     @pytest.mark.parametrize("effective_batch", [1, 2, 3, 4, 6, 12, 20, 36, 63])
     def test_where_no_multiple_of_8_divides_every_arm_is_asked_at_the_next(self, effective_batch: int) -> None:
-        runner = ComputedRunner(bert_bytes, bert_seconds)
+        runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "fp32", checkpointing="off"), Batches(effective_batch))
         level = next(multiple for multiple in (8, 4, 2, 1) if space.batches.at_level(multiple))
         for policy in (ThroughputPolicy(space), ExhaustivePolicy(space)):
@@ -284,13 +301,14 @@ class TestLevels:
         history = History(ceiling_of(20 * GIB))
         four, eight = (space.candidate(Arm("bf16"), batch) for batch in (4, 8))
         runner = slow_and_large(5000 * MIB)
-        assert is_premature(space, history, four)
-        assert not is_premature(space, history, eight)
+        judge = Judge(space, history)
+        assert judge.refusal(four) is not None
+        assert judge.refusal(eight) is None
         run_candidate(space.candidate(Arm("bf16"), 16), runner, history)
-        assert is_premature(space, history, four)
+        assert judge.refusal(four) is not None
         runner.faults[eight] = [fault()]
         run_candidate(eight, runner, history)
-        assert not is_premature(space, history, four)
+        assert judge.refusal(four) is None
 
 
 class TestExhaustive:

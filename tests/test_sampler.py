@@ -13,7 +13,7 @@ from recorded import ComputedRunner, run_candidate
 from searching import arms, ceiling_of
 
 from autotune.history import History
-from autotune.policy import Objective, ThroughputPolicy
+from autotune.policy import Objective, ThroughputPolicy, make_policy
 from autotune.sampler import (
     SAMPLERS,
     PolicySampler,
@@ -113,7 +113,7 @@ class TestPolicySampler:
     @pytest.fixture
     def study(self, history: History) -> optuna.Study:
         names = distributions(SPACE, BASELINE, "autotune")
-        sampler = make_sampler("autotune", "throughput", SPACE, history, names, seed=1)
+        sampler = make_sampler("autotune", make_policy("autotune", "throughput", SPACE), history, names, seed=1)
         return optuna.create_study(direction="maximize", sampler=sampler)
 
     def ask(self, study: optuna.Study) -> dict[str, Any]:
@@ -160,4 +160,5 @@ class TestPolicySampler:
 )
 def test_the_sampler_of_each_name(name: SamplerName, objective: Objective, expected: type) -> None:
     history = History(ceiling_of(GIB))
-    assert isinstance(make_sampler(name, objective, SPACE, history, distributions(SPACE, BASELINE, name), 1), expected)
+    policy = make_policy(name, objective, SPACE)
+    assert isinstance(make_sampler(name, policy, history, distributions(SPACE, BASELINE, name), 1), expected)

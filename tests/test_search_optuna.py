@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
-from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, fault
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 
 from autotune.errors import NothingFitsError
@@ -207,8 +207,8 @@ class TestOptunasSamplers:
     @pytest.mark.parametrize("sampler", FOREIGN)
     def test_end_where_there_is_nothing_new_with_the_winner_measured_in_full(self, store: Store, sampler: str) -> None:
         run = search(
-            store, RecordedRunner(EFFECTIVE_64), sampler=sampler, precisions=("bf16",), gradient_checkpointing="off",
-            trials=500, memory_limit_bytes=int(15.5 * GIB),
+            store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), sampler=sampler, precisions=("bf16",),
+            gradient_checkpointing="off", trials=500, memory_limit_bytes=int(15.5 * GIB),
         )  # fmt: skip
         assert run.study.stopped_because == "the sampler proposed nothing new 64 times in a row"
         assert run.study.state == "finished"

@@ -1,0 +1,129 @@
+"""Decide which candidates may be tried now: the one place where a batch size or an arm is ruled out.
+
+The policies, Optuna's samplers and the loop all ask here, so that what one proposes the others accept.
+
+A trial rules out what it says something about. Out of memory on the device rules out that batch and larger ones in all
+arms that need as much. Out of host memory and an error rule out the candidate itself. An arm that failed at several
+batches and completed at none is doubtful: its other batches wait until nothing else is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autotune.history import History
+from autotune.pooling import Tried
+from autotune.space import Space
+from autotune.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
+
+# Failures at so many batches of an arm, with no success, make it doubtful. Each is looked for halfway between the last
+# one and the smallest batch, so that three reach well below batches that are too large for a kernel.
+_DOUBTFUL_FROM = 3
+# A trial that timed out took minutes, and what takes too long at one batch does so at most others.
+_TIMEOUT_COUNTS = 2
+# Batches of a doubtful arm that are tried once nothing else is left.
+_LAST_TRIES = 2
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a candidate need not be run."""
+
+    why: str
+    known: Outcome | None = None
+    """What is known of it instead, where a trial says so."""
+
+
+def failed_without_verdict(tried: Tried) -> bool:
+    """Return whether a trial ended in a way that says nothing of the device's memory."""
+    outcome = tried.outcome
+    return isinstance(outcome, Failed) or (isinstance(outcome, OutOfMemory) and outcome.where == "host")
+
+
+class Judge:
+    """What may be tried, given all that was tried."""
+
+    def __init__(self, space: Space, history: History) -> None:
+        self._space, self._history = space, history
+
+    def is_open(self, candidate: Candidate) -> bool:
+        """Return whether a candidate was neither tried nor ruled out by a trial or a prediction."""
+        return not self._history.outcomes_of(candidate) and not self._history.is_ruled_out(candidate)
+
+    def is_doubtful(self, arm: Arm) -> bool:
+        """Return whether an arm failed at several batches and completed at none."""
+        trials = [tried for tried in self._history.tried if tried.candidate.arm == arm]
+        if any(tried.measurement for tried in trials):
+            return False
+        failures = {t.candidate.per_device_train_batch_size: t for t in trials if failed_without_verdict(t)}
+        weight = sum(
+            _TIMEOUT_COUNTS if isinstance(t.outcome, Failed) and t.outcome.reason == "timeout" else 1
+            for t in failures.values()
+        )
+        return weight >= _DOUBTFUL_FROM
+
+    def fits_at(self, multiple: int) -> bool:
+        """Return whether a batch of this level or a higher one fits, so that lower levels are not looked at.
+
+        The baseline may be on a lower level than the batches that are searched; it says nothing of those.
+        """
+        return any(
+            self._space.contains(tried.candidate) and tried.candidate.per_device_train_batch_size % multiple == 0
+            for tried in self._history.believed()
+        )
+
+    def batches_in_reach(self) -> list[int]:
+        """Return the batches of every level that the search looks at now: down to the first on which something fits."""
+        found: list[int] = []
+        batches = self._space.batches
+        for multiple in batches.levels():
+            found += batches.at_level(multiple)
+            if self.fits_at(multiple) or self._may_fit_at(multiple):
+                break
+        return sorted(found)
+
+    def _may_fit_at(self, multiple: int) -> bool:
+        return any(self.is_open(candidate) for candidate in self._at(multiple) if not self.is_doubtful(candidate.arm))
+
+    def _at(self, multiple: int) -> Iterator[Candidate]:
+        for arm in self._space.arms:
+            if not self._space.is_last_resort(arm):
+                for batch in self._space.batches.at_level(multiple):
+                    yield self._space.candidate(arm, batch)
+
+    def last_resort(self) -> Candidate | None:
+        """Return what is left to try where nothing fits so far, the smallest batch first.
+
+        That is what only a prediction rules out, and the smallest batches of doubtful arms. ``None`` where something
+        fits, or where trials show that nothing does.
+        """
+        if any(self._space.contains(tried.candidate) for tried in self._history.believed()):
+            return None
+        left = [c for multiple in self._space.batches.levels() for c in self._at(multiple) if self._is_untested(c)]
+        left.sort(key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing))
+        return next((c for c in left if not self.is_doubtful(c.arm) or self._has_tries_left(c.arm)), None)
+
+    def _is_untested(self, candidate: Candidate) -> bool:
+        return not self._history.outcomes_of(candidate) and self._history.ruled_out_by(candidate) is None
+
+    def _has_tries_left(self, arm: Arm) -> bool:
+        failed = [t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t)]
+        return len({t.candidate for t in failed}) < _DOUBTFUL_FROM + _LAST_TRIES
+
+    def refusal(self, candidate: Candidate | None) -> Refusal | None:
+        """Return why a proposal of one of Optuna's samplers need not be run, which know none of these rules."""
+        if candidate is None:
+            return Refusal("not in the space")
+        if self._history.outcomes_of(candidate):
+            return Refusal("tried before")
+        over = self._history.ruled_out_by(candidate)
+        if over is not None:
+            return Refusal("known not to fit", over.outcome)
+        if self._history.is_ruled_out(candidate):
+            return Refusal("predicted not to fit")
+        level = self._space.batches.level(candidate.per_device_train_batch_size)
+        for multiple in self._space.batches.levels():
+            if multiple > level and (self.fits_at(multiple) or self._may_fit_at(multiple)):
+                return Refusal("a batch of a larger multiple may fit")
+        return None

@@ -1,0 +1,44 @@
+"""Estimate a step's time from the steps that were measured, and decide when they are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.statistics import Estimate, estimate_mean
+from autotune.trial import Effort
+
+# Of so many steps and more, one that took so many times as long as any other was delayed from outside: it is left out.
+_DELAY_FROM = 5
+_DELAY_TIMES = 1.5
+# An interval that looks narrow after the fewest steps may do so by chance. It has to be narrower by this then: looking
+# after every step and stopping at the first that looks narrow would cover too little.
+_EARLY_TIMES = 0.7
+
+
+def without_delay(seconds: Sequence[float]) -> list[float]:
+    """Return the steps, less a single one that something else delayed."""
+    if len(seconds) < _DELAY_FROM:
+        return list(seconds)
+    slowest, next_slowest = sorted(seconds)[-1:-3:-1]
+    if slowest <= _DELAY_TIMES * next_slowest:
+        return list(seconds)
+    return [each for each in seconds if each != slowest]
+
+
+def mean_step(seconds: Sequence[float]) -> Estimate:
+    """Estimate the mean step time of a process, in seconds, from a few of its steps."""
+    return estimate_mean(without_delay(seconds))
+
+
+def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: float) -> bool:
+    """Return whether the steps measured so far are enough.
+
+    ``seconds`` are those of the steps as they were run, ``relative_half_width`` is that of the estimate from them.
+    """
+    count = len(seconds)
+    if count < min(2, effort.max_steps):
+        return False
+    if count >= effort.max_steps or sum(seconds) >= effort.max_seconds:
+        return True
+    target = effort.target_spread * (_EARLY_TIMES if count <= effort.min_steps + 1 else 1.0)
+    return count >= effort.min_steps and relative_half_width <= target

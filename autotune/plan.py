@@ -1,0 +1,189 @@
+"""Decide what a search runs next, from what is known: the baseline, what the policy proposes, what is measured again.
+
+No processes, no database and no Optuna: ``autotune.loop`` carries out what is decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autotune.finals import finals, needs_another
+from autotune.history import History, Tried, ran_in_full
+from autotune.judge import Judge, Refusal
+from autotune.loader import next_loader, usable_cores
+from autotune.policy import Policy
+from autotune.preparation import Prepared
+from autotune.repeats import Repeats
+from autotune.store import NOTHING_LEFT, Stage, TrialRecord
+from autotune.trial import Candidate
+from autotune.units import format_seconds, plural
+
+# Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
+_MOST_REFUSALS = 64
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to run next."""
+
+    stage: Stage
+    candidate: Candidate | None = None
+    """``None`` leaves it to one of Optuna's samplers, whose proposals are then judged."""
+    proposed: bool = False
+    """Whether the policy proposed it, rather than the plan asking for it on its own account."""
+
+
+class Plan:
+    """The decisions of one search. ``policy`` is ``None`` where one of Optuna's samplers proposes."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        history: History,
+        policy: Policy | None,
+        clock: Callable[[], float] = time.monotonic,
+        spent_seconds: float = 0.0,
+    ) -> None:
+        self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
+        self.history = history
+        self._policy = policy
+        self.records: dict[str, TrialRecord] = {}
+        self.in_space: set[Candidate] = set()
+        self._again = Repeats()
+        self._refusals = 0
+        self._clock = clock
+        self._spent_seconds = spent_seconds
+        self._started = clock()
+        self._upcoming: tuple[tuple[int, int], Candidate | None] | None = None
+
+    # What is known
+
+    def take(self, trial: TrialRecord) -> None:
+        """Take a trial into account, unless it says nothing of its candidate and will be run again."""
+        self.records[trial.id] = trial
+        counts = self._again.take(trial) if trial.outcome is not None else None
+        if counts is not None and counts.outcome is not None:
+            in_full = ran_in_full(counts.candidate, counts.outcome)
+            if self._space.contains(counts.candidate):
+                self.in_space.add(counts.candidate)
+            self.history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
+
+    def best(self) -> Tried | None:
+        """Return the trial to recommend so far; only candidates of the space count."""
+        if self._request.objective == "max-batch":
+            return self.history.largest(self.in_space)
+        return self.history.winner(self.in_space)
+
+    def baseline(self) -> Tried | None:
+        """Return the trial of the ``TrainingArguments`` defaults, where it completed; the latest of several."""
+        tried = self.history.outcomes_of(self._prepared.baseline)
+        return next((t for t in reversed(tried) if t.measurement), None)
+
+    def elapsed_seconds(self) -> float:
+        """Return the seconds that this search has taken, earlier runs of it included."""
+        return self._spent_seconds + self._clock() - self._started
+
+    # What is next
+
+    def exhausted(self) -> str | None:
+        """Return why the budget allows no further trial; ``None`` where it does."""
+        most = self._request.most_trials
+        if most is not None and self.trials_spent >= most:
+            return f"the budget of {plural(most, 'trial')} is spent"
+        budget = self._request.time_budget_seconds
+        if budget is not None and self.elapsed_seconds() >= budget:
+            return f"the time budget of {format_seconds(budget)} is spent"
+        return None
+
+    @property
+    def trials_spent(self) -> int:
+        """Trials charged to the budget.
+
+        Repeats are free. Reused trials are free where a budget was given; they count where the budget is the default
+        one of Optuna's samplers, which only ends the search.
+        """
+        reused = sum(trial.stage == "reused" for trial in self.records.values()) if self._request.trials else 0
+        return len(self.records) - self._again.excused - reused
+
+    def next(self) -> Step | None:
+        """Return what to run next; ``None`` where there is nothing left, for the reason that ``done`` tells."""
+        forced = self._forced()
+        if forced is not None:
+            return forced
+        if self.done() is not None:
+            return None
+        return Step("search", self.upcoming(), proposed=True)
+
+    def done(self) -> str | None:
+        """Return why the policy or the sampler has nothing more to propose."""
+        if self._policy is not None:
+            return NOTHING_LEFT if self.upcoming() is None else None
+        if self._refusals >= _MOST_REFUSALS:
+            return f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row"
+        return None
+
+    def upcoming(self) -> Candidate | None:
+        """Return what the policy proposes next; ``None`` where it is done or where there is no policy."""
+        if self._policy is None:
+            return None
+        # What is predicted may have come since: it changes what fits.
+        memory = self.history.memory
+        key = len(self.history.tried), memory.version if memory is not None else 0
+        if self._upcoming is None or self._upcoming[0] != key:
+            self._upcoming = key, self._policy.next(self.history)
+        return self._upcoming[1]
+
+    def judge(self, candidate: Candidate | None) -> Refusal | None:
+        """Return why a sampler's proposal need not be run, and count refusals in a row."""
+        refusal = Judge(self._space, self.history).refusal(candidate)
+        self._refusals = 0 if refusal is None else self._refusals + 1
+        return refusal
+
+    def _forced(self) -> Step | None:
+        """What is owed another trial; the baseline; at the end what may improve the winner or is measured again."""
+        if self._again.next is not None:
+            return Step(*self._again.next)
+        request, baseline = self._request, self._prepared.baseline
+        if request.measure_baseline and request.objective == "throughput" and not self.history.outcomes_of(baseline):
+            return Step("baseline", baseline)
+        best = self.best()
+        if best is None:
+            return None
+        variant = self._next_loader(best) or self._next_pinned(best)
+        if variant is not None:
+            return Step("search", variant)
+        if request.objective != "throughput":
+            return None
+        return self._final(best)
+
+    def _final(self, best: Tried) -> Step | None:
+        most = self._request.most_trials
+        is_last = most is not None and self.trials_spent == most - 1
+        if is_last:
+            # The last trial is the winner's, where it is owed one on its own account.
+            return Step("final", best.candidate) if needs_another(self.history, best) else None
+        owed = finals(self.history, self.in_space) if self.done() else []
+        return Step("final", owed[0]) if owed else None
+
+    def _next_loader(self, best: Tried) -> Candidate | None:
+        """The winner with more loading processes, once all else is done, where it waits for data.
+
+        Not where the user's own code streams its data: each process might then bring all of it.
+        """
+        workload, model = self._request.workload, self._prepared.model
+        if workload.data is None and (workload.source is None or model.get("samples") is None):
+            return None
+        tried = {t.candidate for t in self.history.tried}
+        own_workers = model.get("dataloader_num_workers", 0)
+        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), own_workers)
+        return more if more is not None and self.done() else None
+
+    def _next_pinned(self, best: Tried) -> Candidate | None:
+        """The winner with its threads on one core, once all else is done, where the GPU waits for the host."""
+        candidate = best.candidate
+        if not self._space.pins_winner or candidate.arm.cpu_affinity or not self.history.is_host_bound(candidate):
+            return None
+        pinned = replace(candidate, arm=replace(candidate.arm, cpu_affinity=True))
+        return pinned if not self.history.outcomes_of(pinned) and self.done() else None

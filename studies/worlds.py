@@ -1,0 +1,515 @@
+"""Random machines and models, computed rather than run: what a search answers on them, and what it promises.
+
+    python studies/worlds.py [--worlds 10000] [--first 0] [--json FILE]
+
+A world is a model on a GPU, drawn at random: memory that is affine in the batch above a floor and reserved with some
+fragmentation; step times with a floor that the host sets; arms whose order differs from the usual; trials that run out
+of the host's memory, fail or are killed; noise between the steps of a process and between processes, white, drifting or
+autocorrelated; predictions of memory that are right, wrong by a factor of two, or missing. Some things hold in every
+world, as they do on real machines: recomputing takes longer at the same batch, fp16 is no faster than bf16 and fp32 no
+faster than tf32, and a larger batch needs no less memory.
+
+The real policy, judge and plan of a search decide what to try. Regret is the share by which the answer's true speed is
+below that of the best candidate of the world. Coverage is how often the interval that was promised holds the true speed
+of one more process of the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.device import Ceiling, Device, Headroom
+from autotune.effort import effort_of
+from autotune.history import History
+from autotune.measuring import is_enough, mean_step
+from autotune.memory import MemoryModel, MemoryPrediction, prediction_class
+from autotune.plan import Plan
+from autotune.policy import make_policy
+from autotune.preparation import Prepared, prepare
+from autotune.request import SearchRequest
+from autotune.store import TrialRecord
+from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
+from autotune.units import GIB, MIB
+from autotune.workload import Workload
+
+_CONTEXT_BYTES = 600 * MIB
+_MOST_NOISE = 0.10
+_16_BIT = ("bf16", "fp16")
+WORKLOAD = Workload(
+    model="world",
+    config={"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 24},
+    task="sequence-classification",
+    seq_len=512,
+)
+_NOISES = ("white", "drifting", "autocorrelated")
+
+
+@dataclass(frozen=True)
+class World:
+    """One machine with one model; every figure follows from ``seed``."""
+
+    seed: int
+    effective_batch: int | None
+    objective: str
+    trials: int | None
+    precisions: tuple[str, ...]
+    cap_bytes: int
+    weights_bytes: int
+    sample_bytes: dict[str, float]
+    """Of activations, by ``16`` and ``32`` bits."""
+    checkpointed_share: float
+    gradient_bytes: int
+    """That an accumulating step keeps besides."""
+    fragmentation: float
+    gpu_seconds: dict[str, float]
+    """A sample takes in each precision."""
+    recomputing: float
+    small_batch: float
+    """So many samples' GPU time each micro-step costs in addition."""
+    host_seconds: dict[str, float]
+    """The least that a micro-step takes in each precision, whatever its size."""
+    optimizer_seconds: float
+    noise: str
+    step_noise: float
+    process_noise: float
+    pinned_gain: float
+    prediction_factor: float | None
+    broken: frozenset[str] = frozenset()
+    """Descriptions of arms that always fail."""
+    largest_kernel_batch: int | None = None
+    error_share: float = 0.0
+    kill_share: float = 0.0
+    host_memory_share: float = 0.0
+
+    # Memory
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Peak reserved bytes."""
+        arm, batch = candidate.arm, candidate.per_device_train_batch_size
+        a_sample = self.sample_bytes["16" if arm.precision in _16_BIT else "32"]
+        a_sample *= self.checkpointed_share if arm.gradient_checkpointing else 1.0
+        state = self.weights_bytes * (3 if candidate.accumulates else 2)
+        allocated = max(4 * self.weights_bytes, state + self.gradient_bytes + a_sample * batch)
+        return int(allocated * (1 + self.fragmentation))
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a trial of the candidate stays under the line and does not fail for good."""
+        return self.peak_bytes(candidate) <= self.ceiling.line_bytes and self.failure(candidate) is None
+
+    @property
+    def ceiling(self) -> Ceiling:
+        """The memory ceiling."""
+        return Ceiling(None, self.cap_bytes + _CONTEXT_BYTES, _CONTEXT_BYTES, Headroom(0.03))
+
+    # Time
+
+    def gpu_step_seconds(self, candidate: Candidate) -> float:
+        """Seconds of a step in which the GPU computes."""
+        arm, batch = candidate.arm, candidate.per_device_train_batch_size
+        micro = self.gpu_seconds[arm.precision] * (batch + self.small_batch)
+        micro *= self.recomputing if arm.gradient_checkpointing else 1.0
+        return candidate.gradient_accumulation_steps * micro + self.optimizer_seconds
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        """The true mean seconds of a step over all processes."""
+        arm = candidate.arm
+        floor = self.host_seconds[arm.precision] * (self.recomputing if arm.gradient_checkpointing else 1.0)
+        accumulation = candidate.gradient_accumulation_steps
+        micro = max(floor, (self.gpu_step_seconds(candidate) - self.optimizer_seconds) / accumulation)
+        seconds = accumulation * micro + self.optimizer_seconds
+        return seconds / (self.pinned_gain if arm.cpu_affinity else 1.0)
+
+    def speed(self, candidate: Candidate) -> float:
+        """True mean samples a second."""
+        return candidate.samples_per_step / self.step_seconds(candidate)
+
+    def busy_share(self, candidate: Candidate) -> float:
+        """The GPU's share of a step."""
+        return min(1.0, self.gpu_step_seconds(candidate) / self.step_seconds(candidate))
+
+    def process_deviation(self, candidate: Candidate) -> float:
+        """Relative standard deviation between the means of processes: small where the GPU limits the step."""
+        waits = self.busy_share(candidate) < 0.9
+        if not waits:
+            return min(self.process_noise, 0.01)
+        return self.process_noise * (0.4 if candidate.arm.cpu_affinity else 1.0)
+
+    # Faults
+
+    def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
+        """How every trial of the candidate ends for reasons that are not the device's memory."""
+        if candidate.arm.describe() in self.broken:
+            return Failed("error", "RuntimeError: not implemented for this type")
+        largest = self.largest_kernel_batch
+        if largest is not None and candidate.per_device_train_batch_size > largest:
+            return Failed("error", "RuntimeError: CUDA error: invalid configuration argument")
+        luck = self._luck(candidate)
+        if luck < self.error_share:
+            return Failed("error", "RuntimeError: no such kernel")
+        if luck < self.error_share + self.host_memory_share:
+            return OutOfMemory("the kernel ended the process", where="host")
+        return None
+
+    def _luck(self, candidate: Candidate) -> float:
+        arm = dataclasses.replace(candidate.arm, cpu_affinity=False)
+        return random.Random(f"{self.seed} {arm} {candidate.per_device_train_batch_size}").random()
+
+    # The search
+
+    def prepared(self) -> Prepared:
+        """The search of this world, ready to begin."""
+        memory_bytes = self.cap_bytes + _CONTEXT_BYTES
+        device = Device("cuda", 0, "GPU-world", "World", memory_bytes, 0, 0, memory_bytes, "580", (9, 0))
+        request = SearchRequest(
+            workload=WORKLOAD,
+            device=device,
+            effective_batch=self.effective_batch,
+            objective=self.objective,  # type: ignore[arg-type]
+            precisions=self.precisions,  # type: ignore[arg-type]
+            trials=self.trials,
+            study="world",
+        )
+        model = {
+            "class": "World",
+            "parameters": 1000,
+            "trainable_parameters": 1000,
+            "attn_implementations": ["eager", "sdpa"],
+            "gradient_checkpointing": True,
+            "num_labels": 2,
+        }
+        environment = {"packages": {}, "training_arguments_fields": []}
+        facts = {"context_bytes": _CONTEXT_BYTES, "environment": environment, "model": model}
+        return dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
+
+    def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
+        """Every candidate of the first level on which one fits."""
+        space = prepared.space
+        for multiple in space.batches.levels():
+            found = []
+            for arm in space.arms:
+                for batch in self._batches(prepared, multiple):
+                    candidate = space.candidate(arm, batch)
+                    if self.fits(candidate):
+                        found.append(candidate)
+            if found:
+                yield from found
+                return
+
+    def _batches(self, prepared: Prepared, multiple: int) -> list[int]:
+        batches = prepared.space.batches
+        if batches.effective_batch is not None:
+            return list(batches.at_level(multiple))
+        return list(range(multiple, 8 * 1024, multiple))
+
+
+def draw(seed: int) -> World:
+    """Return the world of a seed."""
+    rng = random.Random(seed)
+    is_free = rng.random() < 0.1
+    effective = (
+        None if is_free else rng.choice([rng.randint(1, 1024), 8 * rng.randint(1, 128), 2 ** rng.randint(0, 10)])
+    )
+    precisions = tuple(rng.choice([("bf16", "fp16", "tf32", "fp32"), ("fp16", "fp32"), ("bf16", "tf32"), ("fp32",)]))
+    weights = int(math.exp(rng.uniform(math.log(0.02), math.log(4))) * GIB)
+    bits16 = math.exp(rng.uniform(math.log(2), math.log(3000))) * MIB
+    bf16 = math.exp(rng.uniform(math.log(1e-4), math.log(0.05)))
+    tf32 = bf16 * rng.uniform(1.5, 2.4)
+    host = bf16 * math.exp(rng.uniform(math.log(0.5), math.log(200)))
+    # Autocast adds casts to what the host has to launch, so that fewer kernels may win where it limits.
+    gpu = {"bf16": bf16, "fp16": bf16 * rng.uniform(1, 1.05), "tf32": tf32, "fp32": tf32 * rng.uniform(1, 4)}
+    launches = {"bf16": rng.uniform(1, 1.4), "fp16": rng.uniform(1.4, 1.5), "tf32": 1.0, "fp32": 1.0}
+    trouble = rng.random()
+    names = [Arm(p, c).describe() for p in precisions for c in (False, True)]  # type: ignore[arg-type]
+    noisy = _MOST_NOISE * rng.random() ** 3
+    return World(
+        seed=seed,
+        effective_batch=effective,
+        objective="max-batch" if rng.random() < 0.1 else "throughput",
+        trials=rng.randint(3, 10) if rng.random() < 0.1 else None,
+        precisions=precisions,
+        cap_bytes=int(rng.choice([8, 12, 16, 24, 40, 80]) * GIB * rng.uniform(0.7, 1)),
+        weights_bytes=weights,
+        sample_bytes={"16": bits16, "32": bits16 * rng.uniform(1.2, 2)},
+        checkpointed_share=rng.uniform(0.05, 0.6),
+        gradient_bytes=int(weights * rng.random()),
+        fragmentation=rng.uniform(0, 0.2),
+        gpu_seconds=gpu,
+        recomputing=rng.uniform(1.15, 1.4),
+        small_batch=rng.uniform(0, 2),
+        host_seconds={name: host * times for name, times in launches.items()},
+        optimizer_seconds=bf16 * rng.uniform(0.1, 3),
+        noise=rng.choice(_NOISES),
+        step_noise=noisy * rng.random(),
+        process_noise=noisy,
+        pinned_gain=rng.choice([1.0, rng.uniform(0.95, 1.2)]),
+        prediction_factor=rng.choice([None, 1.0, 1.0, 0.5, 2.0]),
+        broken=frozenset(rng.sample(names, rng.randint(1, len(names) - 1))) if trouble < 0.15 else frozenset(),
+        largest_kernel_batch=rng.choice([16, 64, 256]) if 0.15 < trouble < 0.25 else None,
+        error_share=0.08 if 0.25 < trouble < 0.4 else 0.0,
+        host_memory_share=0.05 if 0.35 < trouble < 0.45 else 0.0,
+        kill_share=0.05 if 0.4 < trouble < 0.55 else 0.0,
+    )
+
+
+class Machine:
+    """Runs the trials of a world: each a process with a speed of its own."""
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        self._world = world
+        self._rng = random.Random(f"machine {world.seed} {seed}")
+        self.seconds = 0.0
+        self.trials = 0
+
+    def clock(self) -> float:
+        """The simulated time."""
+        return self.seconds
+
+    def process_factor(self, candidate: Candidate) -> float:
+        """How much slower than the mean of all processes one more is."""
+        return math.exp(self._rng.gauss(0, self._world.process_deviation(candidate)))
+
+    def run(self, candidate: Candidate, effort: Effort) -> Outcome:
+        """Run one trial."""
+        world = self._world
+        self.trials += 1
+        self.seconds += 1.0
+        if self._rng.random() < world.kill_share:
+            return Failed("killed", "a signal ended the trial")
+        peak = world.peak_bytes(candidate)
+        if peak > world.ceiling.cap_bytes:
+            return OutOfMemory("CUDA out of memory", peak_reserved_bytes=world.ceiling.cap_bytes)
+        failure = world.failure(candidate)
+        if failure is not None:
+            return failure
+        mean = world.step_seconds(candidate) * self.process_factor(candidate)
+        steps = self._steps(mean, candidate, effort)
+        estimate = mean_step(steps)
+        return Completed(
+            Measurement(
+                step_seconds=estimate.mean,
+                step_seconds_each=tuple(steps),
+                relative_spread=estimate.relative_half_width() if len(steps) > 1 else 0.0,
+                samples_per_second=candidate.samples_per_step / estimate.mean,
+                peak_allocated_bytes=int(peak / (1 + world.fragmentation)),
+                peak_reserved_bytes=peak,
+                micro_steps_run=min(candidate.gradient_accumulation_steps, effort.max_micro_steps),
+                gpu_busy_share=world.busy_share(candidate) if effort.busy_steps else None,
+            )
+        )
+
+    def _steps(self, mean: float, candidate: Candidate, effort: Effort) -> list[float]:
+        world, rng = self._world, self._rng
+        share = min(1.0, max(3, effort.max_micro_steps) / candidate.gradient_accumulation_steps)
+        steps: list[float] = []
+        level, drift = rng.gauss(0, world.step_noise), rng.gauss(0, world.step_noise) / 12
+        while True:
+            white = rng.gauss(0, world.step_noise)
+            if world.noise == "autocorrelated":
+                level = 0.6 * level + 0.8 * white
+                white = level
+            elif world.noise == "drifting":
+                white = white / 2 + drift * (len(steps) - 6)
+            steps.append(mean * max(0.3, 1 + white))
+            run = [each * share for each in steps]
+            if effort.behind_step_seconds and len(steps) == 2 and min(steps) > effort.behind_step_seconds:
+                break
+            if is_enough(run, effort, mean_step(steps).relative_half_width() if len(steps) > 1 else math.inf):
+                break
+        self.seconds += (2 + len(steps)) * mean * share
+        return steps
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search came to in one world."""
+
+    seed: int
+    ended: bool
+    possible: bool
+    """Whether any candidate fits."""
+    answered: bool
+    regret: float
+    noise: float
+    """The larger of the two relative deviations, between steps and between processes."""
+    trials: int
+    covered: bool | None
+    half_width: float | None
+    processes: int
+    is_budgeted: bool
+    kind: str
+    detail: str = ""
+
+
+_MOST_TRIALS = 400
+
+
+def play(world: World, repeat: int = 0) -> Result:
+    """Search in a world to the end."""
+    prepared = world.prepared()
+    machine = Machine(world, repeat)
+    history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
+    policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
+    plan = Plan(prepared, history, policy, machine.clock)
+    while plan.exhausted() is None and machine.trials < _MOST_TRIALS:
+        step = plan.next()
+        if step is None or step.candidate is None:
+            break
+        effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
+        outcome = machine.run(step.candidate, effort)
+        record = TrialRecord("study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome)
+        plan.take(record)
+    return _result(world, prepared, plan, machine)
+
+
+def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> Result:
+    possible = list(world.candidates(prepared))
+    best, covered, width, processes = plan.best(), None, None, 0
+    regret = 0.0
+    if possible and best is not None:
+        if world.objective == "max-batch":
+            largest = max(candidate.per_device_train_batch_size for candidate in possible)
+            regret = 1 - best.candidate.per_device_train_batch_size / largest
+        else:
+            regret = 1 - world.speed(best.candidate) / max(map(world.speed, possible))
+            speed = plan.history.speed(best.candidate)
+            assert speed is not None
+            low, high = speed.interval()
+            following = world.speed(best.candidate) / machine.process_factor(best.candidate)
+            covered, width, processes = low <= following <= high, speed.relative_half_width, speed.processes
+    return Result(
+        seed=world.seed,
+        ended=machine.trials < _MOST_TRIALS,
+        possible=bool(possible),
+        answered=best is not None,
+        regret=max(0.0, regret),
+        noise=max(world.step_noise, world.process_noise),
+        trials=machine.trials,
+        covered=covered,
+        half_width=width,
+        processes=processes,
+        is_budgeted=world.trials is not None,
+        kind=world.noise,
+        detail=best.candidate.describe() if best else "",
+    )
+
+
+def _predictions(world: World, prepared: Prepared) -> MemoryModel | None:
+    if world.prediction_factor is None:
+        return None
+    return PredictedWorld(world, world.prediction_factor)
+
+
+class PredictedWorld(MemoryModel):
+    """A memory model whose predictions are the world's, wrong by a factor."""
+
+    def __init__(self, world: World, factor: float) -> None:
+        super().__init__(world.ceiling)
+        self._world, self._factor = world, factor
+
+    def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
+        """See ``MemoryModel.prediction``."""
+        world, line_bytes = self._world, self._world.ceiling.line_bytes
+        reserved = int(world.peak_bytes(prediction_twin(candidate)) * self._factor)
+        told = {
+            "per_device_train_batch_size": candidate.per_device_train_batch_size,
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            "accumulates": candidate.accumulates,
+            "peak_allocated_bytes": int(reserved / (1 + world.fragmentation)),
+            "peak_reserved_bytes": reserved,
+            "runs_out": reserved > world.ceiling.cap_bytes,
+            "fits": reserved <= line_bytes,
+            "anatomy": {},
+        }
+        names = {f.name: f for f in dataclasses.fields(MemoryPrediction)}
+        return MemoryPrediction(**{name: told.get(name, 0) for name in names})
+
+    def largest_batch(self, arm: Arm) -> int | None:
+        """See ``MemoryModel.largest_batch``."""
+        batch = 8
+        while batch < 8192 and self.prediction(Candidate(arm, batch + 8)).fits:  # type: ignore[union-attr]
+            batch += 8
+        return batch
+
+
+def prediction_twin(candidate: Candidate) -> Candidate:
+    """The candidate that stands for its memory class."""
+    return dataclasses.replace(candidate, arm=prediction_class(candidate.arm))
+
+
+# Judged over many
+
+
+@dataclass
+class Summary:
+    """Figures over many worlds."""
+
+    results: list[Result] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """The figures that a search has to reach."""
+        results = self.results
+        free = [r for r in results if not r.is_budgeted and r.possible]
+        told = [r for r in free if r.answered]
+        within = [r for r in told if r.regret <= 0.01]
+        near = [r for r in told if r.regret <= 0.05 + r.noise]
+        promised = [r for r in results if r.covered is not None]
+        widths = [r.half_width for r in promised if r.half_width is not None]
+        return {
+            "worlds": len(results),
+            "endless": sum(not r.ended for r in results),
+            "possible": len(free),
+            "unanswered": len(free) - len(told),
+            "regret_within_1_percent": len(within) / max(1, len(told)),
+            "regret_within_5_percent_and_noise": len(near) / max(1, len(told)),
+            "trials_median": statistics.median(r.trials for r in results),
+            "trials_most": max(r.trials for r in results),
+            "coverage": sum(bool(r.covered) for r in promised) / max(1, len(promised)),
+            **{f"coverage_{kind}": _coverage([r for r in promised if r.kind == kind]) for kind in _NOISES},
+            "half_width_median": statistics.median(widths) if widths else None,
+        }
+
+
+def _coverage(results: list[Result]) -> float:
+    return sum(bool(r.covered) for r in results) / max(1, len(results))
+
+
+def play_seeds(seeds: range) -> list[Result]:
+    """Search in the worlds of these seeds."""
+    return [play(draw(seed)) for seed in seeds]
+
+
+def play_many(first: int, count: int) -> Summary:
+    """Search in so many worlds, on all cores."""
+    size = max(1, min(250, count // (os.cpu_count() or 1)))
+    parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
+    with ProcessPoolExecutor() as pool:
+        return Summary([result for part in pool.map(play_seeds, parts) for result in part])
+
+
+def main() -> None:
+    """Play and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
+    options = parser.parse_args()
+    summary = play_many(options.first, options.worlds)
+    for name, value in summary.document().items():
+        print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(r) for r in summary.results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
