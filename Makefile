@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-faults test-gpu bench install install-dev install-bench lint clean help
+.PHONY: search test test-faults test-gpu test-versions bench install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
 	@echo "make test         install the development tools and run every check"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
+	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, no GPU needed"
 	@echo "make clean        remove the virtual environment and caches"
 
@@ -65,8 +66,30 @@ test-faults: install-dev
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
 
+# The core of the suite: what is used of the libraries, real trials and one whole search, all on the CPU.
+CORE := tests/contracts tests/store/test_store_opening.py tests/test_dashboard.py tests/test_search_optuna.py \
+	$(addprefix tests/worker/test_,fake_allocator.py feed.py measure.py own_trials.py reading.py worker_facts.py \
+	worker_trials.py) \
+	tests/cli/test_cli_reuse.py::test_repeated_under_another_name_no_process_is_started
+VERSIONS ?= oldest newest
+# Both with the torch whose CPU build is at hand; another comes with CUDA, some gigabytes: make test-versions TORCH=2.11.0
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+
+test-versions: $(foreach version,$(VERSIONS),.venv-versions/$(version)-$(TORCH)/.installed)
+	@for version in $(VERSIONS); do \
+	  python=.venv-versions/$$version-$(TORCH)/bin/python; \
+	  echo "== $$version: $$($$python -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|optuna)==' | tr '\n' ' ')"; \
+	  $$python -m pytest $(CORE) || exit 1; \
+	done
+
+.venv-versions/%-$(TORCH)/.installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-$*.txt \
+	  'torch==$(TORCH)' --editable . 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'setuptools>=77'
+	@touch $@
+
 bench: install-bench
 	$(BIN)/python studies/bench.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .ruff_cache .pytest_cache

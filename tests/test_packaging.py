@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_the_packages_are_the_folders() -> None:
     folders = {name.rpartition("/")[0].replace("/", ".") for name in MODULES if name.endswith(".py")}
     migrations = {"autotune._migrations", "autotune._migrations.versions"}
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders | migrations
+
+
+def test_the_oldest_versions_promised_are_those_that_are_tested() -> None:
+    """Of torch, the one at hand is tested instead: another comes with gigabytes of CUDA."""
+    promised = [re.split(r">=|,", bound) for bound in PYPROJECT["project"]["dependencies"]]
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name for name, *_ in promised} - tested.keys() == {"torch"}
+    for name, oldest, *_ in promised:
+        if name in tested:
+            assert f"{tested[name]}.".startswith(f"{oldest}."), name
 
 
 def test_every_package_says_what_it_is() -> None:
