@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.errors import InvalidRequestError
+from autotune.hub_revision import commit_of, hub_content
 from autotune.units import MIB, in_one_line
 
 DATA_OPTIONS = (
@@ -148,7 +149,11 @@ class DataSpec:
 
     def check_unchanged(self) -> None:
         """``InvalidRequestError`` where data or tokenizer are gone, or hold something else than they did."""
-        if locate(self.source, None if self.split == DEFAULT_SPLIT else self.split)[2] != self.content:
+        today = locate(self.source, None if self.split == DEFAULT_SPLIT else self.split)[2]
+        if self.kind == "hub" and not (commit_of(today) and commit_of(self.content)):
+            # Which commit it was or is, is not known, so nothing says that it changed.
+            today = self.content
+        if today != self.content:
             raise InvalidRequestError(
                 f"{in_one_line(self.source)} has changed since the search", "search again on what it is now"
             )
@@ -186,7 +191,9 @@ def facts_in(folder: Path) -> DataFacts | None:
 
 
 def locate(name: str, split: str | None) -> tuple[str, DataKind, str]:
-    """Source, kind and content of what ``name`` stands for; nothing of it is read but its bytes.
+    """Find source, kind and content of what ``name`` stands for; nothing of it is read but its bytes.
+
+    Of a name on the hub, the hub is asked which commit it is at.
 
     ``split`` is ``None`` where nobody asked for one: ``train`` then, or all where nothing is named so. Raises
     ``InvalidRequestError`` where nothing is there, what is there is of no known kind, or has not the split.
@@ -202,7 +209,7 @@ def locate(name: str, split: str | None) -> tuple[str, DataKind, str]:
                 "leave --split out, or name the file of that split",
             )
     elif _is_hub_name(name):
-        return name, "hub", name
+        return name, "hub", hub_content(name)
     else:
         raise InvalidRequestError(f"--dataset {name}: there is no such file or folder", _NEXT_STEP)
     return str(path), kind, _content(path, files)

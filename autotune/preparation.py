@@ -21,6 +21,7 @@ from autotune.environment import (
 )
 from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.forecast import Forecast, Kept, Submitter, Target
+from autotune.hub_revision import commit_of
 from autotune.levers import FLASH_ATTENTION, goes_together, is_predictable
 from autotune.loader import usable_cores
 from autotune.memory import questions
@@ -174,6 +175,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     tells_apart = workload.get("quantize") is not None and records_host(environment)
     if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
         asked["weights"] = workload["weights"]
+    asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
     recorded = {**workload, **request, **measured_environment(environment)}
     # Through JSON, as the recorded ones: what is equal must look equal.
     return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
@@ -186,6 +188,14 @@ def _revision_change(recorded: Document, asked: Document, prepared: Prepared) ->
     if then == today:
         return []
     return [f"measured by another version of autotune, whose trials differ: measurement revision {then}, now {today}"]
+
+
+def _as_far_as_known(data: Document | None, recorded: Document | None) -> Document | None:
+    """Return the data with the recorded content where its commit on the hub was, or is, not known."""
+    if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
+        return data
+    is_known = commit_of(data["content"]) and commit_of(recorded["content"])
+    return data if is_known else {**data, "content": recorded["content"]}
 
 
 # Of data and code: what is in the files rather than how they are used.

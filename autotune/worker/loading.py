@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import DatasetDict, load_dataset, load_from_disk
+from huggingface_hub import constants
 
 from autotune.data import DataSpec, data_files, under_plain_names
 from autotune.errors import InvalidRequestError
+from autotune.hub_revision import commit_of
 from autotune.units import in_one_line
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import in_stored_order
@@ -62,7 +64,9 @@ def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
     if spec.kind == "hub":
         name, _, config = spec.source.partition(":")
-        return load_dataset(name, config or None, split=spec.split)
+        # What was looked up is what is read. Offline there is only what was read before.
+        revision = None if constants.HF_HUB_OFFLINE else commit_of(spec.content)
+        return load_dataset(name, config or None, split=spec.split, revision=revision)
     if spec.kind == "imagefolder":
         return load_dataset("imagefolder", data_dir=spec.source, cache_dir=str(cache))
     files = data_files(spec.source, spec.kind, spec.split)
