@@ -13,7 +13,7 @@ from autotune.data import DataSpec
 from autotune.errors import NoResultError
 from autotune.levers import allocator_variable
 from autotune.model_source import repository_of
-from autotune.report import Report, describe_data, is_script
+from autotune.report import Report, describe_data, is_script, measurement
 from autotune.trial import Candidate, Completed
 from autotune.units import in_one_line
 
@@ -64,7 +64,7 @@ class Export:
 def make_export(report: Report) -> Export:
     """The export of a study's best trial; ``NoResultError`` where it has none."""
     best = report.best
-    if best is None:
+    if best is None or measurement(best) is None:
         raise NoResultError(
             f"the study {report.study.name!r} has no feasible trial to export",
             f"autotune show {report.study.name} says what was tried",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
+from autotune.errors import StorageError
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
-from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.workload import BYTES_PER_ELEMENT, TASKS
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,13 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
 
 
 def load_report(store: Store, name: str) -> Report:
-    """The report of the study of this name; ``UnknownStudyError`` where there is none."""
+    """Return the report of the study of this name.
+
+    Raises ``UnknownStudyError`` where there is none and ``StorageError`` where its record lacks what a report shows.
+    """
     study = store.existing_study(name)
     try:
-        return Report(
+        report = Report(
             study,
             store.workload_of(study),
             store.environment(study.environment_id),
@@ -78,6 +84,52 @@ def load_report(store: Store, name: str) -> Report:
         )
     except ValueError as error:
         raise damaged(store.label) from error
+    problem = _problem(report)
+    if problem is not None:
+        raise StorageError(
+            f"the study {name!r} in {store.label} is damaged: {problem}",
+            "restore the database from a copy, upgrade autotune if a newer one wrote it, or search again",
+        )
+    return report
+
+
+# What is read of the recorded documents without asking whether it is there, with its type.
+_ENVIRONMENT = {"packages": dict, "training_arguments_fields": list, "device_kind": str, "device_name": str}
+_WORKLOAD = {"model": str, "task": str, "seq_len": int, "dtype": str}
+_REQUEST = ("effective_batch", "world_size", "objective", "batch_multiple", "measure_baseline", "seed")
+
+
+def _problem(report: Report) -> str | None:
+    """Return what is wrong with a record, in words; ``None`` where it is whole."""
+    request = report.study.request
+    for what, document, parts in (
+        ("environment", report.environment, _ENVIRONMENT),
+        ("workload", report.workload, _WORKLOAD),
+    ):
+        for name, kind in parts.items():
+            if not isinstance(document.get(name), kind):
+                return f"its {what} has no {name}"
+    missing = next((name for name in _REQUEST if name not in request), None)
+    if missing is not None:
+        return f"its request has no {missing}"
+    if not {"torch", "transformers"}.issubset(report.environment["packages"]):
+        return "its environment has no versions of torch and transformers"
+    for name, known in (("task", (*TASKS, "own")), ("dtype", BYTES_PER_ELEMENT)):
+        if report.workload[name] not in known:
+            return f"its {name} {report.workload[name]!r} is not known"
+    for trial in report.trials:
+        measured = measurement(trial)
+        if min(trial.candidate.per_device_train_batch_size, trial.candidate.gradient_accumulation_steps) < 1:
+            return f"trial {trial.number} has the batch {trial.candidate.describe()}"
+        if trial.candidate.arm.precision not in PRECISIONS:
+            return f"trial {trial.number} has the precision {trial.candidate.arm.precision!r}, which is not known"
+        if measured is not None and not _is_rate(measured.samples_per_second, measured.step_seconds):
+            return f"trial {trial.number} is completed without a step time and a speed above zero"
+    return None
+
+
+def _is_rate(*values: object) -> bool:
+    return all(isinstance(value, int | float) and 0 < value < math.inf for value in values)
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:

@@ -59,7 +59,7 @@ class Subject:
 
 def what_is_not_verified(workload: Document) -> str | None:
     """What of a workload no hundred steps of a stock ``Trainer`` can show, and why; ``None`` where they can."""
-    if workload.get("source"):
+    if workload.get("source") or workload.get("task") == "own":
         return "code of its own, which verify does not run: it makes model and Trainer itself"
     if (workload.get("data") or {}).get("group_by_length"):
         # Batches come longest first, fifty at a time.

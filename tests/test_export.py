@@ -26,7 +26,7 @@ from autotune.errors import NoResultError
 from autotune.export import FORMATS, Export, beside_lines, make_export, render
 from autotune.report import Report
 from autotune.store import StudyRecord, TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Measurement
+from autotune.trial import Arm, Candidate, Completed, Failed, Measurement
 from autotune.workload import Workload
 
 LOADER = Path(__file__).with_name("load_exports.py")
@@ -257,3 +257,6 @@ def test_a_study_without_a_winner_has_nothing_to_export(fields: tuple[str, ...])
     unfinished = dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=None))
     with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
         make_export(unfinished)
+    failed = dataclasses.replace(report.trials[0], outcome=Failed("error", "no"))
+    with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
+        make_export(dataclasses.replace(report, trials=(failed,)))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from autotune.device import Ceiling
-from autotune.errors import UnknownStudyError
+from autotune.errors import StorageError, UnknownStudyError
 from autotune.notes import notes
 from autotune.report import Report, describe_data, load_report, times, verdict
-from autotune.store import NOTHING_LEFT, Stage, StudyRecord, TrialRecord, now, open_store
+from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now, open_store
 from autotune.summary import report_document, summary_lines, trial_document
 from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.units import GIB
@@ -27,13 +27,19 @@ WORKLOAD: dict[str, Any] = {
     "padding": 0.0,
     "dtype": "float32",
 }
-ENVIRONMENT = {"device_name": "NVIDIA H200", "training_arguments_fields": ["bf16"]}
+ENVIRONMENT: dict[str, Any] = {
+    "device_kind": "cuda",
+    "device_name": "NVIDIA H200",
+    "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "training_arguments_fields": ["bf16"],
+}
 REQUEST: dict[str, Any] = {
     "effective_batch": 64,
     "world_size": 1,
     "batch_multiple": None,
     "objective": "throughput",
     "measure_baseline": True,
+    "seed": 42,
 }
 BF16, FP16, FP32 = Arm("bf16"), Arm("fp16"), Arm("fp32")
 
@@ -228,7 +234,7 @@ def test_the_document_is_plain_json() -> None:
     assert document["speedup"] == pytest.approx(310.7 / 41.7)
     assert document["best"]["number"] == 1
     assert document["baseline"]["number"] == 0
-    assert document["environment"] == {"device_name": "NVIDIA H200"}
+    assert document["environment"] == without(ENVIRONMENT, "training_arguments_fields")
     assert document["ceiling_bytes"] == 23 * GIB
     assert document["ceiling"]["line_bytes"] == CEILING.line_bytes
     over = document["trials"][2]
@@ -248,19 +254,58 @@ def test_the_document_of_an_unfinished_study() -> None:
     assert document["trials"][0]["state"] == "running"
 
 
+def record(store: Store, recorded: Report) -> Report:
+    """Write a report's parts into the database; the report with the ids that they have there."""
+    same = {
+        "workload_id": store.intern_workload(recorded.workload, "workload"),
+        "environment_id": store.intern_environment(recorded.environment, "environment"),
+    }
+    study = dataclasses.replace(recorded.study, **same)
+    store.create_study(study)
+    trials = tuple(dataclasses.replace(each, study_id=study.id, **same) for each in recorded.trials)
+    for each in trials:
+        store.start_trial(each)
+    return dataclasses.replace(recorded, study=study, trials=trials)
+
+
+def without(document: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key != name}
+
+
+WHOLE = report(BASELINE, WINNER, OVER)
+NO_SPEED = Completed(Measurement(0.0, (0.0,), 0.0, 0.0, GIB, GIB))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "problem"),
+    [
+        (dataclasses.replace(WHOLE, environment={}), "its environment has no packages"),
+        (dataclasses.replace(WHOLE, environment=without(ENVIRONMENT, "device_kind")), "has no device_kind"),
+        (dataclasses.replace(WHOLE, environment={**ENVIRONMENT, "packages": {}}), "no versions of torch"),
+        (dataclasses.replace(WHOLE, workload={**WORKLOAD, "task": None}), "its workload has no task"),
+        (dataclasses.replace(WHOLE, study=dataclasses.replace(WHOLE.study, request={})), "has no effective_batch"),
+        (dataclasses.replace(WHOLE, workload={**WORKLOAD, "dtype": "float7"}), "its dtype 'float7' is not known"),
+        (report(BASELINE, dataclasses.replace(WINNER, candidate=Candidate(BF16, 0))), "trial 1 has the batch 0"),
+        (report(BASELINE, dataclasses.replace(WINNER, candidate=Candidate(Arm("fp8"), 8))), "the precision 'fp8'"),  # type: ignore[arg-type]
+        (report(BASELINE, trial(1, BF16, 8, NO_SPEED)), "trial 1 is completed without a step time"),
+    ],
+)
+def test_a_damaged_record_is_refused_in_one_line(tmp_path: Path, damaged: Report, problem: str) -> None:
+    with open_store(str(tmp_path / "studies.db")) as store:
+        record(store, damaged)
+        with pytest.raises(StorageError, match=problem) as refused:
+            load_report(store, "a-study")
+    assert "the study 'a-study' in" in refused.value.message
+    assert "restore the database" in refused.value.hint
+
+
 def test_a_report_is_read_from_the_database(tmp_path: Path) -> None:
     """Everything comes back as it was written."""
     with open_store(str(tmp_path / "studies.db")) as store:
-        workload_id = store.intern_workload(WORKLOAD, "workload")
-        environment_id = store.intern_environment(ENVIRONMENT, "environment")
-        study = dataclasses.replace(report(WINNER).study, workload_id=workload_id, environment_id=environment_id)
-        store.create_study(study)
-        same = {"study_id": study.id, "workload_id": workload_id, "environment_id": environment_id}
-        trials = [dataclasses.replace(each, **same) for each in (BASELINE, WINNER, OVER)]
-        for each in trials:
-            store.start_trial(each)
+        recorded = record(store, WHOLE)
+        study, trials = recorded.study, recorded.trials
         made = load_report(store, "a-study")
-        assert made == Report(study, WORKLOAD, ENVIRONMENT, CEILING, tuple(trials))
+        assert made == Report(study, WORKLOAD, ENVIRONMENT, CEILING, trials)
         assert made.best == trials[1]
         assert made.baseline == trials[0]
 

@@ -20,6 +20,12 @@ from autotune.trial import Document
 
 AnswerKind = Literal["inspection", "prediction"]
 
+# What an answer of each kind consists of at least.
+_PARTS: dict[AnswerKind, frozenset[str]] = {
+    "inspection": frozenset({"context_bytes"}),
+    "prediction": frozenset({"batches", "largest_batch"}),
+}
+
 
 class Answers:
     """The answers in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone."""
@@ -29,11 +35,16 @@ class Answers:
         self._label = label
 
     def find(self, key: str) -> Document | None:
-        """The answer that was kept under this key, if any."""
-        query = select(AnswerRow.document).where(AnswerRow.key == key)
+        """Return the answer that was kept under this key; ``None`` where there is none or it is damaged.
+
+        A damaged answer is no reason to fail, since the same can be asked again.
+        """
+        query = select(AnswerRow.kind, AnswerRow.document).where(AnswerRow.key == key)
         with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
-            document: Document | None = connection.execute(query).scalar()
-        return document
+            row = connection.execute(query).first()
+        if row is None or not isinstance(row.document, dict) or not _PARTS[row.kind].issubset(row.document):
+            return None
+        return dict(row.document)
 
     def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
         """Keeps an answer, so that nobody need ask again; the first of one key stays."""

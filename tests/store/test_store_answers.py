@@ -12,6 +12,9 @@ import pytest
 
 from autotune.errors import StorageError
 from autotune.store import Store, open_answers, open_store
+from autotune.trial import Document
+
+PREDICTED: Document = {"batches": [], "largest_batch": 64}
 
 
 def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
@@ -23,12 +26,21 @@ def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
 
 
 def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
-    store.answers.keep("0123", "prediction", {"largest_batch": 64})
+    store.answers.keep("0123", "prediction", PREDICTED)
     answers = open_answers(str(store.path), 1.0)
     assert answers is not None
     with closing(answers):
-        assert answers.find("0123") == {"largest_batch": 64}
+        assert answers.find("0123") == PREDICTED
         assert answers.find("4567") is None
+
+
+@pytest.mark.parametrize("damaged", ["{}", "[]", '"text"', "null", '{"largest_batch": 64}'])
+def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str) -> None:
+    store.answers.keep("0123", "prediction", PREDICTED)
+    with closing(sqlite3.connect(str(store.path))) as connection:
+        connection.execute("UPDATE autotune_answers SET document = ?", (damaged,))
+        connection.commit()
+    assert store.answers.find("0123") is None
 
 
 def test_looking_up_makes_no_database(tmp_path: Path) -> None:
@@ -60,10 +72,10 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
 
 
 def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
-    store.answers.keep("0123", "prediction", {"largest_batch": 64})
+    store.answers.keep("0123", "prediction", PREDICTED)
     program = (
         "import sys; from autotune.store import open_answers; "
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123'), *{{'optuna', 'alembic'}} & sys.modules.keys())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert ended.stdout.strip() == "{'largest_batch': 64}"
+    assert ended.stdout.strip() == str(PREDICTED)
