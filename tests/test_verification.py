@@ -35,6 +35,15 @@ def subject(step_seconds: float = 0.2, spread: float = 0.003, limit_bytes: int |
     return Subject(report, best, measured, {}, "sdpa", GPU)
 
 
+def test_the_stock_run_is_told_where_the_winner_ran() -> None:
+    free = subject()
+    assert free.job(20)["cpu_affinity"] is False
+    arm = dataclasses.replace(free.best.candidate.arm, cpu_affinity=True)
+    best = dataclasses.replace(free.best, candidate=dataclasses.replace(free.best.candidate, arm=arm))
+    pinned = dataclasses.replace(free, best=best, promised=dataclasses.replace(free.promised, cpu_core=7))
+    assert (pinned.job(20)["cpu_affinity"], pinned.job(20)["cpu_core"]) == (True, 7)
+
+
 def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> list[dict[str, Any]]:
     """Timed stretches of so many steps of 64 samples."""
     one = {"steps": steps, "samples": 64 * steps, "new_shapes": new_shapes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -68,6 +69,20 @@ def run_trial(
 def measured(outcome: Outcome) -> Measurement:
     assert isinstance(outcome, Completed), outcome
     return outcome.measurement
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_the_profiler_says_for_how_long_the_gpu_computes(runner: LocalRunner, accumulation: int) -> None:
+    effort = dataclasses.replace(QUICK, busy_steps=1)
+    found = measured(run_trial(runner, Candidate(Arm(), 16, accumulation), effort=effort))
+    assert found.gpu_busy_share is not None
+    assert 0 < found.gpu_busy_share <= 1
+    assert found.gpu_busy_cost_seconds is not None
+
+
+def test_a_pinned_trial_is_as_any_other(runner: LocalRunner) -> None:
+    found = measured(run_trial(runner, Candidate(Arm(cpu_affinity=True, dataloader_num_workers=2), 16)))
+    assert found.cpu_core in os.sched_getaffinity(0)
 
 
 def test_segments_expand_under_the_same_cap(runner: LocalRunner, facts: Document) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_meter import FakeClock
+from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
 from autotune.trial import Arm, Candidate, Effort
@@ -15,6 +15,7 @@ from autotune.worker import measure
 from autotune.worker.feed import Schedule
 from autotune.worker.losses import ScalerWatch
 from autotune.worker.measure import MOST_SKIPPED_STEPS, most_steps
+from autotune.worker.own import _WholeStepsCallback
 
 FP16 = Candidate(Arm("fp16"), 8)
 # A skipped step takes a second, any other one two.
@@ -101,6 +102,15 @@ def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
     measured = run(clock, EFFORT, (False, False, True), schedule).measured
     assert measured.step_seconds == pytest.approx(WHOLE)
     assert measured.step_seconds_each == pytest.approx([WHOLE] * 3)
+
+
+def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None:
+    scaling, meter = Scaling(), FakeMeter(clock)
+    callback = _WholeStepsCallback(meter, FP16, EFFORT, on_enough=lambda _: None, on_step=lambda _: None)
+    args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1)
+    callback.on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
+    scaling.step(overflows=True)
+    assert callback._scaler.step_was_skipped()
 
 
 def test_without_a_scaler_nothing_is_skipped() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_client import ServerClient
@@ -13,6 +14,7 @@ from tiny import tiny_workload
 
 from autotune.device.cores import can_pin, usable_core_numbers
 from autotune.trial import Arm, Candidate
+from autotune.worker import stock
 
 pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")
 
@@ -29,6 +31,26 @@ def test_all_threads_are_pinned_and_no_child_is() -> None:
     assert found["torch_threads"] == 1
     for child in ("program", "fork", "spawn", "forkserver"):
         assert found[child] == found["before"], child
+
+
+@pytest.mark.parametrize(("job", "core"), [({"cpu_affinity": True, "cpu_core": 5}, 5), ({"cpu_affinity": False}, None)])
+def test_the_stock_run_is_pinned_as_the_winner_was(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], core: int | None
+) -> None:
+    done: list[str] = []
+
+    def pin(_: str, wanted: int | None) -> int | None:
+        done.append("pinned")
+        return wanted
+
+    monkeypatch.setattr(stock, "pin_to_one_core", pin)
+    monkeypatch.setattr(stock, "open_meter", lambda *_: done.append("opened"))
+    monkeypatch.setattr(stock, "_train", lambda *_: {})
+    said = stock.run_stock(
+        {"device_kind": "cpu", "device_uuid": "cpu", "cap_bytes": None, "steps": 20, "evaluates": False, **job}
+    )
+    assert said["cpu_core"] == core
+    assert done == (["pinned", "opened"] if core else ["opened"]), "before the device is opened"
 
 
 def test_a_pinned_trial_says_on_which_core_it_ran(trial_server: ServerClient) -> None:
