@@ -10,9 +10,6 @@ from autotune.trial import Effort
 # Of so many steps and more, one that took so many times as long as any other was delayed from outside: it is left out.
 _DELAY_FROM = 5
 _DELAY_TIMES = 1.5
-# An interval that looks narrow after the fewest steps may do so by chance. It has to be narrower by this then: looking
-# after every step and stopping at the first that looks narrow would cover too little.
-_EARLY_TIMES = 0.7
 
 
 def without_delay(seconds: Sequence[float]) -> list[float]:
@@ -40,5 +37,4 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
         return False
     if count >= effort.max_steps or sum(seconds) >= effort.max_seconds:
         return True
-    target = effort.target_spread * (_EARLY_TIMES if count <= effort.min_steps + 1 else 1.0)
-    return count >= effort.min_steps and relative_half_width <= target
+    return count >= effort.min_steps and relative_half_width <= effort.target_spread

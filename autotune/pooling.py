@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.limits import HOST_BOUND, what_limits
+from autotune.measuring import mean_step
 from autotune.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
 from autotune.trial import Candidate, Completed, Measurement, Outcome
 
@@ -29,6 +30,8 @@ _PINNED_DEVIATION_PER_IDLE_SHARE = 0.28
 _HOST_DEGREES = 3.0
 # Where the share is not known (a CPU, code that cannot be profiled): between the two kinds, and soon outweighed.
 _UNKNOWN = Variance(0.015, 4.0)
+# Of a single measured step: between the 0.5 % of a step on a quiet GPU and the 5 % of one that waits for the host.
+_ONE_STEP_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,14 @@ def _log_seconds(tried: Tried) -> float:
 
 
 def _within_error(tried: Tried) -> float:
-    """The standard error of a process's own mean, relative. Records hold half the 95 % interval."""
-    assert tried.measurement is not None
-    spread = tried.measurement.relative_spread
-    # A single step has no spread of its own: what is usual for steps stands in for it.
-    return spread / 2 if spread > 0 else 0.01
+    """Return the standard error of a process's own mean, relative to it."""
+    measured = tried.measurement
+    assert measured is not None
+    if len(measured.step_seconds_each) < 2:
+        # A single step has no spread of its own: what is usual for steps stands in for it.
+        return _ONE_STEP_ERROR
+    if measured.epoch_lengths is not None:
+        # Steps whose batches differ: the trial worked out what is left of that. Two errors are half its interval.
+        return measured.relative_spread / 2
+    own = mean_step(measured.step_seconds_each)
+    return own.error / own.mean

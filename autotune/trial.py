@@ -132,7 +132,7 @@ class Measurement:
     """What one trial process saw. Times are of one whole optimizer step of the candidate."""
 
     step_seconds: float
-    """Median over the measured steps; where micro-steps were left out, they are added up.
+    """Mean over the measured steps, less one of five or more that was delayed; micro-steps left out are added up.
 
     With the user's own data, whose batches differ: the mean step of an epoch."""
     step_seconds_each: tuple[float, ...]

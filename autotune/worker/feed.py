@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from autotune.data import DataSpec
+from autotune.statistics import quantile
 from autotune.worker.private.transformers import OrderedTrainer, length_grouped_order
 from autotune.workload import Workload
 
@@ -37,7 +38,6 @@ IMAGE = "image"
 # An epoch is drawn from so many samples at most: more take time to shuffle and change nothing.
 _MOST_SAMPLES = 100_000
 _MOST_TOKENS = 2**31
-_HALF_WIDTH = 1.96  # of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Schedule:
             residuals, unknowns = residuals - slope * (costs - costs.mean()), 2
         mean += slope * (1 - float(costs.mean()))
         error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count))
-        return mean, _HALF_WIDTH * error / mean
+        return mean, quantile(count - unknowns) * error / mean
 
 
 def grouped_order(lengths: Any, step_samples: int, seed: int) -> list[int]:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from autotune.levers import compiles
 from autotune.loader import batches_ahead
+from autotune.measuring import is_enough, mean_step
 from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.feed import Schedule
 from autotune.worker.gpu_busy import BusyStep
@@ -20,10 +21,6 @@ from autotune.worker.losses import ScalerWatch
 from autotune.worker.meter import Meter
 from autotune.worker.rehearsal import Rehearsing
 
-# The standard error of a median is 1.253 times that of a mean (normal noise); 1.96 gives 95 %.
-_MEDIAN_HALF_WIDTH = 1.96 * 1.2533
-# From so many steps on the slowest one is left out of the noise, as it is of the median.
-_ROBUST_FROM = 5
 # Rehearsals of three steps and more may take so many times as long as the measured steps, and no longer.
 _REHEARSAL_PATIENCE = 3.0
 # NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show. They show more where
@@ -52,18 +49,6 @@ def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
 def steps_lying_ready(candidate: Candidate, effort: Effort) -> int:
     """Steps whose batches the arm's loading processes may have ready, which say nothing of how fast more is loaded."""
     return math.ceil(batches_ahead(candidate.arm) / micro_steps_to_run(candidate, effort))
-
-
-def relative_spread(seconds: list[float]) -> float:
-    """Half the 95 % interval of the median of ``seconds`` over that median; infinite below two.
-
-    Of five steps and more the slowest is left out: one that something else delayed says nothing of the others.
-    """
-    if len(seconds) < 2:
-        return float("inf")
-    kept = sorted(seconds)[:-1] if len(seconds) >= _ROBUST_FROM else seconds
-    error = statistics.stdev(kept) / len(kept) ** 0.5
-    return float(_MEDIAN_HALF_WIDTH * error / statistics.median(seconds))
 
 
 @dataclass
@@ -339,13 +324,9 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         measured = [step.seconds for step in self._measured]
         if self._is_behind():
             return True
-        if len(measured) < min(2, self._effort.max_steps):
-            return False
-        if len(measured) >= self._effort.max_steps or sum(measured) >= self._effort.max_seconds:
-            return True
         if len(measured) >= 3 and self._rehearsals.seconds >= _REHEARSAL_PATIENCE * self._effort.max_seconds:
             return True
-        return len(measured) >= self._effort.min_steps and self._estimate()[1] <= self._effort.target_spread
+        return is_enough(measured, self._effort, self._estimate()[1])
 
     def _is_behind(self) -> bool:
         """Whether the first steps say enough: two, since one can be slow for reasons of its own."""
@@ -361,7 +342,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         whole = [self._whole_step_seconds(step) for step in self._measured]
         if self._schedule is not None:
             return replace(self._schedule, costs=tuple(self._costs)).estimate(whole)
-        return statistics.median(whole), relative_spread(whole)
+        estimate = mean_step(whole)
+        return estimate.mean, estimate.relative_half_width() if len(whole) > 1 else math.inf
 
     def _whole_step_seconds(self, step: _Step) -> float:
         """The step as the candidate will run it: micro-steps that were left out are added."""
