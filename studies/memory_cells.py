@@ -1,12 +1,13 @@
 """Compare predicted with measured peak memory, cell by cell: precision, checkpointing, batch and accumulation.
 
     python studies/memory_cells.py measure FOLDER [--seconds 300] [--models N] [--no-traces]
-    python studies/memory_cells.py compare FOLDER
+    python studies/memory_cells.py compare FILE.jsonl [--models NAME …] [--json]
 
 ``measure`` needs a GPU. Each cell is a trial in a process of its own that runs every micro-step. The first cells of all
 models come first, so that it may be cut off at any time. It writes ``FOLDER/cells.jsonl`` as it goes, and for a few
 cells ``FOLDER/trace-*.json.gz``: what the caching allocator was asked for, in order. ``compare`` needs no GPU: it
-predicts the cells that were measured and prints the errors.
+predicts the cells that were measured and prints the errors. What an H200 said is in
+``studies/landscapes/memory_cells_h200.jsonl``.
 """
 
 from __future__ import annotations
@@ -265,8 +266,8 @@ def trace(path: Path) -> None:
 # Prediction against measurement
 
 
-def _rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every measured cell beside its prediction.
+def _rows(path: Path, models: list[str]) -> Iterator[dict[str, Any]]:
+    """Every measured cell of these models, or of all, beside its prediction.
 
     Fake training patches torch for good, so that this belongs in a process of its own.
     """
@@ -274,8 +275,10 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     from autotune.worker.fake.step import FakeTraining
     from autotune.worker.predict import Limits
 
-    cells = [json.loads(line) for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
-    measured = [cell for cell in cells if cell.get("state") == "completed"]
+    cells = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    measured = [
+        cell for cell in cells if cell.get("state") == "completed" and cell["model"] in (models or cell["model"])
+    ]
     limits: dict[tuple[str, Arm], Limits] = {}
     for cell in sorted(measured, key=lambda cell: str(cell["model"])):
         candidate = Candidate.from_parameters(cell)
@@ -291,13 +294,16 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
         yield {**cell, "cell": candidate.describe()}
 
 
-def compare(folder: Path) -> None:
+def compare(path: Path, models: list[str], *, as_json: bool) -> None:
     """Print each measured cell with the error of what is predicted for it, and how many are near."""
     rows = []
-    for row in _rows(folder):
+    for row in _rows(path, models):
         rows.append(row)
         sizes = [f"{row[f'{name}_error']:+7.2%} of {row[f'peak_{name}_bytes'] >> 20:6}" for name in _PEAKS]
-        print(f"{row['model']:34} {row['cell']:28} {sizes[0]} MiB allocated {sizes[1]} MiB reserved", flush=True)
+        line = f"{row['model']:34} {row['cell']:28} {sizes[0]} MiB allocated {sizes[1]} MiB reserved"
+        print(json.dumps(row) if as_json else line, flush=True)
+    if as_json:
+        return
     for name in _PEAKS:
         errors = [abs(row[f"{name}_error"]) for row in rows]
         near = sum(error <= 0.03 for error in errors)
@@ -313,15 +319,18 @@ def main() -> None:
     measuring.add_argument("--seconds", type=float, default=300.0)
     measuring.add_argument("--models", type=int, default=len(_SUBJECTS))
     measuring.add_argument("--no-traces", action="store_true")
-    for name in ("trace", "compare"):
-        commands.add_parser(name).add_argument("folder", type=Path)
+    commands.add_parser("trace").add_argument("path", type=Path)
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("path", type=Path)
+    comparing.add_argument("--models", nargs="*", default=[])
+    comparing.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.command == "measure":
         measure(options.folder, options.seconds, options.models, traces=not options.no_traces)
     elif options.command == "trace":
-        trace(options.folder)
+        trace(options.path)
     else:
-        compare(options.folder)
+        compare(options.path, options.models, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autotune.device.chips import CHIPS
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
-from autotune.worker.fake.scaling import column_sum_scratch_bytes
+from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
 from autotune.worker.fake.tracer import DEATH
 
 MIB = 1024**2
@@ -79,6 +79,13 @@ def test_a_bias_gradient_borrows_what_was_seen_on_an_h200() -> None:
     sizes = [column_sum_scratch_bytes(rows, 1024, CHIPS["h200"]) / MIB for rows in (4096, 8192, 12288)]
     assert sizes == [32, 64, 96]
     assert column_sum_scratch_bytes(8, 1024, CHIPS["h200"]) == 0
+
+
+def test_the_gradient_of_an_embedding_is_summed_beside_it() -> None:
+    assert embedding_scratch_bytes(3072, 30522, 768) == 0
+    # By the sizes in embedding_backward_cuda_kernel: 16 × 512 indices that may all differ.
+    assert embedding_scratch_bytes(8192, 30522, 768) == 4 * 768 * (819 + 8192)
+    assert embedding_scratch_bytes(8192, 512, 768) == 4 * 768 * (819 + 512)
 
 
 _SCALED = """

@@ -37,11 +37,18 @@ class Size:
     constant: int = 0
     columns: int | None = None
     """Where set, this is the scratch of a column sum of so many columns, and the numbers above are rows."""
+    table: int | None = None
+    """Where set, this is what the gradient of an embedding of so many rows is summed in, and the numbers above are
+    indices."""
 
     def at(self, batch: int, chip: Chip) -> int:
         """Bytes at a batch."""
         size = self.per_sample * batch + self.constant
-        return size if self.columns is None else column_sum_scratch_bytes(size, self.columns, chip)
+        if self.columns is None:
+            return size
+        if self.table is not None:
+            return embedding_scratch_bytes(size, self.table, self.columns)
+        return column_sum_scratch_bytes(size, self.columns, chip)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,10 @@ class ScalableStep:
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
     value, columns = trace.column_sums.get(number, (size, None))
-    return Size(value // batch, 0, columns) if value % batch == 0 else Size(0, value, columns)
+    table: int | None = None
+    if number in trace.embeddings:
+        value, table, columns = trace.embeddings[number]
+    return Size(value // batch, 0, columns, table) if value % batch == 0 else Size(0, value, columns, table)
 
 
 def _alive_after(events: Events) -> list[int]:
@@ -140,6 +150,22 @@ def _one_micro_step(trace: Trace) -> Events:
 
 def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+# aten/src/ATen/native/cuda/Embedding.cu: the gradient of so few indices needs no scratch.
+_FEW_INDICES = 3072
+# NROWS_PER_THREAD in aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
+_ROWS_A_THREAD = 10
+
+
+def embedding_scratch_bytes(indices: int, rows: int, columns: int) -> int:
+    """What CUDA sums the gradient of an embedding in: a float32 row for every index, and for every ten one more.
+
+    embedding_backward_cuda_kernel allocates for the case that every index is another, up to the table's rows.
+    """
+    if indices <= _FEW_INDICES:
+        return 0
+    return 4 * columns * (indices // _ROWS_A_THREAD + min(indices, rows))
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:

@@ -40,6 +40,8 @@ class Trace:
     """What each is: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Allocations that are a reduction's scratch, with the rows and columns that it sums."""
+    embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Allocations in which an embedding's gradient is summed, with its indices, rows and columns."""
     parts: dict[str, int] = field(default_factory=dict)
     """The event at which each part of the step begins; what comes before them all is set-up."""
 
@@ -70,12 +72,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             # Asked for by code that drops whole layers at random: no draw is ever low enough.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
-        inner: list[int] = []
         if func is torch.ops.aten.nonzero.default:
             # Which elements are true is unknown; in a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
-            inner = self._before(func, args)
             out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.all.default:
             # Asked of masks that transformers fills with ones where the batch brings none, and then drops.
@@ -88,8 +88,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in reversed(leaves) if func is torch.ops.aten.native_dropout.default else leaves:
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
-        for number in reversed(inner):
+        if func is torch.ops.aten.embedding_dense_backward.default:
+            number = self.hold("workspaces", 0)
             self.let_go(number)
+            self.trace.embeddings[number] = (args[1].numel(), args[2], args[0].shape[-1])
         if func in _MATRIX_PRODUCTS:
             self._keep_workspaces(with_bias=func is torch.ops.aten.addmm.default)
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
@@ -97,21 +99,14 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._softmax_backward_data.default:
             # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
             self._borrow(args[0].numel() * args[0].element_size())
+        if func is torch.ops.aten._safe_softmax.default:
+            # Which scores are masked, and which rows as a whole (aten/src/ATen/native/transformers/attention.cpp).
+            masked = self.hold("workspaces", out.numel())
+            self._borrow(out.numel() // out.shape[args[1]])
+            self.let_go(masked)
         if func is torch.ops.aten.sum.dim_IntList:
             self._reduction(args[0], out)
         return out
-
-    def _before(self, func: Any, args: Any) -> list[int]:
-        """Take down what an operation allocates before its result, and gives back once that is there.
-
-        ``_safe_softmax`` (aten/src/ATen/native/transformers/attention.cpp) is a softmax, whose rows that are masked
-        out as a whole are then replaced by zeros, in a copy.
-        """
-        if func is not torch.ops.aten._safe_softmax.default:
-            return []
-        scores = args[0]
-        sizes = (scores.nbytes, scores.numel(), scores.numel() // scores.shape[args[1]])
-        return [self.hold("activations", size_bytes) for size_bytes in sizes]
 
     def so_far(self) -> Trace:
         """What was taken down by now, untouched by what dies later."""
@@ -159,6 +154,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copy = self.hold(self.trace.labels[number], size_bytes)
         if number in self.trace.column_sums:
             self.trace.column_sums[copy] = self.trace.column_sums[number]
+        if number in self.trace.embeddings:
+            self.trace.embeddings[copy] = self.trace.embeddings[number]
         return copy
 
     def _end_gradients(self, position: int, again: dict[int, int]) -> None:
