@@ -100,9 +100,11 @@ class _Bench:
                 for which in placements if index % 2 == 0 else placements[::-1]:
                     arm = replace(case.arm, cpu_affinity=which is not None)
                     candidate = Candidate(arm, case.batch, case.accumulation)
-                    started = time.monotonic()
+                    started, before = time.monotonic(), _core_seconds()
                     outcome = self._run(runner, candidate, cap_of(arm, ceiling), which)
-                    yield self._record(candidate, outcome, which, index, time.monotonic() - started)
+                    seconds, after = time.monotonic() - started, _core_seconds()
+                    record = self._record(candidate, outcome, which, index, seconds)
+                    yield record | _taken_away(before, after, record.get("cpu_core"))
 
     def _run(self, runner: LocalRunner, candidate: Candidate, cap_bytes: int, which: str | None) -> Outcome:
         """One trial; a core that is named is the only one that the server may use meanwhile, and so its child."""
@@ -144,6 +146,30 @@ class _Bench:
             "peak_reserved_bytes": measured.peak_reserved_bytes,
             "phase_seconds": outcome.phase_seconds,
         }
+
+
+# Columns of /proc/stat after the name of the core (proc_stat(5)).
+_STAT_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+
+def _core_seconds() -> dict[str, dict[str, float]]:
+    """What each core has done since the machine started, in seconds; ``cpu`` is all of them."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for line in _lines("/proc/stat"):
+        name, *counts = line.split()
+        if name.startswith("cpu"):
+            found[name] = {column: int(count) / ticks for column, count in zip(_STAT_COLUMNS, counts, strict=False)}
+    return found
+
+
+def _taken_away(before: dict[str, Any], after: dict[str, Any], core: int | None) -> Document:
+    """What the pinned core, or all of them, did while a trial ran: interrupts and the hypervisor take from it."""
+    name = "cpu" if core is None else f"cpu{core}"
+    columns = ("user", "system", "idle", "irq", "softirq", "steal")
+    if name not in before or name not in after:
+        return {}
+    return {"core_seconds": {column: round(after[name][column] - before[name][column], 2) for column in columns}}
 
 
 def _children() -> list[int]:
