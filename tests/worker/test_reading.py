@@ -261,7 +261,7 @@ def test_what_is_predicted_is_the_worst_batch(
 
     found = peak_bytes(own)
     assert found == peak_bytes(tiny_workload("bert-tiny", seq_len=96, padding=0.3))
-    assert found < 0.5 * peak_bytes(tiny_workload("bert-tiny", seq_len=512, padding=0.3))
+    assert found < 0.55 * peak_bytes(tiny_workload("bert-tiny", seq_len=512, padding=0.3))
 
 
 @pytest.mark.parametrize(("error", "answers"), [(None, True), (OSError("no route"), False), ("http", True)])
