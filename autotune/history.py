@@ -11,7 +11,7 @@ from autotune.memory import MemoryModel, memory_class
 from autotune.pooling import Pool, Speed
 from autotune.pooling import Tried as Tried
 from autotune.space import PRECISION_PREFERENCE
-from autotune.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
+from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:
@@ -29,16 +29,6 @@ def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
 
 
 DEFAULT_TOLERANCE = 0.01
-
-LAUNCH_BOUND_SECONDS = 0.06
-PROMISE = 0.03
-LAUNCH_BOUND_NOISE = 0.05
-
-
-def promised_within(candidate: Candidate, measured: Measurement) -> float:
-    """The share by which a stock run of a candidate may be slower than it was measured."""
-    is_short = measured.step_seconds / candidate.gradient_accumulation_steps < LAUNCH_BOUND_SECONDS
-    return LAUNCH_BOUND_NOISE if is_short else PROMISE
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def notes(report: Report) -> list[str]:
         )
     found += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
-        found += _faster_ones(report, best, measured)
+        found += _faster_ones(report, best)
     found += compiled_notes(report)
     if best is not None and measured:
         found += _host_notes(report, best, measured)
@@ -171,16 +171,15 @@ def _failed_again(report: Report) -> list[str]:
     ]
 
 
-def _faster_ones(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
     """Why a trial that measured more samples a second is not the winner."""
-    # The last trial of a candidate counts: one that was measured again had been measured in part.
-    last = {t.candidate: (found.samples_per_second, t) for t in report.trials
-            if report.feasible(t) and (found := measurement(t))}  # fmt: skip
-    speed, fastest = max(last.values(), key=lambda pair: pair[0])
-    gain = speed / measured.samples_per_second - 1
+    fastest, speed = report.history.fastest(), report.speed(best)
+    if fastest is None or fastest.measurement is None or speed is None:
+        return []
+    gain = fastest.measurement.samples_per_second / speed.samples_per_second - 1
     if fastest.candidate == best.candidate or gain <= 0:
         return []
-    if fastest.id == report.study.baseline_trial_id:
+    if report.baseline is not None and fastest.candidate == report.baseline.candidate:
         return [f"the baseline was faster, by {gain:.1%}, but the options leave it out of the search"]
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 

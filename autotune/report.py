@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.device import Ceiling
 from autotune.errors import StorageError
+from autotune.history import History, ran_in_full
+from autotune.pooling import Pool, Speed, Tried
+from autotune.repeats import Repeats
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
 from autotune.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.workload import BYTES_PER_ELEMENT, TASKS
@@ -57,9 +60,38 @@ class Report:
         measured = measurement(trial)
         return measured is not None and measured.fits(trial.candidate.arm, self.ceiling)
 
+    @functools.cached_property
+    def history(self) -> History:
+        """The trials that count, combined as the search combined them."""
+        history, repeats = History(self.ceiling), Repeats()
+        for trial in self.trials:
+            counts = repeats.take(trial) if trial.outcome is not None else None
+            if counts is not None and counts.outcome is not None:
+                in_full = ran_in_full(counts.candidate, counts.outcome)
+                history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
+        return history
+
+    def speed(self, trial: TrialRecord | None) -> Speed | None:
+        """Return how fast a trial's candidate is over all its processes, and what its next run will reach.
+
+        ``None`` where the trial did not complete.
+        """
+        if trial is None or trial.outcome is None or measurement(trial) is None:
+            return None
+        alone = Tried(trial.id, trial.candidate, trial.outcome)
+        # The history leaves out what does not fit.
+        return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
+
+    def pooled(self, trial: TrialRecord | None) -> Measurement | None:
+        """Return a trial's measurement with the speed and the peaks of all processes of its candidate."""
+        if trial is None or measurement(trial) is None:
+            return None
+        found = self.history.believed({trial.candidate})
+        return found[0].measurement if found else measurement(trial)
+
     def speedup(self) -> float | None:
-        """The winner's samples a second over the baseline's."""
-        best, baseline = measurement(self.best), measurement(self.baseline)
+        """Return the winner's samples a second over the baseline's."""
+        best, baseline = self.speed(self.best), self.speed(self.baseline)
         return best.samples_per_second / baseline.samples_per_second if best and baseline else None
 
 
@@ -151,7 +183,7 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     if trial.id == report.study.baseline_trial_id:
         words = ["baseline"]
     else:
-        baseline = measurement(report.baseline)
+        baseline = report.speed(report.baseline)
         words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
     if trial.id == report.study.best_trial_id:
         words.append("best")

@@ -10,7 +10,8 @@ from typing import Any
 from autotune.device import Device, list_devices
 from autotune.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.export import make_export
-from autotune.report import Report, load_report, measurement
+from autotune.promise import Interval
+from autotune.report import Report, load_report
 from autotune.store import Store, TrialRecord
 from autotune.trial import Document, Measurement
 
@@ -22,6 +23,11 @@ class Subject:
     report: Report
     best: TrialRecord
     promised: Measurement
+    """Of all measured processes of the winner."""
+    promise: Interval
+    """The speed that its next run is promised to have."""
+    processes: int
+    """How many processes of the winner that rests on."""
     arguments: Document
     """Fields of ``TrainingArguments``, as exported or as a file has them."""
     attn_implementation: str
@@ -86,15 +92,18 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
             "train with the export as usual; the Trainer's log tells samples a second",
         )
     export = make_export(report)
-    best, promised = report.best, measurement(report.best)
+    best, promised, speed = report.best, report.pooled(report.best), report.speed(report.best)
     assert best is not None, "an export has a winner"
     assert promised is not None, "a winner was measured"
+    assert speed is not None, "what was measured has a speed"
     if arguments is not None:
         _check_is_export_of(arguments, export.measured_arguments, report)
     return Subject(
         report,
         best,
         promised,
+        Interval(speed.samples_per_second, *speed.interval()),
+        speed.processes,
         arguments or export.arguments,
         export.model_arguments["attn_implementation"],
         device,

@@ -18,9 +18,9 @@ _NOTICEABLE_SHARE = 0.1
 
 def summary_lines(report: Report) -> list[str]:
     """The answer in a few lines, for a terminal or a file."""
-    best, measured = report.best, measurement(report.best)
+    best, measured, speed = report.best, report.pooled(report.best), report.speed(report.best)
     request = report.study.request
-    if best is None or measured is None:
+    if best is None or measured is None or speed is None:
         return [f"No feasible trial in the study {report.study.name}: {_counts(report)}", *_note_lines(report)]
     lines = [
         f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
@@ -30,11 +30,11 @@ def summary_lines(report: Report) -> list[str]:
     ]
     tokens = _tokens_per_second(report, measured)
     lines.append(
-        f"  {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
+        f"  {format_rate(speed.samples_per_second)} samples/s{format_spread(speed.relative_half_width)}"
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(measured.step_seconds)} an optimizer step"
     )
-    speedup, baseline = report.speedup(), measurement(report.baseline)
+    speedup, baseline = report.speedup(), report.speed(report.baseline)
     if speedup is not None and baseline is not None and report.baseline is not None:
         lines.append(
             f"  {speedup:.2f} × {report.baseline_name} "
@@ -196,10 +196,25 @@ def report_document(report: Report) -> Document:
         },
         "seconds": study.seconds,
         "speedup": report.speedup(),
+        "next_run": _next_run(report),
         "best": of(report.best),
         "baseline": of(report.baseline),
         "trials": [trial_document(report, trial) for trial in report.trials],
         "notes": notes(report),
+    }
+
+
+def _next_run(report: Report) -> Document | None:
+    """Return what is promised of the winner's next run: its speed, with the interval that 95 of 100 runs lie in."""
+    speed = report.speed(report.best)
+    if speed is None:
+        return None
+    low, high = speed.interval()
+    return {
+        "samples_per_second": speed.samples_per_second,
+        "samples_per_second_low": low,
+        "samples_per_second_high": high,
+        "processes_measured": speed.processes,
     }
 
 

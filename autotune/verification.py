@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,12 +13,13 @@ from typing import Literal
 from autotune.arguments import EVALUATION_BATCH
 from autotune.data import facts_in
 from autotune.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.history import promised_within
+from autotune.limits import what_limits
+from autotune.promise import Interval, Verdict, compare, mean_speed, slack
 from autotune.runner import LocalRunner
 from autotune.runner.fresh import run_fresh
 from autotune.subject import Subject
 from autotune.trial import Document
-from autotune.units import MIB, format_bytes, format_count, format_rate
+from autotune.units import MIB, format_bytes, format_count, format_rate, format_spread
 from autotune.workload import Workload
 
 DEFAULT_STEPS = 100
@@ -43,8 +43,8 @@ class Verification:
 
     def __str__(self) -> str:
         """What came of it in a line, for a notebook."""
-        promised, obtained = self.promised_samples_per_second, self.samples_per_second or 0.0
-        verdict = "; ".join(self.misses()) or "kept"
+        promised, obtained = self.promise.mean, self.samples_per_second or 0.0
+        verdict = "; ".join(self.misses()) or self.verdict().replace("_", " ")
         return (
             f"{self.subject.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
             f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
@@ -83,31 +83,25 @@ class Verification:
         return int(self._total("new_shapes"))
 
     @property
-    def relative_spread(self) -> float:
-        """Half the 95 % interval of the mean speed of the stretches over that mean, new lengths aside."""
+    def promise(self) -> Interval:
+        """What was promised of the steps that were timed: padded lengths that came for the first time take longer."""
+        promise = self.subject.promise
+        if not self.samples_timed:
+            return promise
+        seconds = self.samples_timed / promise.mean
+        return promise.scaled(seconds / (seconds + self._new_seconds(self.new_shapes)))
+
+    @property
+    def speed(self) -> Interval | None:
+        """The run's mean speed with its own interval, new lengths aside; ``None`` where the run did not end well."""
+        if self.samples_per_second is None:
+            return None
         each: list[float] = []
         for stretch in self.stretches:
             seconds = float(stretch["seconds"])
             # What new lengths cost differs; no stretch is mostly that.
             each.append(stretch["samples"] / max(seconds - self._new_seconds(stretch["new_shapes"]), seconds / 2))
-        if len(each) < 2:
-            return 0.0
-        return 1.96 * statistics.stdev(each) / math.sqrt(len(each)) / statistics.mean(each)
-
-    @property
-    def speed_tolerance(self) -> float:
-        """How much slower is no miss: 3 %, 5 % of launch-bound steps, or what the two spreads leave open."""
-        promised = self.subject.promised
-        stated = promised_within(self.subject.best.candidate, promised)
-        return max(stated, math.hypot(promised.relative_spread, self.relative_spread))
-
-    @property
-    def promised_samples_per_second(self) -> float:
-        """Of the steps that were timed: those with padded lengths that came for the first time take longer."""
-        speed = self.subject.promised.samples_per_second
-        if not self.samples_timed:
-            return speed
-        return self.samples_timed / (self.samples_timed / speed + self._new_seconds(self.new_shapes))
+        return mean_speed(self.samples_per_second, each)
 
     def _new_seconds(self, new_shapes: int) -> float:
         """What so many new lengths cost by what the search saw, nothing where it saw nothing."""
@@ -167,20 +161,59 @@ class Verification:
         return found
 
     def _too_slow(self) -> list[str]:
-        """The missed speed in a sentence; nothing where it was kept."""
-        promised, obtained = self.promised_samples_per_second, self.samples_per_second or 0.0
-        if obtained >= promised * (1 - self.speed_tolerance):
+        """The missed speed in a sentence; nothing where it was not missed."""
+        promise, speed = self.promise, self.speed
+        if speed is None or compare(promise, speed) != "missed":
             return []
         return [
-            f"{format_rate(obtained)} samples/s are {1 - obtained / promised:.1%} below the "
-            f"promised {format_rate(promised)}; {self.speed_tolerance:.1%} would be in order"
+            f"{_rate(speed)} samples/s are {1 - speed.mean / promise.mean:.1%} below the promised "
+            f"{format_rate(promise.mean)}, and below the {_ends(promise)} that were promised of a next run"
         ]
 
-    def verdict(self) -> str:
-        """Of a run without a miss, how much that says."""
-        if self.speed_tolerance > _TELLING_TOLERANCE:
-            return f"not refuted: so noisy was it that {self.speed_tolerance:.0%} slower would have passed"
-        return "kept: a stock Trainer does what was promised"
+    def verdict(self) -> Verdict:
+        """Return whether what was promised was kept, as far as the two intervals can tell."""
+        if self.misses() or self.speed is None:
+            return "missed"
+        return compare(self.promise, self.speed)
+
+    def verdict_line(self) -> str:
+        """Say in a sentence what came of a run without a miss, and how much that says."""
+        speed = self.speed
+        if speed is None or self.verdict() != "cannot_tell":
+            return "kept: a stock Trainer does what was promised"
+        return "cannot tell: " + "; ".join(self.why())
+
+    def why(self) -> list[str]:
+        """Say why the speeds do not agree, or why nobody can tell whether they do; empty where the promise was kept."""
+        promise, speed = self.promise, self.speed
+        if speed is None or compare(promise, speed) == "kept":
+            return []
+        found = []
+        open_share = slack(promise, speed)
+        if compare(promise, speed) == "cannot_tell":
+            if speed.mean < promise.low:
+                found.append(f"{_rate(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them")
+            else:
+                found.append(f"a run that is slower by {open_share:.0%} would not have been refuted")
+        if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
+            found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
+        else:
+            found.append(f"the run is noisy, ± {speed.relative_half_width:.1%}: its own steps differ by that much")
+        if not self._is_host_bound:
+            return found
+        return [*found, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
+
+    @property
+    def _is_host_bound(self) -> bool:
+        return what_limits(self.subject.promised).kind == "host"
+
+    def _why_promise_is_wide(self) -> str:
+        processes, busy = self.subject.processes, self.subject.promised.gpu_busy_share
+        if self._is_host_bound and busy is not None:
+            return f"the GPU computes {busy:.0%} of a step, the rest waits for the host"
+        if processes == 1:
+            return "one process was measured"
+        return f"the {processes} measured processes differ"
 
     def check(self) -> None:
         """Raise ``PromiseMissedError`` where a promise was not kept."""
@@ -197,9 +230,15 @@ class Verification:
         return f"search again {how}; autotune devices shows who else is there"
 
 
-# Beyond this a speed that is kept says little.
-_TELLING_TOLERANCE = 0.2
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
+
+
+def _rate(speed: Interval) -> str:
+    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
+
+
+def _ends(interval: Interval) -> str:
+    return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
 
 
 def check_steps(steps: int) -> None:
@@ -245,15 +284,11 @@ def notes(verification: Verification) -> list[str]:
     ]
     if changed:
         found.append(f"the study was measured with {'; '.join(changed)}")
-    if verification.speed_tolerance > _TELLING_TOLERANCE:
-        found.append(
-            f"the two ± leave {verification.speed_tolerance:.0%} open: too noisy a machine for a speed to tell much"
-        )
     promised, line_bytes = verification.subject.promised, verification.subject.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_length_seconds:
         found.append(
             f"{format_count(verification.new_shapes)} padded lengths came for the first time in these steps, which is "
-            f"in what was promised ({format_rate(promised.samples_per_second)} without)"
+            f"in what was promised ({format_rate(verification.subject.promise.mean)} without)"
         )
     reserved = verification.peak_bytes("reserved") or 0
     if verification.subject.has_data and reserved > line_bytes:
@@ -274,7 +309,7 @@ def notes(verification: Verification) -> list[str]:
 def verification_document(verification: Verification) -> Document:
     """As ``--json`` prints it; what was not measured is ``None``."""
     subject, obtained = verification.subject, verification.obtained
-    promised, speed = subject.promised, verification.samples_per_second
+    promised, promise, speed = subject.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes
     peaks = {name: reserved for name, (_, reserved) in obtained.get("peak_bytes", {}).items()}
     reserved = verification.peak_bytes("reserved")
@@ -284,12 +319,18 @@ def verification_document(verification: Verification) -> Document:
         "device": subject.device.name,
         "candidate": subject.best.candidate.parameters(),
         "steps": verification.steps,
-        "kept": not verification.misses(),
+        "verdict": verification.verdict(),
+        "why": verification.why(),
+        "kept": verification.verdict() == "kept",
         "misses": verification.misses(),
         "promised": {
-            "samples_per_second": promised.samples_per_second,
-            "samples_per_second_with_new_lengths": verification.promised_samples_per_second,
-            "relative_spread": promised.relative_spread,
+            "samples_per_second": subject.promise.mean,
+            "samples_per_second_with_new_lengths": promise.mean,
+            "samples_per_second_low": promise.low,
+            "samples_per_second_high": promise.high,
+            "relative_half_width": promise.relative_half_width,
+            "processes_measured": subject.processes,
+            "gpu_busy_share": promised.gpu_busy_share,
             "peak_allocated_bytes": promised.peak_allocated_bytes,
             "peak_reserved_bytes": promised.peak_reserved_bytes,
             "joules_per_sample": promised.joules_per_sample,
@@ -297,8 +338,10 @@ def verification_document(verification: Verification) -> Document:
         "obtained": {
             "state": obtained["state"],
             "message": obtained.get("message"),
-            "samples_per_second": speed,
-            "relative_spread": verification.relative_spread if speed else None,
+            "samples_per_second": speed.mean if speed else None,
+            "samples_per_second_low": speed.low if speed else None,
+            "samples_per_second_high": _finite(speed.high) if speed else None,
+            "relative_half_width": _finite(speed.relative_half_width) if speed else None,
             "samples_per_second_each": [s["samples"] / s["seconds"] for s in verification.stretches],
             "measured_steps": verification.steps_timed,
             "measured_samples": verification.samples_timed,
@@ -314,13 +357,17 @@ def verification_document(verification: Verification) -> Document:
             "skipped_steps": obtained.get("skipped_steps"),
             "new_lengths": verification.new_shapes,
         },
-        "samples_per_second_ratio": speed / verification.promised_samples_per_second if speed else None,
+        "samples_per_second_ratio": speed.mean / promise.mean if speed else None,
         "peak_ratio": peak / verification.promised_peak_bytes if peak else None,
         "peak_judged": "allocated" if verification.judges_allocated else "reserved",
         "peak_reserved_ratio": reserved / promised.peak_reserved_bytes if reserved else None,
-        "speed_tolerance": verification.speed_tolerance,
+        "slack": _finite(slack(promise, speed)) if speed else None,
         "memory_tolerance": MEMORY_TOLERANCE,
         "memory_slack_bytes": verification.slack_bytes,
         "cap_bytes": subject.cap_bytes,
         "notes": notes(verification),
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -46,7 +46,7 @@ def _line(document: dict[str, Any]) -> str:
         f"{promised['samples_per_second']:.1f} → {obtained['samples_per_second'] or 0:.1f} samples/s",
         f"{100 * ((found['samples_per_second_ratio'] or 0) - 1):+.2f} %",
         f"peak {100 * ((found['peak_ratio'] or 0) - 1):+.2f} %",
-        "kept" if found["kept"] else "; ".join(found["misses"]),
+        "; ".join([found["verdict"], *found["misses"], *found["why"]]),
         document["same_loss"]["finding"],
     ]
     return " | ".join(words)

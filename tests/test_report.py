@@ -113,7 +113,7 @@ def test_the_summary() -> None:
     """The winner, how fast, how much faster, how much memory, what it took."""
     assert summary_lines(report(BASELINE, WINNER, OVER)) == [
         "Best: per-device batch 32 × accumulation 2, bf16",
-        "  310.7 samples/s ± 0.3%, 159,078 tokens/s; 206 ms an optimizer step",
+        "  310.7 samples/s ± 5.9%, 159,078 tokens/s; 206 ms an optimizer step",
         "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
         "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
         "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",

@@ -11,6 +11,7 @@ import pytest
 
 from autotune.device import Ceiling, Device, Headroom
 from autotune.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
+from autotune.promise import Interval, Verdict
 from autotune.report import Report
 from autotune.runner.fresh import run_fresh
 from autotune.same_loss import LossComparison, reference_of
@@ -23,16 +24,17 @@ from autotune.verification import Verification, verification_document
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
 
-def subject(step_seconds: float = 0.2, spread: float = 0.003, limit_bytes: int | None = 24 * GIB) -> Subject:
-    """A winner of 320 samples/s (at 0.2 s a step) and 20 GiB."""
+def subject(share: float = 0.03, busy: float | None = None, limit_bytes: int | None = 24 * GIB) -> Subject:
+    """A winner of 320 samples/s, ``share`` more or less in its next run, and 20 GiB."""
     candidate = Candidate(Arm("bf16"), 32, 2)
-    measured = Measurement(step_seconds, (step_seconds,) * 3, spread, 64 / step_seconds, 19 * GIB, 20 * GIB)
+    measured = Measurement(0.2, (0.2,) * 3, 0.003, 320.0, 19 * GIB, 20 * GIB, gpu_busy_share=busy)
     best = TrialRecord("study", 1, candidate, "workload", "environment", outcome=Completed(measured))
     ceiling = Ceiling(limit_bytes, 140 * GIB, GIB // 2, Headroom())
     study = StudyRecord("mine", "workload", "environment", {"seed": 42}, ceiling.document(), "0", best_trial_id=best.id)
     environment = {"packages": {"torch": "2.13.0"}}
     report = Report(study, {"model": "bert", "dtype": "float32"}, environment, ceiling, (best,))
-    return Subject(report, best, measured, {}, "sdpa", GPU)
+    promise = Interval(320.0, 320 * (1 - share), 320 * (1 + share))
+    return Subject(report, best, measured, promise, 1, {}, "sdpa", GPU)
 
 
 def test_the_stock_run_is_told_where_the_winner_ran() -> None:
@@ -65,32 +67,62 @@ def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "share", "kept"),
+    ("promised_share", "obtained_share", "verdict"),
     [
-        pytest.param(0.2, 0.975, True, id="within 3 %"),
-        pytest.param(0.2, 0.965, False, id="beyond"),
-        pytest.param(0.1, 0.955, True, id="within 5 % where a micro-step takes 50 ms"),
-        pytest.param(0.1, 0.945, False, id="beyond that"),
-        pytest.param(0.2, 1.5, True, id="faster is no failure"),
+        pytest.param(0.03, 0.975, "kept", id="within the interval"),
+        pytest.param(0.03, 0.965, "missed", id="below it"),
+        pytest.param(0.06, 0.945, "kept", id="within a wider one"),
+        pytest.param(0.03, 1.5, "kept", id="faster is no failure"),
+        pytest.param(0.40, 0.75, "cannot_tell", id="a promise of little"),
     ],
 )
-def test_the_speed_that_is_kept(step_seconds: float, share: float, kept: bool) -> None:
-    verification = Verification(subject(step_seconds), 100, obtained(64 / step_seconds * share))
-    assert (not verification.misses()) == kept
-    assert verification_document(verification)["kept"] == kept
-    if kept:
-        verification.check()
-    else:
-        with pytest.raises(PromiseMissedError, match="below the promised"):
+def test_the_speed_is_compared_with_the_interval_of_the_next_run(
+    promised_share: float, obtained_share: float, verdict: Verdict
+) -> None:
+    verification = Verification(subject(promised_share), 100, obtained(320 * obtained_share))
+    assert verification.verdict() == verdict
+    document = verification_document(verification)
+    assert (document["verdict"], document["kept"]) == (verdict, verdict == "kept")
+    assert bool(document["why"]) == (verdict != "kept")
+    if verdict == "missed":
+        with pytest.raises(PromiseMissedError, match=r"below the promised 320.0, and below the 310.4 to 329.6"):
             verification.check()
+    else:
+        verification.check()
+        assert verification.verdict_line().startswith(verdict.replace("_", " ") + ": ")
 
 
-def test_two_wide_intervals_leave_more_open() -> None:
-    each = [280.0, 320.0] * 5
-    noisy = Verification(subject(spread=0.10), 100, obtained(300.0, stretches=stretches(each)))
-    assert noisy.relative_spread == pytest.approx(1.96 * 21.08 / math.sqrt(10) / 300, rel=0.01)
-    assert noisy.speed_tolerance == pytest.approx(math.hypot(0.10, noisy.relative_spread))
-    assert not noisy.misses()
+def test_both_intervals_are_told() -> None:
+    document = verification_document(Verification(subject(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
+    promised, found = document["promised"], document["obtained"]
+    assert promised["samples_per_second_low"] == pytest.approx(310.4)
+    assert promised["samples_per_second_high"] == pytest.approx(329.6)
+    # Student's t of nine degrees of freedom, not 1.96.
+    half_width = 2.262 * 10.54 / math.sqrt(10) / 320
+    assert found["relative_half_width"] == pytest.approx(half_width, rel=0.01)
+    assert found["samples_per_second_low"] == pytest.approx(found["samples_per_second"] * (1 - half_width), rel=1e-3)
+
+
+def test_it_is_said_which_side_cannot_tell_and_why() -> None:
+    host_bound = Verification(subject(0.40, busy=0.46), 100, obtained(260.0))
+    assert host_bound.verdict() == "cannot_tell"
+    assert "the promise is wide, ± 40.0%: the GPU computes 46% of a step, the rest waits for the host" in " ".join(
+        host_bound.why()
+    )
+    alone = Verification(subject(0.40, busy=0.97), 100, obtained(260.0))
+    assert "one process was measured" in alone.verdict_line()
+    noisy = Verification(subject(0.01), 100, obtained(stretches=stretches([250.0, 430.0] * 5)))
+    assert noisy.verdict() == "cannot_tell"
+    assert "the run is noisy, ± " in noisy.verdict_line()
+    reaching = Verification(subject(0.01), 100, obtained(stretches=stretches([300.0, 324.0] * 5)))
+    assert reaching.verdict() == "cannot_tell"
+    assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
+
+
+def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:
+    over = Verification(subject(0.40), 100, obtained(260.0, peak=22 * GIB))
+    assert over.verdict() == "missed"
+    assert "above the promised 20.0 GiB" in over.misses()[0]
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.019, True), (1.021, False), (0.5, True)])
@@ -124,17 +156,18 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     answer = obtained(stretches=[first, second])
     run = Verification(fed_subject(new_length_seconds=0.5), 100, answer)
     assert run.samples_per_second == pytest.approx(2560 / 12)
-    assert run.promised_samples_per_second == pytest.approx(2560 / 12)
+    assert run.promise.mean == pytest.approx(2560 / 12)
+    assert run.promise.relative_half_width == pytest.approx(0.03)
     assert run.misses() == []
-    assert run.relative_spread == pytest.approx(0), "it is known why the stretches differ"
-    assert run.speed_tolerance == pytest.approx(0.03)
+    assert run.speed is not None
+    assert run.speed.relative_half_width == pytest.approx(0), "it is known why the stretches differ"
     document = verification_document(run)
     assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
     assert document["promised"]["samples_per_second_with_new_lengths"] == pytest.approx(2560 / 12)
     assert document["samples_per_second_ratio"] == pytest.approx(1)
     assert "8 padded lengths came for the first time" in document["notes"][0]
     unknown = Verification(fed_subject(), 100, answer)
-    assert unknown.promised_samples_per_second == 320.0, "nothing is promised of what no trial has seen"
+    assert unknown.promise.mean == 320.0, "nothing is promised of what no trial has seen"
 
 
 def test_steps_with_fewer_samples_count_for_what_they_have() -> None:

@@ -10,6 +10,7 @@ import click
 from autotune.cli.options import COUNT, json_option, print_json, storage_option
 
 if TYPE_CHECKING:
+    from autotune.promise import Interval
     from autotune.report import Report
     from autotune.subject import Subject
     from autotune.verification import Verification
@@ -131,13 +132,12 @@ def verification_lines(verification: Verification) -> list[str]:
     from autotune.verification import notes
 
     subject, obtained = verification.subject, verification.obtained
-    promised, speed, peak = subject.promised, verification.samples_per_second, verification.training_peak_bytes
+    promised, promise, speed = subject.promised, verification.promise, verification.speed
+    peak = verification.training_peak_bytes
     lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
     if speed is not None and peak is not None:
-        told = verification.promised_samples_per_second
         lines += [
-            f"{'samples/s':9} {_speed(told, promised.relative_spread):>18} "
-            f"{_speed(speed, verification.relative_spread):>18}  {speed / told - 1:+.1%}",
+            f"{'samples/s':9} {_speed(promise):>18} {_speed(speed):>18}  {speed.mean / promise.mean - 1:+.1%}",
             f"{'in use' if verification.judges_allocated else 'peak':9} "
             f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
@@ -154,10 +154,12 @@ def verification_lines(verification: Verification) -> list[str]:
             lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
-    return lines if verification.misses() else [*lines, verification.verdict()]
+    if verification.misses():
+        return [*lines, *(f"  note: {why}" for why in verification.why())]
+    return [*lines, verification.verdict_line()]
 
 
-def _speed(samples_per_second: float, spread: float) -> str:
+def _speed(speed: Interval) -> str:
     from autotune.units import format_rate, format_spread
 
-    return f"{format_rate(samples_per_second)}{format_spread(spread)}"
+    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"

@@ -167,7 +167,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
     if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
         return "baseline, derived" if is_derived else "baseline"
     words = ["derived"] if is_derived else []
-    baseline = next((t.measurement for t in history.outcomes_of(prepared.baseline) if t.measurement), None)
+    baseline = history.speed(prepared.baseline)
     if baseline is not None:
         words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
     if best is not None and best.trial_id == trial.id:

@@ -42,9 +42,12 @@ def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Pa
     ran = run_process(*words, folder=tmp_path, TMPDIR=str(temporary))
     assert ran.code in (0, 11), ran.stderr
     document = json.loads(ran.stdout)
-    assert document["kept"] == (ran.code == 0) == (not document["misses"])
+    assert (document["verdict"] == "missed") == (ran.code == 11) == bool(document["misses"])
+    assert document["verdict"] in ("kept", "missed", "cannot_tell")
+    assert document["kept"] == (document["verdict"] == "kept")
     assert document["candidate"].items() <= studied.document["best"].items()
-    assert document["promised"]["samples_per_second"] == studied.document["best"]["samples_per_second"]
+    assert document["promised"]["samples_per_second"] == studied.document["next_run"]["samples_per_second"]
+    assert document["promised"]["samples_per_second_low"] == studied.document["next_run"]["samples_per_second_low"]
     obtained = document["obtained"]
     assert obtained["state"] == "completed"
     assert obtained["measured_steps"] == 15
@@ -62,7 +65,10 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
     """Ten times as fast was promised; the table is printed all the same. The export says which study it is."""
 
     def exaggerate(outcome: dict[str, Any]) -> None:
-        outcome["measurement"]["samples_per_second"] *= 10
+        measured = outcome["measurement"]
+        measured["samples_per_second"] *= 10
+        measured["step_seconds"] /= 10
+        measured["step_seconds_each"] = [seconds / 10 for seconds in measured["step_seconds_each"]]
 
     storage = doctored("autotune_trials.outcome", exaggerate)
     exported = run_process("export", "tiny", "--storage", storage, folder=tmp_path)

@@ -28,7 +28,8 @@ STUDY = StudyRecord("bert-large-uncased-64", "w", "e", {}, {}, "0.1.0")
 
 def completed(samples_per_second: float, peak_gib: float, spread: float = 0.003) -> Completed:
     peak_bytes = int(peak_gib * GIB)
-    return Completed(Measurement(0.2, (0.2, 0.2, 0.2), spread, samples_per_second, peak_bytes, peak_bytes))
+    seconds = 64 / samples_per_second
+    return Completed(Measurement(seconds, (seconds,) * 3, spread, samples_per_second, peak_bytes, peak_bytes))
 
 
 class Shown:
