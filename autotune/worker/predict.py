@@ -16,7 +16,7 @@ from autotune.trial import PREDICTION_MARGIN, Arm, Document
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
-from autotune.worker.fake.tracer import DEATH, Events
+from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
 from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
@@ -134,7 +134,7 @@ def peak_bytes(events: Events) -> int:
     for number, size in events:
         if size == DEATH:
             alive -= size_of.pop(number)
-        else:
+        elif size != EMPTY_CACHE:
             size_of[number] = size
             alive += size
             peak = max(peak, alive)
@@ -148,7 +148,7 @@ def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
     for index, (number, size) in enumerate(events):
         if size == DEATH:
             alive -= size_of.pop(number)
-        else:
+        elif size != EMPTY_CACHE:
             size_of[number] = size
             alive += size
             if alive > peak:
@@ -158,7 +158,7 @@ def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
     for number, size in events[: peak_at + 1]:
         if size == DEATH:
             at_peak.pop(number)
-        else:
+        elif size != EMPTY_CACHE:
             at_peak[number] = size
     for number, size in at_peak.items():
         parts[label(number)] = parts.get(label(number), 0) + size

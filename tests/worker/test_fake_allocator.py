@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autotune.device.chips import CHIPS
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
 from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
-from autotune.worker.fake.tracer import DEATH
+from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
 
 MIB = 1024**2
 
@@ -79,6 +79,11 @@ def test_a_bias_gradient_borrows_what_was_seen_on_an_h200() -> None:
     sizes = [column_sum_scratch_bytes(rows, 1024, CHIPS["h200"]) / MIB for rows in (4096, 8192, 12288)]
     assert sizes == [32, 64, 96]
     assert column_sum_scratch_bytes(8, 1024, CHIPS["h200"]) == 0
+
+
+def test_an_emptied_cache_keeps_what_is_in_use() -> None:
+    allocator = replay([(1, 30 * MIB), (2, 40 * MIB), (1, DEATH), (0, EMPTY_CACHE)])
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (40 * MIB, 40 * MIB)
 
 
 def test_the_gradient_of_an_embedding_is_summed_beside_it() -> None:

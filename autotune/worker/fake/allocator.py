@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.worker.fake.tracer import DEATH
+from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
 
 MIB = 1024**2
 BLOCK_BYTES = 512
@@ -87,7 +87,7 @@ class CachingAllocator:
             segment = _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if self._cap is not None and self.reserved_bytes + segment > self._cap:
             self.retries += 1
-            self._give_back()
+            self.empty_cache()
             if self.reserved_bytes + segment > self._cap:
                 raise OutOfCapError(f"{segment} bytes more than {self.reserved_bytes} of {self._cap}")
         self.reserved_bytes += segment
@@ -97,7 +97,7 @@ class CachingAllocator:
         self._next_address += segment + BLOCK_BYTES
         return block
 
-    def _give_back(self) -> None:
+    def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
         for small, free in self._free.items():
             kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
@@ -135,6 +135,8 @@ def replay(events: Iterable[tuple[int, int]], cap_bytes: int | None = None) -> C
     for number, size in events:
         if size > 0:
             allocator.allocate(number, size)
+        elif size == EMPTY_CACHE:
+            allocator.empty_cache()
         elif size == DEATH and allocator.holds(number):
             allocator.release(number)
     return allocator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autotune.device.chips import Chip
 from autotune.worker.fake.allocator import BLOCK_BYTES
-from autotune.worker.fake.tracer import DEATH, Events, Trace
+from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events, Trace
 
 # Primes of which the dimensions of models are seldom multiples; small enough for 32-bit sizes.
 _PRIMES = (61, 67, 71, 79, 83, 89, 97, 101, 103, 107)
@@ -82,8 +82,9 @@ class ScalableStep:
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
             self._events[accumulation] = self._two_steps(accumulation)
-        events = self._events[accumulation]
-        return [(event.number, DEATH if event.is_death else sizes[event.origin]) for event in events]
+        events = [(e.number, DEATH if e.is_death else sizes[e.origin]) for e in self._events[accumulation]]
+        # A trial begins to measure with an empty cache, once its model is built.
+        return [*events[: self._begins], (0, EMPTY_CACHE), *events[self._begins :]]
 
     def label(self, number: int) -> str:
         """What an allocation is, in either step."""

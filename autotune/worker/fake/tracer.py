@@ -18,8 +18,11 @@ from autotune.worker.private.torch import is_in_autograd, is_view
 DEATH = -1
 """In place of a size: the allocation is given back."""
 
+EMPTY_CACHE = -2
+"""In place of a size: no allocation, but every segment that is wholly free is given back to the device."""
+
 Events = list[tuple[int, int]]
-"""``(allocation, bytes)`` for a birth, ``(allocation, DEATH)`` for a death."""
+"""``(allocation, bytes)`` for a birth, ``(allocation, DEATH)`` for a death, ``(0, EMPTY_CACHE)``."""
 
 _MATRIX_PRODUCTS = frozenset(
     (
