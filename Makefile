@@ -17,7 +17,7 @@ help:
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
-	@echo "make bench        the search against Optuna's samplers on recorded landscapes, no GPU needed"
+	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
 	@echo "make clean        remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
@@ -90,6 +90,7 @@ test-versions: $(foreach version,$(VERSIONS),.venv-versions/$(version)-$(TORCH)/
 
 bench: install-bench
 	$(BIN)/python studies/bench.py
+	$(BIN)/python studies/worlds.py
 
 clean:
 	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .ruff_cache .pytest_cache

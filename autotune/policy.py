@@ -115,15 +115,27 @@ class ThroughputPolicy:
         return batch <= max(following, 2 * min(over))
 
     def _between(self, speeds: Speeds, view: ArmView, peak: int) -> int | None:
-        """A free batch about halfway to the smallest one known not to fit, while that is an eighth or more away."""
-        limit = view.history.smallest_over(view.arm, accumulates=False)
-        if not self._is_free or limit is None:
+        """Return a free batch about halfway to the smallest that will not do, while that is an eighth or more away.
+
+        That one is known or predicted not to fit, or failed.
+        """
+        if not self._is_free:
             return None
-        limit = min(limit, self._space.batches.most + 1)
         multiple = self._space.batches.levels()[0]
+        ladder = [batch for batch in self._space.batches.at_level(multiple) if batch > peak]
+        limits = [batch for batch in ladder if not view.open(batch)] + [batch for batch in view.failed if batch > peak]
+        over = view.history.smallest_over(view.arm, accumulates=False)
+        limits += [over] if over is not None else []
+        if not limits:
+            return None
+        limit = min(*limits, self._space.batches.most + 1)
+        if (limit - peak) * 8 <= peak:
+            return None
         middle = (peak + limit) // 2 // multiple * multiple
-        is_new = peak < middle < limit and view.open(middle) and not speeds.is_beaten(view, middle)
-        return middle if is_new and (limit - peak) * 8 > peak else None
+        # One that failed says nothing of those beside it.
+        near = (middle + away * multiple for away in (0, -1, 1, -2, 2))
+        inside = [batch for batch in near if peak < batch < limit and view.open(batch)]
+        return next((batch for batch in inside if not speeds.is_beaten(view, batch)), None)
 
 
 class MaxBatchPolicy:

@@ -75,10 +75,10 @@ class Speed:
 
     samples_per_second: float
     processes: int
-    log_seconds: Estimate
-    """Of an optimizer step: the mean over processes."""
+    log_sample_seconds: Estimate
+    """Logarithm of the seconds that a sample takes: the mean over processes."""
     next_run: Estimate
-    """Of the same logarithm in one more process."""
+    """The same logarithm in one more process."""
 
     @property
     def relative_half_width(self) -> float:
@@ -146,18 +146,18 @@ class Pool:
         one, other = self.speed(candidate), self.speed(over)
         if one is None or other is None:
             return 0.0
-        return expected_excess(difference(other.log_seconds, one.log_seconds))
+        return expected_excess(difference(other.log_sample_seconds, one.log_sample_seconds))
 
     def _combine(self, candidate: Candidate) -> Speed:
         counting = _counting(self._trials[candidate])
-        logs = [_log_seconds(tried) for tried in counting]
+        logs = [_log_sample_seconds(tried) for tried in counting]
         count = len(logs)
         variance = self._variance(candidate)
         own_error = math.sqrt(math.fsum(_within_error(tried) ** 2 for tried in counting)) / count
         following = next_value(logs, variance, own_error)
         error = math.hypot(variance.deviation / math.sqrt(count), own_error)
         mean = Estimate(following.mean, error, variance.degrees)
-        return Speed(candidate.samples_per_step / math.exp(mean.mean), self.processes(candidate), mean, following)
+        return Speed(1 / math.exp(mean.mean), self.processes(candidate), mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
         """What is usual for such a candidate, and what all repeated candidates of its kind showed."""
@@ -174,7 +174,7 @@ class Pool:
     def _sum_up(self) -> dict[tuple[bool, bool | None], tuple[float, float]]:
         found: dict[tuple[bool, bool | None], tuple[float, float]] = {}
         for candidate, trials in self._trials.items():
-            logs = list({tried.process_id: _log_seconds(tried) for tried in trials}.values())
+            logs = list({tried.process_id: _log_sample_seconds(tried) for tried in trials}.values())
             if len(logs) > 1:
                 squares, degrees = found.get(self._kind(candidate), (0.0, 0.0))
                 found[self._kind(candidate)] = squares + squares_about_mean(logs)[1], degrees + len(logs) - 1
@@ -192,9 +192,9 @@ def _busy_share(trials: Iterable[Tried]) -> float | None:
     return shares[-1] if shares else None
 
 
-def _log_seconds(tried: Tried) -> float:
+def _log_sample_seconds(tried: Tried) -> float:
     assert tried.measurement is not None
-    return math.log(tried.measurement.step_seconds)
+    return math.log(tried.measurement.step_seconds / tried.candidate.samples_per_step)
 
 
 def _within_error(tried: Tried) -> float:

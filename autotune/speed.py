@@ -93,7 +93,7 @@ class ArmView:
         """One of the micro-steps of a feasible batch, with what other processes may differ by in its interval."""
         seconds = self.measured(batch).step_seconds / self.space.batches.accumulation(batch)
         speed = self.history.speed(self.feasible[batch].candidate)
-        error = speed.log_seconds.half_width(_CONFIDENCE) if speed is not None else 0.0
+        error = speed.log_sample_seconds.half_width(_CONFIDENCE) if speed is not None else 0.0
         return Seconds(seconds, seconds * error)
 
     def measured(self, batch: int) -> Measurement:
@@ -187,9 +187,9 @@ class Speeds:
         one, other = (self._history.speed(view.feasible[b].candidate) for b in (batch, than))
         if one is None or other is None:
             return False
-        error = math.hypot(one.log_seconds.error, other.log_seconds.error)
-        degrees = min(one.log_seconds.degrees, other.log_seconds.degrees)
-        return one.log_seconds.mean - other.log_seconds.mean > quantile(degrees, _CONFIDENCE) * error
+        error = math.hypot(one.log_sample_seconds.error, other.log_sample_seconds.error)
+        degrees = min(one.log_sample_seconds.degrees, other.log_sample_seconds.degrees)
+        return one.log_sample_seconds.mean - other.log_sample_seconds.mean > quantile(degrees, _CONFIDENCE) * error
 
     def left_out(self, arm: Arm) -> str | None:
         """Why what was measured of like arms leaves this one no chance; ``None`` where it has one."""
