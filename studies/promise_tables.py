@@ -1,0 +1,246 @@
+"""Read what ``studies/promises.py`` recorded, and print it as tables.
+
+Whole documents of ``autotune verify`` are in the records, and the tables read them anew: from versions that tell an
+interval of samples/s or a ``±``, and a verdict or only whether all was kept.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from autotune.trial import Candidate, Document
+from autotune.units import plural
+
+MISSED_EXIT_CODE = 11
+ANSWERED = (0, MISSED_EXIT_CODE)
+"""Exit codes of a command that gave an answer: ``verify`` ends with 11 where a promise was not kept."""
+
+
+# What the commands print
+
+
+def read_search(document: Document) -> Document:
+    """Select what is recorded of the JSON document of ``autotune search``."""
+    trials, best = document.get("trials", []), document.get("best")
+    found: Document = {
+        "search_seconds": document.get("seconds"),
+        "stopped_because": document.get("stopped_because"),
+        "trials": len(trials),
+        "tried": [_tried(trial) for trial in trials],
+        "notes": document.get("notes"),
+        "environment": document.get("environment"),
+    }
+    if best is None:
+        return found
+    winner = Candidate.from_parameters(best)
+    shares = [_share(trial) for trial in trials if Candidate.from_parameters(trial) == winner]
+    # The winner's other trials tell it where the one that is reported was not profiled.
+    known = [share for share in (_share(best), *shares) if share is not None]
+    return found | {
+        "winner": winner.describe(),
+        "winner_parameters": winner.parameters(),
+        "pinned": bool(best.get("cpu_affinity")),
+        "cpu_core": best.get("cpu_core"),
+        "search_samples_per_second": best.get("samples_per_second"),
+        "search_relative_spread": best.get("relative_spread"),
+        "gpu_busy_share": known[0] if known else None,
+        "limited_by": best.get("limited_by"),
+    }
+
+
+def _share(trial: Document) -> float | None:
+    share: float | None = trial.get("gpu_busy_share")
+    return share
+
+
+def _tried(trial: Document) -> Document:
+    """Select what explains the course of a search."""
+    names = ["stage", "state", "samples_per_second", "relative_spread", "gpu_busy_share", "cpu_core", "seconds"]
+    names += ["phase_seconds", "message"]
+    return {"candidate": Candidate.from_parameters(trial).describe(), **{name: trial.get(name) for name in names}}
+
+
+# Names under which a version of ``autotune verify`` may tell an interval of samples/s: two numbers, or a dictionary.
+_INTERVALS = ("samples_per_second_interval", "next_run_interval", "next_run", "interval")
+_BOUNDS = (
+    ("samples_per_second_low", "samples_per_second_high"),
+    ("low", "high"),
+    ("lower", "upper"),
+    ("least", "most"),
+)
+
+
+def read_interval(part: Document) -> tuple[float, float] | None:
+    """Read an interval of samples/s from the part ``promised`` or ``obtained`` of a verification, old or new."""
+    for name in _INTERVALS:
+        if (found := _bounds(part.get(name))) is not None:
+            return found
+    if (found := _bounds(part)) is not None:
+        return found
+    speed = part.get("samples_per_second_with_new_lengths", part.get("samples_per_second"))
+    spread = part.get("relative_spread")
+    return (speed * (1 - spread), speed * (1 + spread)) if speed is not None and spread is not None else None
+
+
+def _bounds(value: object) -> tuple[float, float] | None:
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(bound, int | float) for bound in value):
+        return float(value[0]), float(value[1])
+    if isinstance(value, dict):
+        for low, high in _BOUNDS:
+            if value.get(low) is not None and value.get(high) is not None:
+                return float(value[low]), float(value[high])
+    return None
+
+
+def read_verification(document: Document, exit_code: int | None) -> Document:
+    """Select what is recorded of the JSON document of ``autotune verify``, old or new."""
+    promised, obtained = document.get("promised", {}), document.get("obtained", {})
+    return {
+        "promised_samples_per_second": promised.get("samples_per_second"),
+        "promised_interval": read_interval(promised),
+        "obtained_samples_per_second": obtained.get("samples_per_second"),
+        "obtained_interval": read_interval(obtained),
+        "verdict": _verdict(document, exit_code),
+        "misses": document.get("misses", []),
+    }
+
+
+def _verdict(document: Document, exit_code: int | None) -> str:
+    """Return ``kept``, ``missed`` or what else the document says, such as ``cannot tell``."""
+    if exit_code == MISSED_EXIT_CODE:
+        return "missed"
+    told = document.get("verdict")
+    if isinstance(told, str):
+        return told.replace("_", " ")
+    return "kept" if document.get("kept") else "missed"
+
+
+# Tables
+
+
+def table(records: Sequence[Document]) -> str:
+    """Summarize records of one or several machines."""
+    parts = [promises_table([record for record in records if record.get("kind") == "promise"])]
+    parts.append(comparison_table([record for record in records if record.get("kind") == "comparison"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def promises_table(records: Sequence[Document]) -> str:
+    """Show each search with its verification, and count the promises that were refuted."""
+    if not records:
+        return ""
+    machines = _machines(records)
+    titles = f"{'workload':<13}{'machine':>8}{'promised':>10}{'interval':>17}{'obtained':>10}{'interval':>17}"
+    lines = [titles + f"{'ratio':>7}{'busy':>6}  {'verdict':<12}{'trials':>7}{'search':>8}{'verify':>8}  winner"]
+    reasons = []
+    names = list(dict.fromkeys(record["workload"] for record in records))
+    for record in sorted(records, key=lambda record: (names.index(record["workload"]), record["date"])):
+        which = machines.index(_machine(record)) + 1
+        told = _told(record)
+        if told is None:
+            cut_off = "the run's time was over" if record.get("cut_off") else str(record.get("error"))
+            lines.append(f"{record['workload']:<13}{which:>8}  no verdict: {_last_line(cut_off)}")
+            continue
+        promised, obtained = told["promised_samples_per_second"], told["obtained_samples_per_second"]
+        ratio = f"{obtained / promised:.3f}" if promised and obtained else "?"
+        share = record.get("gpu_busy_share")
+        lines.append(
+            f"{record['workload']:<13}{which:>8}{rate(promised):>10}{_range(told['promised_interval']):>17}"
+            f"{rate(obtained):>10}{_range(told['obtained_interval']):>17}{ratio:>7}"
+            f"{'?' if share is None else f'{share:.0%}':>6}  {told['verdict']:<12}{record['trials']:>7}"
+            f"{record['search_wall_seconds']:>7.1f}s{record['verify_wall_seconds']:>7.1f}s  {record['winner']}"
+        )
+        if told["verdict"] == "missed":
+            reasons += [f"  {record['workload']}, machine {which}: {miss}" for miss in told["misses"]]
+    return "\n".join([*lines, "", *_machine_lines(records, machines), _count_line(records), *reasons])
+
+
+def _count_line(records: Sequence[Document]) -> str:
+    """Count the verdicts, runs without one aside."""
+    verdicts = [told["verdict"] for record in records if (told := _told(record)) is not None]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts)))
+    machines, refuted = plural(len(_machines(records)), "machine"), verdicts.count("missed")
+    without = len(records) - len(verdicts)
+    return f"{refuted} of {len(verdicts)} promises refuted on {machines} ({counts}); {without} without a verdict"
+
+
+def _told(record: Document) -> Document | None:
+    """Read the verification of a record; ``None`` where it has none."""
+    document = record.get("verification")
+    if document is None or record.get("verify_exit_code") not in ANSWERED:
+        return None
+    return read_verification(document, record["verify_exit_code"])
+
+
+def _machine(record: Document) -> str:
+    facts = record["facts"]
+    return f"{facts['device']} {facts['device_uuid']}, {facts['cpu']}, {plural(facts['cores'], 'core')}"
+
+
+def _machines(records: Iterable[Document]) -> list[str]:
+    return list(dict.fromkeys(_machine(record) for record in records))
+
+
+def _machine_lines(records: Sequence[Document], machines: Sequence[str]) -> list[str]:
+    """Describe each machine with the speed of its cores."""
+    lines = []
+    for number, machine in enumerate(machines, 1):
+        own = [record for record in records if _machine(record) == machine]
+        loops = [record["python_loop_seconds"] for record in own]
+        commits = ", ".join(sorted({str(record["facts"]["commit"]) for record in own}))
+        loop = f"Python loop {min(loops):.2f} to {max(loops):.2f} s"
+        lines.append(f"machine {number}: {machine}; {loop}; commit {commits}; {min(r['date'] for r in own)}")
+    return lines
+
+
+def comparison_table(records: Sequence[Document]) -> str:
+    """Show the seconds and trials of both checkouts, the ratio a workload, and the median ratio."""
+    if not records:
+        return ""
+    machines = _machines(records)
+    lines = [f"{'workload':<13}{'old s (trials)':>30}{'new s (trials)':>30}{'new / old':>11}"]
+    ratios = []
+    for workload in dict.fromkeys(record["workload"] for record in records):
+        own = [record for record in records if record["workload"] == workload]
+        good = [record for record in own if "ratio" in record]
+        failed = [str(record.get("error")) for record in own if "ratio" not in record and not record.get("cut_off")]
+        lines += [f"{workload:<13}  failed: {_last_line(error)}" for error in failed]
+        if good:
+            ratios.append(statistics.median(record["ratio"] for record in good))
+            seconds = f"{each_search(good, 'old'):>30}{each_search(good, 'new'):>30}"
+            lines.append(f"{workload:<13}{seconds}{ratios[-1]:>11.3f}")
+    if ratios:
+        lines.append(f"median of {plural(len(ratios), 'workload')}: {statistics.median(ratios):.3f}")
+    return "\n".join([*lines, "", *_machine_lines(records, machines)])
+
+
+def each_search(records: Sequence[Document], tree: str) -> str:
+    return " ".join(f"{record[tree]['search_wall_seconds']:.1f} ({record[tree]['trials']})" for record in records)
+
+
+def rate(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.1f}"
+
+
+def _range(interval: tuple[float, float] | None) -> str:
+    return "?" if interval is None else f"{interval[0]:,.1f}–{interval[1]:,.1f}"
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1][:120] if text.strip() else "?"
+
+
+def read_records(paths: Iterable[Path]) -> list[Document]:
+    """Read the JSON lines of several files; a line that was cut off is left out."""
+    records = []
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                print(f"{path}: a line is no JSON and is left out", file=sys.stderr)
+    return records
