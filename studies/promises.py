@@ -45,7 +45,7 @@ from autotune.trial import Document
 ROOT = Path(__file__).resolve().parents[1]
 _LAST_WORDS = 1500
 _GRACE_SECONDS = 10.0
-_LOOP_ITERATIONS = 20_000_000
+_LOOP_ITERATIONS = 5_000_000
 _WARM_UP = """
 import importlib, sys
 for name in ["accelerate", "datasets", "optuna", "sqlalchemy", "transformers.trainer", "torch.profiler", *sys.argv[1:]]:
@@ -221,7 +221,7 @@ class Bench:
 
 
 def python_loop_seconds() -> float:
-    """Measure how fast a core runs Python: seconds of 20 million additions in a loop."""
+    """Measure how fast a core runs Python: seconds of 5 million additions in a loop."""
     started, total = time.perf_counter(), 0
     for number in range(_LOOP_ITERATIONS):
         total += number
