@@ -67,9 +67,8 @@ test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
 
 # The core of the suite: what is used of the libraries, real trials and one whole search, all on the CPU.
-CORE := tests/contracts tests/store/test_store_opening.py tests/test_dashboard.py tests/test_search_optuna.py \
-	$(addprefix tests/worker/test_,fake_allocator.py feed.py measure.py own_trials.py reading.py worker_facts.py \
-	worker_trials.py) \
+CORE := tests/contracts tests/test_dashboard.py tests/test_search_optuna.py::TestOptunasSamplers \
+	$(addprefix tests/worker/test_,fake_allocator.py own_trials.py reading.py worker_facts.py worker_trials.py) \
 	tests/cli/test_cli_reuse.py::test_repeated_under_another_name_no_process_is_started
 VERSIONS ?= oldest newest
 # Both with the torch whose CPU build is at hand; another comes with CUDA, some gigabytes: make test-versions TORCH=2.11.0
