@@ -22,7 +22,7 @@ from autotune.sampler import candidate_of, distributions, make_sampler
 from autotune.speed import Speeds
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
-from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome
+from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
 
 _INTERRUPTED = "interrupted"
 
@@ -271,9 +271,10 @@ class Search:
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
         """What a trial would show, where earlier studies tell. A second measurement is a process of its own."""
-        if self._library is None or (stage == "final" and self._history.processes(candidate) > 0):
+        if self._library is None:
             return None
-        return self._library.answer(candidate, effort, in_full=stage == "final")
+        known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}
+        return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
 
     def _reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> None:
         """Take an earlier trial's outcome for that of this one."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autotune.limits import HOST_BOUND, what_limits
 from autotune.measuring import mean_step
 from autotune.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
-from autotune.trial import Candidate, Completed, Measurement, Outcome
+from autotune.trial import Candidate, Completed, Measurement, Outcome, distinct_processes, process_of
 
 # Relative deviation between the means of processes, with the degrees of freedom that it is worth. Measured on H200
 # machines on 22 November 2026: 0.7 % with the GPU busy. Where it waits, the deviation over the share by which the GPU
@@ -48,12 +48,6 @@ class Tried:
     def measurement(self) -> Measurement | None:
         """The measurement, where the trial completed."""
         return self.outcome.measurement if isinstance(self.outcome, Completed) else None
-
-    @property
-    def process_id(self) -> str:
-        """The trial whose process was measured: an earlier one where the outcome was reused."""
-        source = self.outcome.source if isinstance(self.outcome, Completed) else None
-        return source.trial_id if source is not None else self.trial_id
 
 
 def usual_variance(busy_share: float | None, *, pinned: bool) -> Variance:
@@ -104,7 +98,7 @@ class Pool:
 
     def processes(self, candidate: Candidate) -> int:
         """Return how many processes were measured; a trial that was reused twice counts once."""
-        return len({tried.process_id for tried in self._trials.get(candidate, ())})
+        return distinct_processes((tried.trial_id, tried.outcome) for tried in self._trials.get(candidate, ()))
 
     def busy_share(self, candidate: Candidate) -> float | None:
         """Return the share of a step in which the GPU computes, as measured last; ``None`` where it never was."""
@@ -174,7 +168,7 @@ class Pool:
     def _sum_up(self) -> dict[tuple[bool, bool | None], tuple[float, float]]:
         found: dict[tuple[bool, bool | None], tuple[float, float]] = {}
         for candidate, trials in self._trials.items():
-            logs = list({tried.process_id: _log_sample_seconds(tried) for tried in trials}.values())
+            logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
             if len(logs) > 1:
                 squares, degrees = found.get(self._kind(candidate), (0.0, 0.0))
                 found[self._kind(candidate)] = squares + squares_about_mean(logs)[1], degrees + len(logs) - 1
@@ -184,7 +178,7 @@ class Pool:
 def _counting(trials: Sequence[Tried]) -> list[Tried]:
     """Those that speak for a candidate: run in full where there are such, each process once."""
     whole = [tried for tried in trials if tried.in_full] or list(trials)
-    return list({tried.process_id: tried for tried in whole}.values())
+    return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
 
 def _busy_share(trials: Iterable[Tried]) -> float | None:

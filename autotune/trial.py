@@ -316,11 +316,6 @@ def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
     )
 
 
-def were_measured_in_turn(outcomes: Iterable[Outcome]) -> bool:
-    """Return whether outcomes can be compared as measured one after the other: none is from an earlier study."""
-    return all(source_of(outcome) is None for outcome in outcomes)
-
-
 def outcome_document(outcome: Outcome) -> Document:
     """An outcome as JSON-ready data."""
     return dataclasses.asdict(outcome)

@@ -36,7 +36,6 @@ from autotune.trial import (
     outcome_from_document,
     process_of,
     source_of,
-    were_measured_in_turn,
 )
 from autotune.units import GIB, MIB
 
@@ -224,8 +223,6 @@ class TestProcesses:
         assert reused is not None
         assert distinct_processes([("a", reused), ("b", reused)]) == 1
         assert distinct_processes([("a", reused), ("b", own), ("c", own)]) == 3
-        assert not were_measured_in_turn([own, reused])
-        assert were_measured_in_turn([own, own])
 
     def test_a_derived_one_does_not_count(self) -> None:
         known = library(past(Candidate(BF16, 16, 4), measured(Candidate(BF16, 16, 4))))

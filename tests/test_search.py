@@ -297,6 +297,15 @@ class TestFinal:
         # Pinning changed nothing here, so it is not recommended.
         assert not run.best.candidate.arm.cpu_affinity
 
+    def test_a_reused_trial_is_no_second_measurement(self, store: Store) -> None:
+        """The first study measured the winner in one process; the second asks for another one."""
+        search(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), study="first")
+        noisy = always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95)
+        best = Candidate(Arm("bf16"), 32, 2)
+        library = search(store, noisy, study="second")
+        assert noisy.jobs == []
+        assert [trial.candidate for trial in library.trials].count(best) == 1
+
     def test_a_step_of_a_minute_is_not_run_whole_and_has_time(self, store: Store) -> None:
         """8 samples a second at effective batch 512: a whole final would take five minutes."""
         runner = ComputedRunner(lambda _: GIB, lambda c: c.samples_per_step / 8)
