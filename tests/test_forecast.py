@@ -14,7 +14,7 @@ from autotune.answers import KeptPredictions
 from autotune.device.chips import CHIPS, Chip
 from autotune.forecast import Forecast, Target
 from autotune.loop import Search
-from autotune.memory import MemoryModel, Question, questions
+from autotune.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.runner.local import TrialJob
 from autotune.store import Store
@@ -285,13 +285,33 @@ LINE_MIB = prepared().ceiling.line_bytes // MIB
 
 
 def test_a_measured_peak_corrects_its_class() -> None:
-    model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 32, 2, LINE_MIB - 100))
+    model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 32, 2, LINE_MIB - 500))
     larger = Candidate(Arm("fp16"), 32, 2)
     assert model.likely_fits(larger)
     model.learn(Candidate(Arm("bf16"), 16, 4), peak(14600))
-    assert model.peak_allocated_bytes(larger) == (LINE_MIB + 500) * MIB
+    assert model.peak_allocated_bytes(larger) == (LINE_MIB + 100) * MIB
     assert not model.likely_fits(larger)
     assert model.peak_allocated_bytes(Candidate(Arm("tf32"), 32, 2)) is None
+
+
+def test_what_is_reserved_is_predicted_as_an_interval() -> None:
+    plain, checkpointed = Arm("bf16"), Arm("bf16", True)
+    model = model_of(
+        (plain, 16, 4, 20000), (checkpointed, 16, 4, 20000), (checkpointed, 32, 2, round(LINE_MIB * 0.985))
+    )
+    predicted = model.prediction(Candidate(plain, 16, 4))
+    assert predicted is not None
+    # No less is reserved than is allocated.
+    assert reserved_interval(predicted, plain) == (20000 * MIB, 20280 * MIB)
+    assert reserved_interval(predicted, checkpointed) == (20000 * MIB, 20440 * MIB)
+    loose = dataclasses.replace(predicted, peak_allocated_bytes=16000 * MIB)
+    assert reserved_interval(loose, checkpointed) == (18900 * MIB, 20440 * MIB)
+    assert model.likely_fits(Candidate(checkpointed, 16, 4))
+    assert not model.likely_fits(Candidate(checkpointed, 32, 2)), "its upper end is over the line"
+    expanding = dataclasses.replace(plain, expandable_segments=True)
+    predicted = model.prediction(Candidate(expanding, 16, 4))
+    assert predicted is not None
+    assert reserved_interval(predicted, expanding) == (20060 * MIB, 20900 * MIB)
 
 
 def test_an_unchecked_prediction_rules_nothing_out() -> None:

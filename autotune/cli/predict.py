@@ -221,6 +221,7 @@ def _batches(space: Space) -> list[int]:
 
 
 def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
+    from autotune.memory import reserved_interval
     from autotune.trial import Candidate
 
     largest = model.largest_batch(arm)
@@ -237,6 +238,7 @@ def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
                     "gradient_accumulation_steps": accumulation,
                     "peak_allocated_bytes": prediction.peak_allocated_bytes,
                     "peak_reserved_bytes": prediction.peak_reserved_bytes,
+                    "peak_reserved_interval_bytes": list(reserved_interval(prediction, arm)),
                     "fits": prediction.fits,
                     "anatomy_bytes": prediction.anatomy,
                 }

@@ -42,6 +42,8 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
         for row in arm["batches"]:
             assert row["per_device_train_batch_size"] * row["gradient_accumulation_steps"] == 64
             assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 16 * 4_000_000
+            low, high = row["peak_reserved_interval_bytes"]
+            assert row["peak_allocated_bytes"] <= low <= row["peak_reserved_bytes"] <= high
             assert row["fits"]
 
 
