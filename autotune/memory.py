@@ -108,8 +108,8 @@ _MOST_FRAGMENTED = 0.27
 
 
 # Measured over predicted peaks of reserved bytes, less one: the 2.5 % and 97.5 % quantiles of 118 recorded cells
-# without checkpointing and 177 with it (16 models, H200, studies/landscapes). Where blocks come to lie differs a little,
-# and now and then that decides whether a block of the largest size is used again.
+# without checkpointing and 177 with it (16 models, H200, studies/landscapes). Where blocks come to lie differs a
+# little, and now and then that decides whether a block of the largest size is used again.
 _RESERVED_SPREAD = (-0.005, 0.014)
 _RESERVED_SPREAD_CHECKPOINTED = (-0.055, 0.022)
 
