@@ -30,6 +30,9 @@ _LARGER_BATCH_GAIN = 1.33
 # How many times as long the GPU computes in tf32 as in bf16, at least: 2.2 with BERT-large, 1.7 with a checkpointed
 # ViT-large (CUPTI, H200, 22 November 2026), and 2 by the data sheets. Less, since two models are few.
 _TF32_TIMES = 1.4
+# How many times as long the GPU computes in a step with recomputation, at least. The forward pass is repeated, a third
+# of the operations of a step without that; on recorded landscapes it cost 17 % or more.
+_RECOMPUTING_TIMES = 1.15
 # An arm this far behind is not followed to other batches where nothing is known of what limits it.
 _HOPELESS = 0.75
 FAR_ENOUGH = 0.75
@@ -111,10 +114,12 @@ class ArmView:
         more = top - max(smaller)
         return Seconds((high.value - low.value) / more, math.hypot(high.half_width, low.half_width) / more)
 
-    def gpu_bound(self) -> float | None:
-        """The most samples a second that any batch of this arm can reach; ``None`` where no GPU time was measured.
+    def gpu_bound(self, *, at_any_batch: bool = False) -> float | None:
+        """The most samples a second that this arm can reach; ``None`` where no GPU time was measured.
 
-        By the GPU time that a sample took, and by the slope where two batches are known.
+        By the GPU time that a sample took, and by the slope where two batches are known. A sample takes no less GPU
+        time in a smaller batch, so only batches that are still open can gain on the largest that was measured.
+        ``at_any_batch`` is for arms that need less memory than this one, and so can have larger batches.
         """
         bounds = []
         for batch, tried in self.feasible.items():
@@ -123,10 +128,12 @@ class ArmView:
                 bounds.append((batch, speed_of(tried) / share))
         if not bounds:
             return None
+        largest, bound = max(bounds)
+        if at_any_batch or any(batch > largest and self.open(batch) for batch in self.judge.batches_in_reach()):
+            bound *= _LARGER_BATCH_GAIN
         cost = self.seconds_a_sample(max(self.feasible))
         by_slope = cost.value - cost.half_width if cost is not None else 0.0
-        by_gpu = max(bounds)[1] * _LARGER_BATCH_GAIN
-        return min(by_gpu, 1 / by_slope) if by_slope > 0 else by_gpu
+        return min(bound, 1 / by_slope) if by_slope > 0 else bound
 
 
 class Speeds:
@@ -212,9 +219,12 @@ class Speeds:
         Recomputing takes more GPU time still, so that bf16 without it bounds tf32 with it, too.
         """
         twin = dataclasses.replace(arm, precision="bf16")
-        twins = (twin, dataclasses.replace(twin, gradient_checkpointing=False))
-        bounds = [bound for bound in (self.view(other).gpu_bound() for other in twins) if bound is not None]
-        return bool(bounds) and min(bounds) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
+        plain = dataclasses.replace(twin, gradient_checkpointing=False)
+        bounds = [self.view(twin).gpu_bound()]
+        if twin != plain and (bound := self.view(plain).gpu_bound(at_any_batch=True)) is not None:
+            bounds.append(bound / _RECOMPUTING_TIMES)
+        known = [bound for bound in bounds if bound is not None]
+        return bool(known) and min(known) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
 
     def _is_out(self, arm: Arm) -> bool:
         """Whether an arm has no chance, though it was not measured."""
@@ -233,8 +243,8 @@ class Speeds:
     def _recomputing(self, arm: Arm) -> str | None:
         """Why larger batches that checkpointing allows cannot make up for what recomputing costs."""
         twin = self.view(dataclasses.replace(arm, gradient_checkpointing=False))
-        bound = twin.gpu_bound()
-        if bound is None or bound >= self.best() * (1 + self._history.tolerance):
+        bound = twin.gpu_bound(at_any_batch=True)
+        if bound is None or bound / _RECOMPUTING_TIMES >= self.best() * (1 + self._history.tolerance):
             return None
         share = speed_of(twin.feasible[twin.fastest()]) / self.best()
         return f"without it {share:.0%} of the best was reached, and no larger batch gains what recomputing costs"
