@@ -12,9 +12,8 @@ from autotune.store import NOTHING_LEFT, TrialRecord
 from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
 from autotune.units import format_seconds, plural
 
-# The median of a few steps and that of 150 differed by no more than this where a step takes long
-# enough; a wider interval than that deserves a word.
-_WIDE_SPREAD = 0.03
+# Half the interval of the next run's speed, relative, above which a promise says little.
+_WIDE_PROMISE = 0.1
 # The baseline is measured roughly; this is no rough figure any more.
 _VERY_WIDE_SPREAD = 0.2
 
@@ -37,11 +36,8 @@ def notes(report: Report) -> list[str]:
     is_cut_short = not (report.study.stopped_because or "").startswith(NOTHING_LEFT)
     if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
         found.append("nothing but one configuration was measured: give the search more --trials or --time-budget")
-    if measured and measured.relative_spread > _WIDE_SPREAD:
-        found.append(
-            f"the winner's step time is uncertain by ± {measured.relative_spread:.0%}: the machine was noisy"
-            + (" when that was measured; --fresh measures anew" if best and source_of(best.outcome) else "")
-        )
+    if best is not None and measured:
+        found += _wide_promise(report, best, measured)
     baseline = measurement(report.baseline)
     if baseline and best and best != report.baseline and baseline.relative_spread > _VERY_WIDE_SPREAD:
         found.append(
@@ -62,6 +58,18 @@ def notes(report: Report) -> list[str]:
     if report.study.state != "finished":
         found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
     return found
+
+
+def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """Why the next run may be much slower or faster than the winner was measured, where it may."""
+    speed = report.speed(best)
+    if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
+        return []
+    told = f"the next run may differ from the winner's speed by {speed.relative_half_width:.0%}: "
+    if report.history.is_host_bound(best.candidate):
+        return [told + "the GPU waits for the host, whose speed differs from process to process"]
+    anew = " when that was measured; --fresh measures anew" if source_of(best.outcome) else ""
+    return [f"{told}the machine was noisy{anew}"]
 
 
 def _disturbances(report: Report) -> list[str]:

@@ -194,9 +194,10 @@ def test_what_new_shapes_cost_is_told_where_one_would_notice(changes: dict[str, 
     assert told in text if told else "for the first time" not in text
 
 
+NOISY = Completed(dataclasses.replace(completed(300.0).measurement, step_seconds_each=(0.1, 0.3, 0.24)))
 NOTES: dict[str, tuple[Report, str]] = {
     "micro-steps": (report(BASELINE, trial(1, BF16, 8, completed(300, micro_steps=3))), "with 3 of its 8 micro-steps"),
-    "noise": (report(BASELINE, trial(1, BF16, 32, completed(300, spread=0.31))), "uncertain by ± 31%"),
+    "noise": (report(BASELINE, trial(1, BF16, 32, NOISY)), "differ from the winner's speed by"),
     "world": (report(BASELINE, WINNER, world_size=4), "4 of them also spend time"),
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
     "near": (report(BASELINE, WINNER, trial(2, FP16, 32, completed(313.0))), "32 × 2  fp16 was faster by 0.7%"),
