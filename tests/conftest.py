@@ -8,15 +8,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import warm
 from machine import Machine, compile_library
 
 from autotune.device import Device, find_device
+from autotune.runner import launch
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
 os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
+
+# Runners start their servers warm, but within warm.cold(): most of a cold search is imports.
+launch.start_module = warm.start_module
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from checkout import ROOT
 
 from autotune import api
@@ -52,19 +54,20 @@ print(json.dumps({
 """
 
 
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
+def run_python(code: str, folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own; ``cold`` starts it as users do, see ``warm``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
+    with warm.cold() if cold else contextlib.nullcontext():
+        return warm.run(
+            [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        )
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script above prints."""
-    ended = run_python(SCRIPT, tmp_path_factory.mktemp("api"))
+    ended = run_python(SCRIPT, tmp_path_factory.mktemp("api"), cold=True)
     assert ended.returncode == 0, ended.stderr
     document: dict[str, Any] = json.loads(ended.stdout)
     assert "study mine on cpu" in ended.stderr
@@ -73,7 +76,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_importing_it_imports_nothing(tmp_path: Path) -> None:
     """Not even by naming what is there."""
-    ended = run_python("import autotune, sys; print(dir(autotune), *sys.modules, sep='\\n')", tmp_path)
+    ended = run_python("import autotune, sys; print(dir(autotune), *sys.modules, sep='\\n')", tmp_path, cold=True)
     names, *modules = ended.stdout.splitlines()
     assert "'search'" in names
     assert "'Result'" in names

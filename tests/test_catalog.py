@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import warm
 
 import autotune
 from autotune import catalog
@@ -189,9 +190,9 @@ def entry_of(name: str) -> catalog.CatalogEntry:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, object]:
-    child = subprocess.run(
+    child = warm.run(
         [sys.executable, "-c", BUILD_ALL],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,
         text=True,
         check=False,

@@ -7,12 +7,12 @@ import dataclasses
 import json
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 import yaml
 from arbitrary import WORDS, candidates
 from hypothesis import HealthCheck, given, settings
@@ -118,7 +118,7 @@ def answers(fields: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
         (folder / name).mkdir()
         for form in FORMATS:
             (folder / name / f"export.{form}").write_text(render(export_of(name, fields, workload), form))
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, str(LOADER), str(folder)],
         cwd=folder,
         env=one_gpu_at_most(),

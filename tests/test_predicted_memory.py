@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,14 +21,18 @@ RECORDED = ("distilbert-base-uncased", "roberta-base", "ModernBERT-base", "vit-l
 CELLS = ROOT / "studies" / "landscapes" / "memory_cells_h200.jsonl"
 
 
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return warm.run([sys.executable, *words], capture_output=True, text=True, timeout=280, cwd=ROOT, env=variables)
+
+
 @pytest.fixture(scope="module")
 def cells() -> list[dict[str, Any]]:
     """Every completed cell of the recorded boundaries with its prediction."""
     files = [str(ROOT / "studies" / "landscapes" / f"{name}_h200_24GiB_boundary.jsonl") for name in RECORDED]
     script = Path(__file__).with_name("predict_recorded.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *files], capture_output=True, text=True, timeout=280, cwd=ROOT, check=False
-    )
+    done = run(str(script), *files)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -62,8 +68,7 @@ def accumulating() -> list[dict[str, Any]]:
     """Cells of three architectures, with accumulation up to 32, each of whose micro-steps was run."""
     script = ROOT / "studies" / "memory_cells.py"
     models = ["google/vit-large-patch16-224", "gpt2-medium", "t5-base"]
-    command = [sys.executable, str(script), "compare", str(CELLS), "--json", "--models", *models]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
+    done = run(str(script), "compare", str(CELLS), "--json", "--models", *models)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -6,11 +6,11 @@ import fnmatch
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import warm
 from checkout import ROOT, files
 
 from autotune.cli.main import cli, exit_codes
@@ -115,9 +115,7 @@ def run(*words: str, folder: Path) -> str:
     """What a Python program says on stdout; an error of the test where it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": path}
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
+    ended = warm.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

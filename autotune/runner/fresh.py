@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 from autotune.device import Device
 from autotune.errors import TrialServerError
 from autotune.pipes import wait_until_ready, write_all
+from autotune.runner import launch
 from autotune.runner.ending import tail
 from autotune.runner.environment import server_environment
 from autotune.scratch import make_scratch
@@ -60,16 +59,7 @@ def _said_by(
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(log_path, "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(write_fd)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[write_fd],
-                env={**environment, **variables},
-                # Ctrl-C in a terminal reaches the whole foreground group; who waits here decides.
-                start_new_session=True,
-            )
+            process = launch.start_module(module, write_fd, log, {**environment, **variables})
     except OSError as error:
         os.close(read_fd)
         raise TrialServerError(f"no process could be started: {error}", f"make room beside {log_path}") from error

@@ -23,6 +23,7 @@ from autotune.device import Device
 from autotune.device.host import oom_kills
 from autotune.errors import InvalidRequestError, TrialServerError
 from autotune.pipes import LineReader, wait_until_ready, write_all
+from autotune.runner import launch
 from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
 from autotune.runner.environment import server_environment
 from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
@@ -145,16 +146,7 @@ class LocalRunner:
         read_fd, write_fd = os.pipe()
         try:
             with open(self.server_log, "ab") as log:
-                server = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[write_fd],
-                    env=self._environment(),
-                    # Ctrl-C in a terminal reaches the whole foreground group; the controller alone decides.
-                    start_new_session=True,
-                )
+                server = launch.start_module("autotune.worker.server", write_fd, log, self._environment())
         except BaseException:
             os.close(read_fd)
             raise

@@ -1,7 +1,8 @@
-"""Running the command line: as a process of its own, or within this one where that is enough."""
+"""Running the command line: within this process, in a process forked from a warm one, or from a cold start."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from autotune.cli.main import main
 
@@ -47,18 +49,19 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "autotune", *arguments]
 
 
-def run_process(*arguments: str, folder: Path, **variables: str) -> Ran:
-    """Run a command to its end in a process of its own, in ``folder``."""
-    ended = subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        env={**environment(), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=280,
-    )
+def run_process(*arguments: str, folder: Path, cold: bool = False, **variables: str) -> Ran:
+    """Run a command to its end in a process of its own, in ``folder``; ``cold`` starts it as users do, see ``warm``."""
+    with warm.cold() if cold else contextlib.nullcontext():
+        ended = warm.run(
+            command(*arguments),
+            cwd=folder,
+            env={**environment(), **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=280,
+        )
     return Ran(ended.returncode, ended.stdout, ended.stderr)
 
 

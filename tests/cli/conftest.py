@@ -14,7 +14,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> Studied:
     """The study; the database is one file, which tests only read."""
     folder = tmp_path_factory.mktemp("studied")
     options = ("--effective-batch", "16", "--trials", "3", "--study", "tiny")
-    ran = run_process(*TINY_SEARCH, *options, "--storage", "studies.db", "--json", folder=folder)
+    ran = run_process(*TINY_SEARCH, *options, "--storage", "studies.db", "--json", folder=folder, cold=True)
     assert ran.code == 0, ran.stderr
     return Studied("tiny", str(folder / "studies.db"), ran, json.loads(ran.stdout))
 

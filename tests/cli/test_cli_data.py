@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from command_line import ROOT, Ran, Run, environment, run_process
 from own_data import samples, texts, write_jsonl, write_tokenizer
 
@@ -38,7 +39,7 @@ def searched(place: Path) -> Ran:
     ran = run_process(
         *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
         "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
-        "--memory-limit", f"{LIMIT_BYTES}B", folder=place,
+        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=True,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     return ran
@@ -78,7 +79,7 @@ def test_the_winner_survives_an_epoch_in_shuffled_order(searched: Ran, place: Pa
 
     def train(cap_bytes: int) -> subprocess.CompletedProcess[str]:
         words = ["train.jsonl", "tokenizer", "arguments.json", str(cap_bytes), str(SEQ_LEN)]
-        return subprocess.run(
+        return warm.run(
             [sys.executable, str(ROOT / "tests" / "train_epoch.py"), *words],
             cwd=place, env=environment(), capture_output=True, text=True, timeout=250,
         )  # fmt: skip

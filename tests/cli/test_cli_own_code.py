@@ -6,12 +6,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import warm
 from command_line import ROOT, Ran, Run, environment, run_process
 from test_cli_errors import check_error
 from texts import write_texts
@@ -30,10 +30,10 @@ class Searched:
     folder: Path
     ran: Ran
 
-    def search(self, *words: str) -> Ran:
+    def search(self, *words: str, cold: bool = False) -> Ran:
         """Another one there."""
         variables = {"HF_DATASETS_CACHE": str(self.folder / "cache")}
-        return run_process("search", "--device", "cpu", *words, folder=self.folder, **variables)
+        return run_process("search", "--device", "cpu", *words, folder=self.folder, cold=cold, **variables)
 
 
 STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "3")
@@ -46,7 +46,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     write_texts(folder / "train.csv")
     (folder / "out").mkdir()
     (folder / "out" / "kept").touch()
-    ran = Searched(folder, Ran(0, "", "")).search(*STUDY, "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    words = (*STUDY, "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    ran = Searched(folder, Ran(0, "", "")).search(*words, cold=True)
     return Searched(folder, ran)
 
 
@@ -91,7 +92,7 @@ def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: P
     write_texts(tmp_path / "train.csv")
     opposite = ("--fp16", "true", "--gradient_accumulation_steps", "7", "--optim", "sgd")
     own = (*OWN_SETTINGS, *opposite, "--output_dir", "trained", "--max_steps", "2")
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, SCRIPT[1], *own, *shlex.split(exported.stdout)],
         cwd=tmp_path,
         env={**environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache")},
@@ -135,7 +136,8 @@ def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched) -> None
 
 def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> None:
     trainer = str(OWN_CODE / "build_trainer.py")
-    ran = run_process("search", "--device", "cpu", "--trials", "2", "--trainer", trainer, "--json", folder=tmp_path)
+    words = ("--device", "cpu", "--trials", "2", "--trainer", trainer, "--json")
+    ran = run_process("search", *words, folder=tmp_path, cold=True)
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
     assert document["study"] == "build_trainer-build"

@@ -31,6 +31,7 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
         "--precision",
         "fp16",
         folder=tmp_path,
+        cold=True,
     )
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)

@@ -41,7 +41,8 @@ def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     """The trials that are there stay as they are; the new ones have the recorded options."""
     storage = tmp_path / "copy.db"
     shutil.copy(studied.storage, storage)
-    ran = run_process("resume", "tiny", "--trials", "4", "--storage", str(storage), "--json", folder=tmp_path)
+    words = ("tiny", "--trials", "4", "--storage", str(storage), "--json")
+    ran = run_process("resume", *words, folder=tmp_path, cold=True)
     assert ran.code == 0, ran.stderr
     assert "the study tiny was finished, 3 trials recorded" in ran.stderr
     assert "configuration" in ran.stderr

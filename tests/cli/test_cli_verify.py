@@ -39,7 +39,7 @@ def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Pa
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     words = ("verify", "tiny", "--steps", "20", "--storage", studied.storage, "--json")
-    ran = run_process(*words, folder=tmp_path, TMPDIR=str(temporary))
+    ran = run_process(*words, folder=tmp_path, cold=True, TMPDIR=str(temporary))
     assert ran.code in (0, 11), ran.stderr
     document = json.loads(ran.stdout)
     assert (document["verdict"] == "missed") == (ran.code == 11) == bool(document["misses"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
@@ -50,7 +51,8 @@ def runner(
         patch.setenv("TMPDIR", str(temporary))
         for name, value in LAUNCHED.items():
             patch.setenv(name, value)
-        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
+        # Started cold, as users do.
+        with warm.cold(), LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
             facts = started.inspect()
             assert facts["model"]["class"] == "BertForSequenceClassification"
             yield started

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from data_reading import Read
 from own_data import write_tokenizer
 from server_client import ServerClient
@@ -20,7 +22,10 @@ from autotune.device import Device
 @pytest.fixture(scope="session")
 def trial_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerClient]:
     """A server that imported everything already; whoever kills it must have one of their own."""
-    with ServerClient(cpu, tmp_path_factory.mktemp("server")) as server:
+    # Cold: a process that has imported more has memory left over, and some of these tests limit it to a few MiB.
+    with contextlib.ExitStack() as stack:
+        with warm.cold():
+            server = stack.enter_context(ServerClient(cpu, tmp_path_factory.mktemp("server")))
         yield server
 
 

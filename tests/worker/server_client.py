@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.device import Device
@@ -62,15 +61,8 @@ class ServerClient:
     def __enter__(self) -> ServerClient:
         read_fd, write_fd = os.pipe()
         with open(self._folder / "server.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "autotune.worker.server", str(write_fd)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[write_fd],
-                env=server_environment(self._device, os.environ, offline=True),
-                start_new_session=True,
-            )
+            environment = server_environment(self._device, os.environ, offline=True)
+            self.process = warm.start_module("autotune.worker.server", write_fd, log, environment)
         os.close(write_fd)
         self._reports = os.fdopen(read_fd, "rb")
         self._send({"workload": None})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from typing import Any
 
 import pytest
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,7 +149,8 @@ print(json.dumps({"peaks": peaks, "inputs": inputs, "grown": grown, "bytes": ste
 
 @pytest.fixture(scope="module")
 def scaled() -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", _SCALED], capture_output=True, text=True, timeout=240, check=False)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = warm.run([sys.executable, "-c", _SCALED], capture_output=True, text=True, timeout=240, env=variables)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

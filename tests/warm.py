@@ -1,0 +1,203 @@
+"""Python processes without the seconds that importing torch and transformers takes: forked from one that has done it.
+
+``Popen`` and ``run`` are those of ``subprocess``, for ``[sys.executable, …]``. The first call starts one process (see
+``zygote``) that imports everything; from then on each process is a fork of that one, and a child of who asked for it:
+it has its own id, exit code, signals, files and environment. What a fork would not do as a new process does is
+started as usual, in ``cold()`` everything.
+
+What such a process does not show: whether it imports all that it uses, and what importing costs. Each command has a
+test for that which starts it cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import zygote
+
+_PYTHON = sys.executable
+_PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
+
+_REPORT_VARIABLE = "WARM_REPORT"
+"""Names a file that gets a line for every process asked for: forked, or why it was started cold."""
+
+# Read where they are used, not when something is imported; others must be as they were when the imports were made.
+_FREE_VARIABLES = {
+    "COLUMNS", "FORCE_COLOR", "HF_DATASETS_CACHE", "LINES", "NO_COLOR", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "SHLVL", "TERM", "TMPDIR", "TOKENIZERS_PARALLELISM", "_", _REPORT_VARIABLE,
+}  # fmt: skip
+_FREE_PREFIX = "AUTOTUNE_"
+_NOT_FREE = {"AUTOTUNE_COLD_TRIALS"}
+_HAS_GPU = Path("/dev/nvidiactl").exists()
+_NO_GPU = ("", "-1")
+
+_lock = threading.Lock()
+_is_off = threading.local()
+_connection: zygote.Connection | None = None
+_connected_in: int | None = None
+_variables: dict[str, str] = {}
+
+
+class NotWarmError(Exception):
+    """A fork would differ from a new process in what the message says."""
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """Start every process anew meanwhile, as users do."""
+    before = getattr(_is_off, "value", False)
+    _is_off.value = True
+    try:
+        yield
+    finally:
+        _is_off.value = before
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen`` whose Python processes are forked from a warm one where that makes no difference."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        call = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments  # type: ignore[attr-defined]
+        try:
+            request, fds = _request(call)
+            with _lock:
+                self.pid = _fork(request, fds)
+        except NotWarmError as why:
+            _report(call["args"], f"cold: {why}")
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        _report(call["args"], "warm")
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[end] for end in ends))  # type: ignore[attr-defined]
+
+
+def run(
+    arguments: list[str],
+    *,
+    input: str | bytes | None = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run`` with the ``Popen`` above."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(arguments, **options) as process:
+        try:
+            stdout, stderr = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    ended = subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+    if check:
+        ended.check_returncode()
+    return ended
+
+
+def start_module(
+    module: str, result_fd: int, log: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a worker process; takes the place of ``autotune.runner.launch.start_module``."""
+    return Popen(
+        [sys.executable, "-P", "-m", module, str(result_fd)],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        pass_fds=[result_fd],
+        env=dict(environment),
+        start_new_session=True,
+    )
+
+
+def connect(connection: zygote.Connection, variables: dict[str, str]) -> None:
+    """Use this warm process, which has imported under these environment variables."""
+    global _connection, _connected_in, _variables
+    _connection, _connected_in, _variables = connection, os.getpid(), variables
+
+
+def _report(words: Any, how: str) -> None:
+    path = os.environ.get(_REPORT_VARIABLE)
+    if path:
+        with open(path, "a") as report:
+            report.write(f"{how}\t{os.environ.get('PYTEST_CURRENT_TEST', '?')}\t{' '.join(map(str, words))[:200]!r}\n")
+
+
+def _request(call: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """What the warm process must know, and the file descriptors for it; ``NotWarmError`` where it cannot do it."""
+    if sys.platform != "linux":
+        raise NotWarmError("no Linux")
+    if getattr(_is_off, "value", False):
+        raise NotWarmError("asked for")
+    words = [os.fspath(word) for word in call["args"]] if not isinstance(call["args"], str | bytes) else []
+    if not words or words[0] != _PYTHON:
+        raise NotWarmError("another program")
+    plain = {"preexec_fn": None, "close_fds": True, "shell": False, "uid": None, "gid": None, "gids": None, "umask": -1}
+    for name, value in plain.items():
+        if call[name] != value:
+            raise NotWarmError(name)
+    environment = dict(os.environ if call["env"] is None else call["env"])
+    _check_environment(environment)
+    targets = {number: fd for number, end in enumerate(("p2cread", "c2pwrite", "errwrite")) if (fd := call[end]) != -1}
+    targets = {0: 0, 1: 1, 2: 2} | targets | {fd: fd for fd in call["pass_fds"]}
+    request = {
+        "words": words[1:],
+        "environment": environment,
+        "folder": os.path.abspath(os.fspath(call["cwd"]) if call["cwd"] is not None else os.getcwd()),
+        "new_session": bool(call["start_new_session"]),
+        "targets": list(targets),
+    }
+    return request, list(targets.values())
+
+
+def _check_environment(environment: dict[str, str]) -> None:
+    if _HAS_GPU and environment.get("CUDA_VISIBLE_DEVICES", "0") not in _NO_GPU:
+        raise NotWarmError("a GPU is visible")
+    _start()
+    for name in environment.keys() | _variables.keys():
+        if environment.get(name) == _variables.get(name) or name in _FREE_VARIABLES or name == "CUDA_VISIBLE_DEVICES":
+            continue
+        if not name.startswith(_FREE_PREFIX) or name in _NOT_FREE:
+            raise NotWarmError(f"{name}={environment.get(name)}")
+
+
+def _start() -> None:
+    """Start the process that imports everything, unless that is done."""
+    global _connection
+    with _lock:
+        if _connection is not None and _connected_in == os.getpid():
+            return
+        root = Path(__file__).resolve().parents[1]
+        paths = [str(root), str(root / "tests")]
+        variables = {name: value for name, value in os.environ.items() if name not in _FREE_VARIABLES}
+        variables |= {"CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        connect(zygote.start(_PYTHON, {**variables, "PYTHONPATH": os.pathsep.join(paths)}), variables)
+
+
+def _fork(request: dict[str, Any], fds: list[int]) -> int:
+    """Have a process forked; its id. It is this process's child then."""
+    assert _connection is not None
+    prctl = ctypes.CDLL(None).prctl
+    # Its first parent ends at once, and orphans go to their nearest ancestor that wants them.
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        answer = _connection.ask(request, fds)
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    if "refused" in answer:
+        raise NotWarmError(answer["refused"])
+    return int(answer["pid"])
