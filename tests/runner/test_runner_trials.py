@@ -94,7 +94,8 @@ def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner, temporar
     outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
     phase = [record["phase"] for record in records if "phase" in record][-1]
     assert outcome == Failed("timeout", "stopped after the time limit of 3 s", phase)
-    assert list(temporary.iterdir()) == []
+    # torch makes a cache for all processes of a user where nothing has told it of another.
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert isinstance(run_trial(runner), Completed)
 
 
