@@ -130,7 +130,7 @@ class Result:
         return importlib.import_module("pandas").DataFrame(self.records)
 
     def plot(self) -> Any:
-        """Samples a second over the batch, a line an arm, as matplotlib ``Axes``.
+        """Draw samples a second against peak memory, with the ceiling, and return matplotlib ``Axes``.
 
         ``InvalidRequestError`` where matplotlib is not installed.
         """

@@ -6,40 +6,84 @@ import importlib
 import importlib.util
 from typing import Any
 
+from autotune.chart_data import SpeedChart, SpeedPoint, speed_chart
 from autotune.errors import InvalidRequestError
-from autotune.report import Report, measurement
-from autotune.trial import OutOfMemory
+from autotune.report import Report
+from autotune.units import GIB, MIB, format_bytes
+
+_MARKERS = "os^Dp"
 
 
 def plot_trials(report: Report) -> Any:
-    """Samples a second over the per-device batch, a line an arm; ``×`` at the bottom where memory ran out.
+    """Draw samples a second against peak memory, as the HTML report does: a mark a trial, a line an arm, the ceiling.
 
     Returns matplotlib ``Axes`` of a figure of its own; ``InvalidRequestError`` where matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidRequestError("a plot needs matplotlib, which is not installed", "pip install 'autotune[plot]'")
     axes = importlib.import_module("matplotlib.pyplot").subplots(layout="constrained")[1]
-    for arm in dict.fromkeys(trial.candidate.arm for trial in report.trials):
-        trials = [trial for trial in report.trials if trial.candidate.arm == arm]
-        points = sorted(
-            (trial.candidate.per_device_train_batch_size, found.samples_per_second, found.relative_spread)
-            for trial in trials
-            if (found := measurement(trial)) is not None
-        )
-        over = [t.candidate.per_device_train_batch_size for t in trials if isinstance(t.outcome, OutOfMemory)]
-        batches, speeds = [point[0] for point in points], [point[1] for point in points]
-        spreads = [speed * spread for _, speed, spread in points]
-        line = axes.errorbar(batches, speeds, yerr=spreads, marker="o", capsize=3, label=arm.describe())
-        axes.plot(over, [0.0] * len(over), linestyle="", marker="x", color=line[0].get_color())
-    best = report.best
-    found = measurement(best)
-    if best is not None and found is not None:
-        batch = best.candidate.per_device_train_batch_size
-        axes.plot([batch], [found.samples_per_second], marker="o", markersize=14, fillstyle="none", color="black")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("per-device batch (× where memory ran out)")
+    chart = speed_chart(report)
+    unit, name = (GIB, "GiB") if chart.cap_bytes >= 2 * GIB else (MIB, "MiB")
+    for number in range(len(chart.arms)):
+        _plot_arm(axes, chart, number, unit)
+    label = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
+    axes.axvline(chart.cap_bytes / unit, color="tab:red", label=label)
+    axes.axvspan(chart.line_bytes / unit, chart.cap_bytes / unit, color="tab:red", alpha=0.1, linewidth=0)
+    for point in chart.points:
+        if point.mark is not None:
+            _ring(axes, point, unit)
+    if chart.is_far_below_ceiling:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    fastest = max((point.samples_per_second for point in chart.points), default=1.0)
+    axes.set_ylim(0, 1.12 * fastest)
+    axes.set_xlabel(f"peak memory ({name}); × at the ceiling: out of memory")
     axes.set_ylabel("samples/s")
     axes.set_title(f"{report.study.name}, {report.environment['device_name']}")
-    axes.legend()
+    axes.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return axes
+
+
+def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
+    """Draw the trials of one arm from the smallest batch to the largest, hollow where the headroom is not kept."""
+    points = sorted((p for p in chart.points if p.arm == number), key=lambda p: p.candidate.per_device_train_batch_size)
+    line = axes.errorbar(
+        [point.peak_bytes / unit for point in points],
+        [point.samples_per_second for point in points],
+        yerr=[point.samples_per_second * (point.relative_spread or 0.0) for point in points],
+        marker=_MARKERS[number % len(_MARKERS)],
+        linewidth=1,
+        markersize=5,
+        capsize=3,
+        label=chart.arms[number].describe(),
+    )
+    color = line[0].get_color()
+    hollow = [point for point in points if not point.feasible]
+    axes.plot(
+        [point.peak_bytes / unit for point in hollow],
+        [point.samples_per_second for point in hollow],
+        linestyle="",
+        marker=_MARKERS[number % len(_MARKERS)],
+        color=color,
+        markersize=5,
+        markerfacecolor="white",
+        zorder=3,
+    )
+    # Those that ran out have no speed: they stand at the ceiling, one above the other.
+    heights = [0.03 * (place + 1) for place, over in enumerate(chart.over) if over.arm == number]
+    axes.plot(
+        [chart.cap_bytes / unit] * len(heights),
+        heights,
+        linestyle="",
+        marker="x",
+        color=color,
+        transform=axes.get_xaxis_transform(),
+    )
+
+
+def _ring(axes: Any, point: SpeedPoint, unit: int) -> None:
+    """Mark the winner or the baseline."""
+    place = point.peak_bytes / unit, point.samples_per_second
+    axes.plot([place[0]], [place[1]], marker="o", markersize=14, fillstyle="none", color="black", linestyle="")
+    axes.annotate(str(point.mark), place, xytext=(-10, 8), textcoords="offset points", ha="right", weight="bold")

@@ -21,7 +21,7 @@ def summary_lines(report: Report) -> list[str]:
     best, measured, speed = report.best, report.pooled(report.best), report.speed(report.best)
     request = report.study.request
     if best is None or measured is None or speed is None:
-        return [f"No feasible trial in the study {report.study.name}: {_counts(report)}", *_note_lines(report)]
+        return [f"No feasible trial in the study {report.study.name}: {counts_line(report)}", *_note_lines(report)]
     lines = [
         f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
         f"{best.candidate.gradient_accumulation_steps}"
@@ -42,17 +42,23 @@ def summary_lines(report: Report) -> list[str]:
         )
     elif request["measure_baseline"] and request["objective"] == "throughput":
         lines.append(f"  {report.baseline_name} did not complete, so there is no speed-up to tell")
-    lines.append(_memory_line(report, best, measured))
-    if (limit := describe_limit(best.candidate, measured)) is not None:
-        lines.append(f"  {limit}")
+    limit = describe_limit(best.candidate, measured)
+    details = [_memory_line(report, best, measured), limit, *detail_lines(report, best, measured)]
+    lines += [f"  {line}" for line in details if line is not None]
+    left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
+    return [*lines, f"  {counts_line(report)}", *left_out, *_note_lines(report)]
+
+
+def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
+    """What else is known of the winner: energy, waiting for data, the first epoch, that no larger batch fits."""
+    lines = []
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
-        lines.append(f"  {measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
+        lines.append(f"{measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
     lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
-    if request["objective"] == "max-batch":
+    if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
-    left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
-    return [*lines, f"  {_counts(report)}", *left_out, *_note_lines(report)]
+    return lines
 
 
 def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> str:
@@ -61,11 +67,11 @@ def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> st
     headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"
     if best.candidate.arm.expandable_segments:
         return (
-            f"  {format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
+            f"{format_bytes(measured.peak_allocated_bytes)} allocated at the peak, in a trial that could reserve "
             f"{format_bytes(report.ceiling.line_bytes)} of {format_bytes(cap)}; {headroom}"
         )
     reserved = format_bytes(measured.peak_reserved_bytes)
-    return f"  {reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
+    return f"{reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
 
 
 def _data_lines(measured: Measurement, workload: Document) -> list[str]:
@@ -76,16 +82,16 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
     if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
         seconds = measured.worst_batch_step_seconds
         lines.append(
-            f"  after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "
+            f"after steps of the longest samples, padded to {measured.worst_batch_tokens} tokens: "
             f"{format_bytes(measured.worst_batch_peak_reserved_bytes)}"
             + (f", {format_seconds(seconds)} a step; " if seconds else "; ")
             + "the speed is that of an epoch's mean batch"
         )
     share = waits_for_data(measured)
     if share <= LOADER_BOUND and what_limits(measured).kind == "host":
-        return [*lines, f"  {share:.1%} of a step is spent waiting for data"]
+        return [*lines, f"{share:.1%} of a step is spent waiting for data"]
     which = "the data loader" if share > LOADER_BOUND else "computing, not the data loader,"
-    return [*lines, f"  {which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
+    return [*lines, f"{which} is the bottleneck: {share:.1%} of a step is spent waiting for data"]
 
 
 def _first_epoch_lines(measured: Measurement) -> list[str]:
@@ -96,14 +102,14 @@ def _first_epoch_lines(measured: Measurement) -> list[str]:
     if count is None:
         # Code of the user's own, whose epoch nobody has looked at.
         told = (
-            f"  a batch whose shape comes for the first time takes {format_seconds(each)} longer; that is not in the "
+            f"a batch whose shape comes for the first time takes {format_seconds(each)} longer; that is not in the "
             "speed, so a first epoch of many shapes is slower"
         )
         return [told] if each > _NOTICEABLE_SHARE * measured.step_seconds else []
     if each * count < _NOTICEABLE_SECONDS:
         return []
     return [
-        f"  the first epoch takes some {format_seconds(each * count)} longer: {format_seconds(each)} for each of "
+        f"the first epoch takes some {format_seconds(each * count)} longer: {format_seconds(each)} for each of "
         f"{count} padded lengths that come for the first time (--pad-to-multiple-of makes fewer)"
     ]
 
@@ -123,7 +129,7 @@ def _was_interrupted(trial: TrialRecord) -> bool:
     return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
 
 
-def _counts(report: Report) -> str:
+def counts_line(report: Report) -> str:
     """How many trials were run and what became of them, how long it took and why it ended."""
     study = report.study
     # A trial that ended with the search did not fail.
@@ -163,10 +169,10 @@ def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
         facts = data_facts(report.workload)
         following = best.candidate.per_device_train_batch_size + (report.study.request["batch_multiple"] or 8)
         if facts is not None and facts.samples < following:
-            return [f"  the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
-        return ["  no larger batch was tried in this arm"]
+            return [f"the data has {plural(facts.samples, 'sample')}, so no larger batch was tried"]
+        return ["no larger batch was tried in this arm"]
     nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
-    return [f"  batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
+    return [f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
 
 
 def report_document(report: Report) -> Document:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from autotune.cli.options import storage_option
-
-
-class _File(click.Path):
-    """A path to write to; click itself stumbles over what no system takes for a name."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if "\0" in str(value):
-            self.fail("a file name cannot hold a null character", param, ctx)
-        return super().convert(value, param, ctx)
+from autotune.cli.output import OutputPath, write_text
 
 
 @click.command()
 @click.argument("study")
 @click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python", "env")), default="json",
               show_default=True)  # fmt: skip
-@click.option("--output", "-o", type=_File(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@click.option("--output", "-o", type=OutputPath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @storage_option
 def export(study: str, form: str, output: Path | None, storage: str) -> None:
     """Export the best trial as TrainingArguments.
@@ -33,7 +24,6 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
       autotune export STUDY --format cli
       env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
     """
-    from autotune.errors import StorageError
     from autotune.export import FORMATS, beside_lines, make_export, render
     from autotune.report import load_report
     from autotune.store import open_store
@@ -44,9 +34,6 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{output} cannot be written: {error.strerror}", "name another file") from error
+        write_text(output, text)
     for line in beside_lines(made):
         click.echo(line, err=True)

@@ -22,6 +22,7 @@ _COMMANDS = {
     "resume": "autotune.cli.resume",
     "predict": "autotune.cli.predict",
     "show": "autotune.cli.studies",
+    "report": "autotune.cli.report",
     "studies": "autotune.cli.studies",
     "export": "autotune.cli.export",
     "verify": "autotune.cli.verify",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.cli.options import json_option, print_json, storage_option
-from autotune.cli.table import batch_cell, peak_cell, print_table, speed_cell, took_cell
+from autotune.cli.table import print_table
 from autotune.trial import Completed
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ def show(study: str, storage: str, as_json: bool) -> None:
     if as_json:
         print_json(report_document(report))
     else:
-        _print_report(report)
+        print_report(report)
 
 
-def _print_report(report: Report) -> None:
+def print_report(report: Report) -> None:
+    """Print the winner and a line for each trial."""
     from autotune.report import describe_data, verdict
     from autotune.summary import summary_lines
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cli.table import batch_cell, peak_cell, speed_cell, took_cell
+from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.trial import Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.units import format_bytes, format_count, format_rate, format_seconds
 

@@ -20,6 +20,7 @@ COMMANDS = [
     ("resume",),
     ("search",),
     ("show",),
+    ("report",),
     ("studies",),
     ("export",),
     ("verify",),

@@ -1,0 +1,175 @@
+"""Collect what the charts of a study show, for the HTML page and for matplotlib."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autotune.report import Report, measurement, verdict
+from autotune.store import TrialRecord
+from autotune.trial import Arm, Candidate, Measurement, OutOfMemory
+from autotune.units import format_bytes, format_rate, format_seconds
+
+Mark = Literal["best", "baseline"]
+
+
+@dataclass(frozen=True)
+class SpeedPoint:
+    """A completed trial, by its memory and its speed."""
+
+    number: int
+    arm: int
+    """Position of its arm in ``SpeedChart.arms``."""
+    candidate: Candidate
+    peak_bytes: int
+    """What is compared with the ceiling: the peak of reserved memory, of allocated memory where segments expand."""
+    samples_per_second: float
+    relative_spread: float | None
+    """Half the 95 % interval of the trial's own speed over it; ``None`` where a single step was timed."""
+    feasible: bool
+    mark: Mark | None
+    told: str
+    """The same in words."""
+
+
+@dataclass(frozen=True)
+class OverPoint:
+    """A candidate that ran out of device memory; it has no speed."""
+
+    number: int
+    arm: int
+    candidate: Candidate
+    told: str
+
+
+@dataclass(frozen=True)
+class SpeedChart:
+    """Speed against memory: a point for each trial."""
+
+    arms: tuple[Arm, ...]
+    points: tuple[SpeedPoint, ...]
+    over: tuple[OverPoint, ...]
+    cap_bytes: int
+    """What a trial may reserve."""
+    line_bytes: int
+    """What a feasible trial may reserve: the cap less the headroom."""
+
+    @property
+    def is_far_below_ceiling(self) -> bool:
+        """Whether a linear axis up to the ceiling would press all trials against its left end."""
+        peaks = [point.peak_bytes for point in self.points]
+        return bool(peaks) and 0 < max(peaks) < self.cap_bytes / 5 and min(peaks) > 0
+
+    def limited(self, most: int) -> SpeedChart:
+        """Return the chart with at most about so many marks: the fastest trials, the smallest batches that ran out."""
+        fastest = sorted(self.points, key=lambda point: (point.mark is None, -point.samples_per_second))
+        smallest = sorted(self.over, key=lambda over: over.candidate.per_device_train_batch_size)
+        return replace(self, points=tuple(fastest[:most]), over=tuple(smallest[: most // 10]))
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """How long a step of one candidate takes, over all processes that measured it."""
+
+    candidate: Candidate
+    arm: int
+    seconds: float
+    low_seconds: float
+    high_seconds: float
+    """The next run lies between these two in 95 of 100 cases."""
+    processes: int
+    mark: Mark | None
+
+    @property
+    def told(self) -> str:
+        """The row in words, for a reader who points at it."""
+        return (
+            f"{self.candidate.describe()}: {format_seconds(self.seconds)}, next run {format_seconds(self.low_seconds)} "
+            f"to {format_seconds(self.high_seconds)} (95 %), measured in {self.processes} "
+            f"process{'' if self.processes == 1 else 'es'}"
+        )
+
+
+@dataclass(frozen=True)
+class StepChart:
+    """Step times of the candidates that fit, the fastest first."""
+
+    per_sample: bool
+    """Seconds a sample rather than a step: where the effective batch is free, steps differ in size."""
+    rows: tuple[StepRow, ...]
+
+
+def arms_of(report: Report) -> tuple[Arm, ...]:
+    """Return every arm that was tried, in the order of the first trials."""
+    return tuple(dict.fromkeys(trial.candidate.arm for trial in report.trials))
+
+
+def speed_chart(report: Report) -> SpeedChart:
+    """Return the completed trials, and each candidate that ran out of memory once."""
+    arms = arms_of(report)
+    points, over = [], {}
+    for trial in report.trials:
+        arm, measured = arms.index(trial.candidate.arm), measurement(trial)
+        if measured is not None:
+            points.append(_speed_point(report, trial, measured, arm))
+        elif isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device":
+            told = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
+            over[trial.candidate] = OverPoint(trial.number, arm, trial.candidate, told)
+    return SpeedChart(arms, tuple(points), tuple(over.values()), report.ceiling.cap_bytes, report.ceiling.line_bytes)
+
+
+def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm: int) -> SpeedPoint:
+    peak = measured.judged_bytes(trial.candidate.arm)
+    told = (
+        f"trial {trial.number}, {trial.candidate.describe()}: {format_rate(measured.samples_per_second)} samples/s, "
+        f"peak {format_bytes(peak)}; {verdict(report, trial)}"
+    )
+    return SpeedPoint(
+        trial.number,
+        arm,
+        trial.candidate,
+        peak,
+        measured.samples_per_second,
+        measured.known_spread,
+        report.feasible(trial),
+        _mark(report, trial.id),
+        told,
+    )
+
+
+def _mark(report: Report, trial_id: str | None) -> Mark | None:
+    if trial_id is None:
+        return None
+    marks: dict[str | None, Mark] = {report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
+    return marks.get(trial_id)
+
+
+def step_chart(report: Report) -> StepChart:
+    """Return the pooled step time of every candidate that fits, and of the baseline where it completed."""
+    arms = arms_of(report)
+    per_sample = report.study.request["effective_batch"] is None
+    marks: dict[Candidate, Mark] = {}
+    for trial, mark in ((report.baseline, "baseline"), (report.best, "best")):
+        if trial is not None and report.speed(trial) is not None:
+            marks[trial.candidate] = "best" if mark == "best" else "baseline"
+    last = {trial.candidate: trial for trial in report.trials if measurement(trial) is not None}
+    candidates = dict.fromkeys([*(tried.candidate for tried in report.history.believed()), *marks])
+    rows = []
+    for candidate in candidates:
+        speed = report.speed(last.get(candidate))
+        if speed is None:
+            continue
+        samples = 1 if per_sample else candidate.samples_per_step
+        low, high = speed.interval()
+        rows.append(
+            StepRow(
+                candidate,
+                arms.index(candidate.arm),
+                samples / speed.samples_per_second,
+                samples / high,
+                samples / low,
+                speed.processes,
+                marks.get(candidate),
+            )
+        )
+    return StepChart(per_sample, tuple(sorted(rows, key=lambda row: row.seconds)))

@@ -1,0 +1,324 @@
+"""Draw a study's charts as SVG: speed against memory, step times with intervals, bars of parts.
+
+Colours are CSS classes of the page (``s0`` to ``s7`` for arms), so that one drawing serves light and dark. Each chart
+is drawn for a given width in pixels, since text in a drawing that is scaled down to a phone cannot be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.axes import Box, Scale, place_label, shortened, text_width
+from autotune.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
+from autotune.markup import Child, Markup, element
+from autotune.units import GIB, MIB, format_bytes, format_rate
+
+COLORS = 8
+_SHAPES = ("circle", "square", "triangle", "diamond", "pentagon")
+# Left and right end of what a chart draws are this far from its edges, so that half a tick label has room.
+_EDGE = 14.0
+_NARROW = 520.0
+
+
+def series_class(arm: int) -> str:
+    """Return the CSS class of an arm's colour."""
+    return f"s{arm % COLORS}"
+
+
+def marker(arm: int, x: float, y: float, size: float = 5.0, *, filled: bool = True, told: str | None = None) -> Markup:
+    """Draw an arm's mark: its shape tells it from others where colours do not."""
+    title = element("title", told) if told else None
+    kind = f"{series_class(arm)} {'full' if filled else 'hollow'}"
+    shape = _SHAPES[arm % len(_SHAPES)]
+    if shape == "circle":
+        return element("circle", title, class_=kind, cx=x, cy=y, r=size)
+    if shape == "square":
+        side = size * 1.8
+        return element("rect", title, class_=kind, x=x - side / 2, y=y - side / 2, width=side, height=side)
+    sides = {"triangle": 3, "diamond": 4, "pentagon": 5}[shape]
+    corners = (2 * math.pi * corner / sides for corner in range(sides))
+    radius = size * 1.25
+    places = " ".join(f"{x + radius * math.sin(turn):.2f},{y - radius * math.cos(turn):.2f}" for turn in corners)
+    return element("polygon", title, class_=kind, points=places)
+
+
+def cross(arm: int, x: float, y: float, size: float = 4.5, told: str | None = None) -> Markup:
+    """Draw the mark of a candidate that ran out of memory."""
+    path = (
+        f"M{x - size:.2f} {y - size:.2f}l{2 * size:.2f} {2 * size:.2f}m0 {-2 * size:.2f}l{-2 * size:.2f} {2 * size:.2f}"
+    )
+    return element("path", element("title", told) if told else None, class_=f"{series_class(arm)} cross", d=path)
+
+
+def _svg(key: str, title: str, told: str, width: float, height: float, *children: Child) -> Markup:
+    """Return a drawing with a title and a description for those who cannot see it."""
+    names = f"{key}-t", f"{key}-d"
+    return element(
+        "svg",
+        element("title", title, id=names[0]),
+        element("desc", told, id=names[1]),
+        children,
+        role="img",
+        aria_labelledby=" ".join(names),
+        viewBox=f"0 0 {width:g} {height:g}",
+        width=width,
+        height=height,
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", class_: str | None = None) -> Markup:
+    return element("text", text, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
+    """Draw samples a second against peak memory: a mark for each trial, the ceiling, ``×`` for out of memory."""
+    height = 340.0 if width < _NARROW else 420.0
+    area = Box(62.0, 46.0, width - 20.0, height - 48.0)
+    across = _memory_scale(chart, area)
+    fastest = max((point.samples_per_second for point in chart.points), default=1.0)
+    up = Scale(0.0, fastest * 1.12, area.bottom, area.top)
+    # The winner and the baseline last, so that no other mark lies over them.
+    ordered = sorted(chart.points, key=lambda point: point.mark is not None)
+    placed = [(point, across(point.peak_bytes), up(point.samples_per_second)) for point in ordered]
+    crosses = _stack(chart.over, across(chart.cap_bytes), area)
+    title = "Speed against memory"
+    told = (
+        f"{len(chart.points)} completed trials by peak memory and samples a second; ceiling "
+        f"{format_bytes(chart.cap_bytes)}; {len(chart.over)} candidates ran out of memory. The table of trials has "
+        "all values."
+    )
+    return _svg(
+        key,
+        title,
+        told,
+        width,
+        height,
+        _memory_axis(across, area, chart.cap_bytes),
+        _speed_axis(up, area, has_values=bool(chart.points)),
+        _ceiling(chart, across, area),
+        [_connection(arm, placed) for arm in range(len(chart.arms))],
+        [cross(over.arm, x, y, told=over.told) for over, x, y in crosses],
+        [marker(point.arm, x, y, filled=point.feasible, told=point.told) for point, x, y in placed],
+        _point_labels(placed, crosses, across(chart.line_bytes), across(chart.cap_bytes), area),
+    )
+
+
+def _memory_scale(chart: SpeedChart, area: Box) -> Scale:
+    """Linear from 0 to beyond the ceiling; logarithmic where that would press all trials against the left edge."""
+    high = max([chart.cap_bytes, *(point.peak_bytes for point in chart.points)])
+    if chart.is_far_below_ceiling:
+        low = min(point.peak_bytes for point in chart.points)
+        return Scale(low / 1.4, high * 1.3, area.left, area.right, is_log=True)
+    return Scale(0.0, high * 1.06, area.left, area.right)
+
+
+def _memory_axis(across: Scale, area: Box, cap_bytes: int) -> Child:
+    unit, name = (GIB, "GiB") if cap_bytes >= 2 * GIB else (MIB, "MiB")
+    in_unit = Scale(across.low / unit, across.high / unit, across.start, across.end, across.is_log)
+    ticks = in_unit.ticks(int((area.right - area.left) / 60))
+    log = ", logarithmic" if across.is_log else ""
+    return [
+        [_line(in_unit(tick), area.top, in_unit(tick), area.bottom, "grid") for tick in ticks],
+        [_text(in_unit(tick), area.bottom + 18, f"{tick:,g}", "middle", "tick") for tick in ticks],
+        _line(area.left, area.bottom, area.right, area.bottom, "axis"),
+        _text((area.left + area.right) / 2, area.bottom + 40, f"peak memory ({name}{log})", "middle", "label"),
+    ]
+
+
+def _speed_axis(up: Scale, area: Box, *, has_values: bool) -> Child:
+    ticks = up.ticks(6) if has_values else []
+    return [
+        [_line(area.left, up(tick), area.right, up(tick), "grid") for tick in ticks],
+        [_text(area.left - 8, up(tick) + 4, f"{tick:,g}", "end", "tick") for tick in ticks],
+        _text(4, 16, "samples/s", "start", "label"),
+    ]
+
+
+def _ceiling(chart: SpeedChart, across: Scale, area: Box) -> Child:
+    """The cap, the line that keeps the headroom, and the headroom between them."""
+    cap, line = across(chart.cap_bytes), across(chart.line_bytes)
+    words = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
+    return [
+        element(
+            "rect", class_="headroom", x=line, y=area.top, width=max(0.0, cap - line), height=area.bottom - area.top
+        ),
+        _line(line, area.top, line, area.bottom, "feasible-line"),
+        _line(cap, area.top, cap, area.bottom, "ceiling-line"),
+        _text(min(cap, area.right), area.top - 10, words, "end", "ceiling-text"),
+    ]
+
+
+def _stack(over: Sequence[OverPoint], x: float, area: Box) -> list[tuple[OverPoint, float, float]]:
+    """Place those that ran out of memory at the ceiling, one above the other from the bottom: they have no speed."""
+    ordered = sorted(over, key=lambda each: (each.candidate.per_device_train_batch_size, each.arm))
+    spacing = min(14.0, (area.bottom - area.top - 20) / max(1, len(ordered)))
+    return [(each, x, area.bottom - 9 - spacing * place) for place, each in enumerate(ordered)]
+
+
+Placed = tuple[SpeedPoint, float, float]
+
+
+def _connection(arm: int, placed: Iterable[Placed]) -> Markup | None:
+    """A thin line through the trials of an arm, from the smallest batch to the largest."""
+    own = sorted(
+        ((point.candidate.per_device_train_batch_size, x, y) for point, x, y in placed if point.arm == arm),
+        key=lambda each: each[0],
+    )
+    places = " ".join(f"{x:.2f},{y:.2f}" for _, x, y in own)
+    return element("polyline", class_=f"{series_class(arm)} connection", points=places) if len(own) > 1 else None
+
+
+def _point_labels(
+    placed: Sequence[Placed], crosses: Sequence[tuple[OverPoint, float, float]], line: float, cap: float, area: Box
+) -> Child:
+    """Ring and name the winner and the baseline, where there is most room beside marks and ceiling."""
+    marks = [Box(x - 7, y - 7, x + 7, y + 7) for _, x, y in (*placed, *crosses)]
+    marks += [Box(x - 11, y - 11, x + 11, y + 11) for point, x, y in placed if point.mark is not None]
+    marks.append(Box(line - 2, area.top, cap + 2, area.bottom))
+    labels: list[Box] = []
+    parts: list[Child] = []
+    for point, x, y in sorted(placed, key=lambda each: each[0].mark == "baseline"):
+        if point.mark is None:
+            continue
+        batch = f"{point.candidate.per_device_train_batch_size} × {point.candidate.gradient_accumulation_steps}"
+        words = f"{point.mark} {batch}"
+        box = place_label(words, x, y, area, labels, marks)
+        labels.append(box)
+        parts += [
+            element("circle", class_=f"ring {point.mark}", cx=x, cy=y, r=10),
+            _text((box.left + box.right) / 2, box.bottom - 3, words, "middle", f"point-label {point.mark}"),
+        ]
+    return parts
+
+
+def draw_step_chart(chart: StepChart, rows: Sequence[StepRow], key: str, width: float) -> Markup:
+    """Draw a row for each candidate: its mean step time, and the interval of the next run."""
+    narrow = width < _NARROW
+    label_width, value_width, row_height = (0.0, 0.0, 44.0) if narrow else (236.0, 128.0, 28.0)
+    top = 8.0
+    area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
+    across, unit = _step_scale(rows, area)
+    what = "time a sample" if chart.per_sample else "time of an optimizer step"
+    slowest = rows[-1].told if rows else ""
+    told = (
+        f"{what.capitalize()} of {len(rows)} candidates. Fastest: {rows[0].told if rows else ''}. Slowest: {slowest}."
+    )
+    log = ", logarithmic" if across.is_log else ""
+    ticks = across.ticks(int((area.right - area.left) / 56))
+    return _svg(
+        key,
+        "Step times",
+        told,
+        width,
+        area.bottom + 46,
+        [_line(across(tick), area.top, across(tick), area.bottom, "grid") for tick in ticks],
+        [_text(across(tick), area.bottom + 18, f"{tick:,g}", "middle", "tick") for tick in ticks],
+        _line(area.left, area.bottom, area.right, area.bottom, "axis"),
+        _text((area.left + area.right) / 2, area.bottom + 40, f"{what} ({unit.name}{log})", "middle", "label"),
+        [
+            _step_row(row, across, unit, area, area.top + row_height * place, narrow=narrow)
+            for place, row in enumerate(rows)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    seconds: float
+
+
+def _step_scale(rows: Sequence[StepRow], area: Box) -> tuple[Scale, _Unit]:
+    """Logarithmic where the slowest is twice as slow as the fastest, so that intervals can be seen in both."""
+    low = min((row.low_seconds for row in rows), default=1.0)
+    high = max((row.high_seconds for row in rows), default=2.0)
+    unit = _Unit("s", 1.0) if low >= 1 else _Unit("ms", 1e-3) if high >= 1e-3 else _Unit("µs", 1e-6)
+    low, high = low / unit.seconds, high / unit.seconds
+    is_log = high > 2 * low
+    margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
+    return Scale(low / margin, high * margin, area.left, area.right, is_log), unit
+
+
+def _step_row(row: StepRow, across: Scale, unit: _Unit, area: Box, top: float, *, narrow: bool) -> Child:
+    center = top + (31 if narrow else 14)
+    base = top + 16 if narrow else center + 4
+    half = (row.high_seconds - row.low_seconds) / 2 / row.seconds
+    value = f"{format_rate(row.seconds / unit.seconds)} {unit.name} ± {half:.1%}"
+    words = row.candidate.describe() + (f" ({row.mark})" if row.mark else "")
+    room = (area.right - text_width(value) - 10 if narrow else area.left - 12) - 2
+    low, high = across(row.low_seconds / unit.seconds), across(row.high_seconds / unit.seconds)
+    kind = f"row {row.mark}" if row.mark else "row"
+    return element(
+        "g",
+        element("title", row.told),
+        _text(2, base, shortened(words, room), "start", "row-label"),
+        _line(low, center, high, center, f"{series_class(row.arm)} whisker"),
+        [_line(x, center - 4, x, center + 4, f"{series_class(row.arm)} whisker") for x in (low, high)],
+        marker(row.arm, across(row.seconds / unit.seconds), center, 4.0),
+        _text(area.right + (_EDGE if narrow else 132 + _EDGE - 6), base, value, "end", "row-value"),
+        class_=kind,
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a stacked bar."""
+
+    name: str
+    size: float
+    kind: str
+    """CSS class of its colour."""
+    told: str
+    """Its size in words."""
+
+
+@dataclass(frozen=True)
+class BarMark:
+    """A line across a stacked bar."""
+
+    name: str
+    at: float
+    kind: str
+
+
+def draw_stack(
+    title: str, parts: Sequence[Part], whole: float, marks: Sequence[BarMark], key: str, width: float
+) -> Markup:
+    """Draw one stacked bar; ``whole`` is the value at its right end. Names are written where they have room."""
+    top = 8.0
+    bottom = top + 44
+    across = Scale(0.0, whole, 1.0, width - 1.0)
+    # Names stand left of the marks in the right half, right of the others. Each has a row of its own, in such an order
+    # that the line of no mark crosses another's name.
+    right = sorted((mark for mark in marks if across(mark.at) > width / 2), key=lambda mark: mark.at)
+    left = sorted((mark for mark in marks if mark not in right), key=lambda mark: -mark.at)
+    rows = list(enumerate([*left, *right]))
+    drawn: list[Child] = []
+    before = 0.0
+    for part in parts:
+        start, end = across(before), across(before + part.size)
+        before += part.size
+        fits = text_width(part.name) + 8 < end - start
+        drawn.append(
+            element(
+                "g",
+                element("title", f"{part.name}: {part.told}"),
+                element("rect", class_=f"part {part.kind}", x=start, y=top, width=end - start, height=bottom - top),
+                _text((start + end) / 2, (top + bottom) / 2 + 4, part.name, "middle", "in-bar") if fits else None,
+            )
+        )
+    for row, mark in rows:
+        x, base = across(mark.at), bottom + 18 + 16 * row
+        anchor = "end" if x > width / 2 else "start"
+        drawn += [
+            _line(x, top - 6, x, base - 11, mark.kind),
+            _text(x + (-4 if anchor == "end" else 4), base, mark.name, anchor, "tick"),
+        ]
+    told = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])
+    return _svg(key, title, told, width, bottom + 10 + 16 * len(rows), drawn)

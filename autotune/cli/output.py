@@ -1,0 +1,27 @@
+"""Write what a command makes to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autotune.errors import StorageError
+
+
+class OutputPath(click.Path):
+    """A path to write to; click itself stumbles over what no system takes for a name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "\0" in str(value):
+            self.fail("a file name cannot hold a null character", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; ``StorageError`` where that is not possible."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}", "name another file") from error

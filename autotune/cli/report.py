@@ -1,0 +1,44 @@
+"""``autotune report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autotune.cli.options import storage_option
+from autotune.cli.output import OutputPath, write_text
+
+
+@click.command()
+@click.argument("study")
+@click.option("--html", "page", metavar="FILE", type=OutputPath(dir_okay=False, path_type=Path, allow_dash=True),
+              help="Write one HTML page with charts; - is stdout.")  # fmt: skip
+@storage_option
+def report(study: str, page: Path | None, storage: str) -> None:
+    """Report a study as a page with charts, or as text.
+
+    The page needs no other file and no network. Without --html, the text is that of autotune show.
+
+    \b
+      autotune report STUDY --html report.html
+    """
+    from autotune.cli.studies import print_report
+    from autotune.html_report import html_page
+    from autotune.report import load_report
+    from autotune.store import open_store
+    from autotune.stored_predictions import stored_prediction
+
+    with open_store(storage, create=False) as store:
+        loaded = load_report(store, study)
+        if page is None:
+            print_report(loaded)
+            return
+        best = loaded.best
+        prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None
+    text = html_page(loaded, prediction)
+    if str(page) == "-":
+        click.echo(text, nl=False)
+    else:
+        write_text(page, text)
+        click.echo(f"{page} written; open it in a browser", err=True)

@@ -1,0 +1,77 @@
+"""Look up what was predicted of a recorded study's memory, without asking any process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from autotune.answers import KeptPredictions, inspection_key
+from autotune.device import Device
+from autotune.errors import AutotuneError
+from autotune.memory import MemoryPrediction
+from autotune.preparation import forecast_of, prepare
+from autotune.report import Report
+from autotune.resumption import request_from_document, workload_from_document
+from autotune.store import AnswerKind
+from autotune.trial import Candidate, Document
+
+
+class Answers(Protocol):
+    """Where answers of trial processes are kept."""
+
+    def find(self, key: str) -> Document | None:
+        """The answer that was kept under this key, if any."""
+
+    def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
+        """Keeps an answer."""
+
+
+class _Nobody:
+    """Runs no jobs: what is not stored stays unknown."""
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        """Start nothing."""
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        """Nothing has ended."""
+        return {}
+
+
+def stored_prediction(report: Report, candidate: Candidate, answers: Answers) -> MemoryPrediction | None:
+    """Return what the study's search was told about a candidate's memory.
+
+    ``None`` where nothing is stored: on a CPU, for code of the user's own, and where the answers were given by other
+    versions of torch, transformers or autotune than are installed here.
+    """
+    try:
+        workload = workload_from_document(report.workload)
+        request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
+        key = inspection_key(request.device, workload)
+        facts = answers.find(key) if key is not None else None
+        if facts is None:
+            return None
+        # The study's own ceiling: what is free on the device may have been another when it was resumed.
+        prepared = replace(prepare(request, facts), ceiling=report.ceiling)
+        forecast = forecast_of(prepared, _Nobody(), KeptPredictions(answers, workload))
+    except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
+        # Records of another version or a damaged answer; the rest of a report does not depend on it.
+        return None
+    return forecast.model.prediction(candidate) if forecast is not None else None
+
+
+def _device_of(report: Report) -> Device:
+    """Return the device as it was when the study began."""
+    environment = report.environment
+    capability = environment.get("device_capability")
+    return Device(
+        kind=environment["device_kind"],
+        index=None,
+        uuid=environment["device_uuid"],
+        name=environment["device_name"],
+        memory_total_bytes=environment["device_memory_bytes"],
+        memory_reserved_bytes=None,
+        memory_used_bytes=None,
+        memory_free_bytes=report.ceiling.free_bytes,
+        driver=environment["driver"],
+        capability=(int(capability[0]), int(capability[1])) if capability else None,
+    )

@@ -1,0 +1,389 @@
+"""The HTML report: one page that is well-formed, complete, escaped, and makes no request."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, always
+from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
+from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
+
+from autotune.answers import KeptPredictions, inspection_key
+from autotune.axes import text_width
+from autotune.device import Device
+from autotune.device.chips import CHIPS
+from autotune.errors import NothingFitsError
+from autotune.export import make_export
+from autotune.html_report import html_page
+from autotune.memory import MemoryPrediction
+from autotune.preparation import Prepared, forecast_of, prepare
+from autotune.report import Report, load_report
+from autotune.store import Store
+from autotune.stored_predictions import stored_prediction
+from autotune.summary import report_document
+from autotune.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.units import GIB, format_bytes, format_rate
+
+VOID = {"meta", "link", "br"}
+
+
+@dataclasses.dataclass
+class Element:
+    """An element of a page, with all text within it."""
+
+    name: str
+    attributes: dict[str, str]
+    parent: Element | None
+    children: list[Element] = dataclasses.field(default_factory=list)
+    text: str = ""
+
+    @property
+    def classes(self) -> list[str]:
+        return self.attributes.get("class", "").split()
+
+    def all(self, name: str | None = None, class_: str | None = None) -> Iterator[Element]:
+        """Every element within of this name and class."""
+        for child in self.children:
+            if name in (None, child.name) and (class_ is None or class_ in child.classes):
+                yield child
+            yield from child.all(name, class_)
+
+
+class Page(HTMLParser):
+    """Parses a page and fails where an end tag does not belong to the last open one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root = self._open = Element("root", {}, None)
+        self.feed(text)
+        self.close()
+        assert self._open is self.root, f"{self._open.name} is not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names), f"{tag} has an attribute twice"
+        made = Element(tag, {name: value or "" for name, value in attrs}, self._open)
+        self._open.children.append(made)
+        if tag not in VOID:
+            self._open = made
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self._open.name
+        assert self._open.parent is not None
+        self._open = self._open.parent
+
+    def handle_data(self, data: str) -> None:
+        within: Element | None = self._open
+        while within is not None:
+            within.text += data
+            within = within.parent
+
+    def section(self, title: str) -> Element:
+        """The section of this heading."""
+        return next(s for s in self.root.all("section") if any(h.text.startswith(title) for h in s.all("h2")))
+
+    @property
+    def titles(self) -> list[str]:
+        """The headings, in order."""
+        return [heading.text for heading in self.root.all("h2")]
+
+
+def checked(made: Report, prediction: MemoryPrediction | None = None) -> Page:
+    """The page of a report, checked for all that holds for any page."""
+    text = html_page(made, prediction)
+    text.encode()
+    page = Page(text)
+    everything = list(page.root.all())
+    ids = [each.attributes["id"] for each in everything if "id" in each.attributes]
+    assert len(set(ids)) == len(ids)
+    for each in everything:
+        assert not {"src", "srcset", "action", "onload", "onclick"} & set(each.attributes)
+        assert each.attributes.get("href", "data:,") == "data:,"
+        assert set(each.attributes.get("aria-labelledby", "").split()) <= set(ids)
+    style = next(page.root.all("style")).text
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "prefers-color-scheme: dark" in style
+    for drawing in page.root.all("svg"):
+        if drawing.attributes.get("role") == "img":
+            assert next(drawing.all("title")).text
+            assert next(drawing.all("desc")).text
+            check_texts(drawing)
+    return page
+
+
+def check_texts(drawing: Element) -> None:
+    """No text of a drawing runs out of it or over another."""
+    _, _, width, height = map(float, drawing.attributes["viewbox"].split())
+    boxes = []
+    for text in drawing.all("text"):
+        x, y, length = float(text.attributes["x"]), float(text.attributes["y"]), text_width(text.text)
+        left = x - {"start": 0.0, "middle": length / 2, "end": length}[text.attributes["text-anchor"]]
+        assert left >= -2, text.text
+        assert left + length <= width + 2, text.text
+        assert 10 <= y <= height, text.text
+        boxes.append((left, left + length, y - 10, y, text.text))
+    for one, other in itertools.combinations(boxes, 2):
+        apart = one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
+        assert apart, (one, other)
+
+
+def numbers_listed(page: Page) -> list[int]:
+    """The trials in the table of all trials."""
+    body = next(page.section("All ").all("tbody"))
+    return [int(next(row.all("td")).text) for row in body.all("tr")]
+
+
+def searched(store: Store, runner: ComputedRunner | RecordedRunner, given: Prepared) -> Report:
+    search(store, runner, given=given)
+    return load_report(store, "bert")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Report:
+    """The search of the example command over recorded trials, with the GPU's share of a step."""
+    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+        return searched(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.7), prepared())
+
+
+def test_a_recorded_search(recorded: Report) -> None:
+    page = checked(recorded)
+    assert page.titles == [
+        "Best configuration",
+        "Speed against memory",
+        "Step times",
+        "What limits a step",
+        "What was left out, and why",
+        "How far the numbers reach",
+        "TrainingArguments to copy",
+        f"All {len(recorded.trials)} trials",
+    ]
+    assert numbers_listed(page) == [each.number for each in recorded.trials]
+    document = report_document(recorded)
+    assert all(each["reason"] in page.section("What was left out").text for each in document["left_out"])
+    assert all(note in page.section("How far").text for note in document["notes"])
+    assert "waits for the host: 30.0%" in page.section("What limits").text
+    assert "http" not in html_page(recorded).replace("http-equiv", "")
+
+
+def test_the_answer_has_the_interval_of_the_next_run(recorded: Report) -> None:
+    promised = report_document(recorded)["next_run"]
+    low, high = promised["samples_per_second_low"], promised["samples_per_second_high"]
+    text = checked(recorded).section("Best configuration").text
+    assert "per-device batch 32 × accumulation 2, bf16" in text
+    assert f"next run: {format_rate(low)} to {format_rate(high)}" in text
+    assert "95 % interval" in text
+
+
+def test_speed_against_memory(recorded: Report) -> None:
+    """A mark for each completed trial and the ceiling, for a wide page and a narrow one."""
+    drawings = list(checked(recorded).section("Speed against memory").all("svg"))[:2]
+    completed_trials = [t for t in recorded.trials if isinstance(t.outcome, Completed)]
+    over = {t.candidate for t in recorded.trials if isinstance(t.outcome, OutOfMemory)}
+    assert len({drawing.attributes["viewbox"] for drawing in drawings}) == 2
+    for drawing in drawings:
+        (ceiling,) = drawing.all("line", "ceiling-line")
+        assert [*drawing.all("line", "feasible-line")]
+        assert format_bytes(recorded.ceiling.cap_bytes) in drawing.text
+        assert len([*drawing.all(class_="full"), *drawing.all(class_="hollow")]) == len(completed_trials)
+        crosses = list(drawing.all("path", "cross"))
+        assert len(crosses) == len(over) > 0
+        at = [float(cross.attributes["d"].split()[0][1:]) + 4.5 for cross in crosses]
+        assert at == pytest.approx([float(ceiling.attributes["x1"])] * len(over), abs=0.02)
+        assert len(list(drawing.all("circle", "ring"))) == 2
+        assert "peak memory (GiB)" in drawing.text
+        assert "samples/s" in drawing.text
+    legend = next(checked(recorded).section("Speed against memory").all("ul", "legend")).text
+    assert all(t.candidate.arm.describe() in legend for t in recorded.trials)
+
+
+def test_step_times_are_those_of_all_processes(recorded: Report) -> None:
+    text = checked(recorded).section("Step times").text
+    for tried in recorded.history.believed():
+        assert tried.candidate.describe() in text
+    assert "optimizer step (ms" in text
+
+
+def test_the_export_can_be_copied(recorded: Report) -> None:
+    page = checked(recorded)
+    code = next(pre for pre in page.root.all("pre") if pre.attributes["id"] == "export")
+    assert json.loads(code.text) == make_export(recorded).arguments
+
+
+def test_a_study_without_a_winner() -> None:
+    runner = ComputedRunner(lambda candidate: 30 * GIB)
+    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+        with pytest.raises(NothingFitsError):
+            search(store, runner, precisions=("bf16",))
+        made = load_report(store, "bert")
+    page = checked(made)
+    assert "none: no trial is feasible" in page.section("Best configuration").text
+    assert numbers_listed(page) == [each.number for each in made.trials]
+    assert len(list(page.section("Speed against memory").all("path", "cross"))) > 2 * len(made.trials)
+    assert not {"Step times", "TrainingArguments to copy"} & set(page.titles)
+    assert not list(page.root.all("script"))
+
+
+def test_a_study_that_has_just_begun() -> None:
+    page = checked(report(trial(0, BF16, 8, None), best=None, baseline=None, state="running"))
+    assert "none yet" in page.section("Best configuration").text
+    assert numbers_listed(page) == [0]
+    assert checked(report(best=None, baseline=None, state="running")).titles[-1] == "All 0 trials"
+
+
+def test_a_study_on_the_cpu() -> None:
+    """Its trials need little of a large memory, so the axis is logarithmic; no GPU is spoken of."""
+    cpu = Device("cpu", None, "cpu", "A processor", 128 * GIB, None, 2 * GIB, 120 * GIB, native_bf16=True)
+    asked = dataclasses.replace(request(effective_batch=16, memory_limit_bytes=None), device=cpu)
+    runner = ComputedRunner(
+        lambda candidate: (1 + 0.1 * candidate.per_device_train_batch_size) * GIB,
+        lambda candidate: 0.5 * candidate.samples_per_step * (1 + 0.5 / candidate.per_device_train_batch_size),
+    )
+    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+        made = searched(store, runner, prepare(asked, {**FACTS, "context_bytes": 0}))
+    page = checked(made)
+    assert "peak memory (GiB, logarithmic)" in page.section("Speed against memory").text
+    assert "was not measured" in page.section("What limits a step").text
+    assert "use_cpu" in page.section("TrainingArguments").text
+
+
+def test_a_search_for_the_largest_batch() -> None:
+    """Steps differ in size, so time is told a sample; the answer says what does not fit."""
+    runner = ComputedRunner(lambda candidate: (5 + 0.5 * candidate.per_device_train_batch_size) * GIB)
+    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+        made = searched(store, runner, prepared(objective="max-batch", effective_batch=None))
+    page = checked(made)
+    assert "time a sample" in page.section("Step times").text
+    assert "does not fit" in page.section("Best configuration").text
+
+
+HOSTILE = "<script>alert(1)</script>\"'&<img src=http://host/x> \x00\udc80"
+
+
+def test_every_text_is_escaped() -> None:
+    """Names and messages show as they are, and make no element."""
+    failed = trial(3, FP16, 8, Failed("error", f"</td></table>{HOSTILE}"))
+    optim = trial(4, dataclasses.replace(BF16, optim=HOSTILE), 8, completed(200.0))
+    plain = report(BASELINE, WINNER, OVER, failed, optim)
+    because = f"{HOSTILE}\n{HOSTILE}: {HOSTILE}"
+    made = dataclasses.replace(
+        plain,
+        study=dataclasses.replace(plain.study, name=HOSTILE, stopped_because=because, state="interrupted"),
+        workload={**WORKLOAD, "model": HOSTILE},
+        environment={**ENVIRONMENT, "device_name": HOSTILE, "driver": HOSTILE},
+    )
+    page, usual = checked(made), checked(plain)
+    shown = HOSTILE.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+    assert shown in next(page.root.all("h1")).text
+    assert f"</td></table>{shown}" in page.section("All ").text
+    for place in ("header", "title", "figure"):
+        assert shown.partition("<img")[0] in "".join(each.text for each in page.root.all(place))
+    assert {each.name for each in page.root.all()} <= {each.name for each in usual.root.all()} | {"tbody", "thead"}
+    assert len(list(page.root.all("script"))) == 1
+
+
+def test_a_trial_that_keeps_no_headroom_is_hollow() -> None:
+    page = checked(report(BASELINE, WINNER, trial(5, FP16, 32, completed(300.0, 22.9))))
+    assert len(list(page.section("Speed against memory").all(class_="hollow"))) == 3
+    assert "too little headroom" in page.section("Speed against memory").text
+
+
+def test_a_long_study_is_drawn_in_part_and_listed_whole() -> None:
+    more = [trial(n, Arm("bf16", optim=f"optimizer {n % 60}"), n, completed(50.0 + n % 97)) for n in range(2, 802)]
+    made = report(BASELINE, WINNER, *more, effective_batch=None)
+    page = checked(made)
+    assert len(numbers_listed(page)) == 802
+    assert "202 slower or larger trials left out here" in page.section("Speed against memory").text
+    assert "slower candidates left out here" in page.section("Step times").text
+
+
+ANATOMY = {"weights": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB, "activations": 13 * GIB}
+
+
+class _Predicting:
+    """Answers prediction jobs at once: every batch of an arm needs the same."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Document] = {}
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        batches = [
+            dataclasses.asdict(MemoryPrediction(*batch, 0, 21 * GIB, 22 * GIB, False, True, ANATOMY))
+            for batch in details["batches"]
+        ]
+        self._answers[job_id] = {"result": {"batches": batches, "largest_batch": None}}
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        answers, self._answers = self._answers, {}
+        return answers
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) -> None:
+    facts = {**FACTS, "chip": CHIPS["h200"].document()}
+    given = prepare(request(), facts)
+    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+        key = inspection_key(given.request.device, BERT_LARGE)
+        assert key is not None
+        if is_stored:
+            store.answers.keep(key, "inspection", facts)
+            forecast = forecast_of(given, _Predicting(), KeptPredictions(store.answers, BERT_LARGE))
+            assert forecast is not None
+            forecast.complete()
+        made = searched(store, RecordedRunner(EFFECTIVE_64), given)
+        assert made.best is not None
+        found = stored_prediction(made, made.best.candidate, store.answers)
+    page = checked(made, found)
+    if not is_stored:
+        assert found is None
+        assert "Memory of the best configuration" not in page.titles
+        return
+    assert found is not None
+    assert found.anatomy == ANATOMY
+    section = page.section("Memory of the best configuration")
+    rows = [[cell.text for cell in row.all("td")][1:] for row in section.all("tr")]
+    assert rows[0] == ["weights", "2.0 GiB", "9.1%"]
+    assert rows[-1] == ["reserved, unused", "1.0 GiB", "4.5%"]
+    drawing = next(section.all("svg"))
+    bars = [float(part.attributes["width"]) for part in drawing.all("rect", "part")]
+    assert bars[3] == pytest.approx(13 / 2 * bars[0], rel=0.01)
+    assert "measured peak" in drawing.text
+    assert "ceiling" in drawing.text
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"request": {}}, {"workload": {"model": "x"}}, {"environment": {"device_kind": "cuda"}}],
+    ids=lambda d: next(iter(d)),
+)
+def test_a_record_from_which_no_question_can_be_made_has_no_prediction(damaged: dict[str, Any]) -> None:
+    made = report(BASELINE, WINNER)
+    if "request" in damaged:
+        made = dataclasses.replace(made, study=dataclasses.replace(made.study, request={"trials": "many"}))
+    else:
+        made = dataclasses.replace(made, **damaged)
+    assert stored_prediction(made, Candidate(BF16, 32, 2), _Nothing()) is None
+
+
+class _Nothing:
+    def find(self, key: str) -> Document | None:
+        return None
+
+    def keep(self, key: str, kind: str, document: Document) -> None:
+        raise AssertionError("nothing is kept when looking")
+
+
+def test_the_page_needs_no_script_to_be_read(recorded: Report) -> None:
+    """The script only adds a button, and is a few lines."""
+    (script,) = checked(recorded).root.all("script")
+    assert len(script.text.strip().splitlines()) < 10
+    assert not re.search(r"fetch|XMLHttp|import|http", script.text)
