@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-faults test-gpu test-versions bench install install-dev install-bench lint clean help
+.PHONY: search test test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
@@ -18,6 +18,8 @@ help:
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
+	@echo "make docs         build the documentation in site/, strictly"
+	@echo "make docs-serve   show the documentation at http://localhost:8000"
 	@echo "make clean        remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
@@ -91,5 +93,15 @@ bench: install-bench
 	$(BIN)/python studies/bench.py
 	$(BIN)/python studies/worlds.py
 
+docs: install-dev
+	$(BIN)/zensical build --strict
+
+docs-serve: install-dev
+	$(BIN)/zensical serve
+
+# The pages that follow from the code; a test compares them.
+docs-reference: install-dev
+	$(BIN)/python tests/reference.py
+
 clean:
-	rm -rf $(VENV) .venv-versions build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-versions build site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache

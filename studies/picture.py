@@ -1,0 +1,148 @@
+"""Draw the chart of the README: a recorded search over the recorded grid of all candidates, light and dark.
+
+    python studies/picture.py [FOLDER]
+
+Needs matplotlib (``pip install 'autotune[plot]'``). Reads a search that was recorded whole, and the same candidates
+measured one by one; both on an H200 whose memory was limited. Writes ``search-light.svg`` and ``search-dark.svg`` to
+the folder, by default ``docs/images``. The files are the same on every run, so that only new data changes them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+
+ROOT = Path(__file__).resolve().parents[1]
+SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_throughput.json"
+GRID = ROOT / "tests" / "landscapes" / "bert-large-uncased_h200_cap23.5GiB_effective64.jsonl"
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+BATCHES = (8, 16, 32, 64)
+# Out-of-memory marks stand below zero, one row each, so that they do not cover one another.
+OUT_OF_MEMORY_AT = -14.0
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of one version."""
+
+    name: str
+    text: str
+    faint: str
+    colours: dict[str, str]
+
+
+# Okabe and Ito's palette, told apart with every kind of colour vision; lighter versions on dark ground.
+THEMES = (
+    Theme("light", "#24292f", "#d0d7de", {"bf16": "#0072b2", "fp16": "#009e73", "tf32": "#d55e00", "fp32": "#7a5195"}),
+    Theme("dark", "#e6edf3", "#3d444d", {"bf16": "#56b4e9", "fp16": "#2fcf9f", "tf32": "#f0904d", "fp32": "#c49ae0"}),
+)
+
+
+def main() -> None:
+    """Draw both versions."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
+    grid = [row for row in _rows() if row["attn_implementation"] == "sdpa"]
+    search = json.loads(SEARCH.read_text(encoding="utf-8"))
+    for theme in THEMES:
+        draw(theme, grid, search, folder / f"search-{theme.name}.svg")
+
+
+def _rows() -> Iterator[dict[str, Any]]:
+    lines = GRID.read_text(encoding="utf-8").splitlines()
+    yield from (json.loads(line) for line in lines[1:])
+
+
+def draw(theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any], file: Path) -> None:
+    """Draw one version."""
+    settings = {
+        "svg.hashsalt": "autotune",
+        "svg.fonttype": "path",
+        "font.size": 11,
+        "text.color": theme.text,
+        "axes.edgecolor": theme.faint,
+        "axes.labelcolor": theme.text,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+    }
+    with pyplot.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(8.4, 4.6), layout="constrained")
+        for precision in PRECISIONS:
+            for checkpointing in (False, True):
+                _draw_arm(axes, theme, [r for r in grid if _is_of(r, precision, checkpointing)])
+        for trial in search["trials"]:
+            _draw_trial(axes, theme, trial, is_best=trial["number"] == search["best"]["number"])
+        _dress(axes, theme, grid, search)
+        figure.savefig(file, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _is_of(row: dict[str, Any], precision: str, checkpointing: bool) -> bool:
+    return bool(row["precision"] == precision and row["gradient_checkpointing"] == checkpointing)
+
+
+def _draw_arm(axes: Any, theme: Theme, rows: list[dict[str, Any]]) -> None:
+    colour = theme.colours[rows[0]["precision"]]
+    checkpointing = rows[0]["gradient_checkpointing"]
+    style = (0, (4, 3)) if checkpointing else "solid"
+    measured = [(r["per_device_train_batch_size"], r["samples_per_second"]) for r in rows if r["state"] == "ok"]
+    over = [r["per_device_train_batch_size"] for r in rows if r["state"] == "oom"]
+    axes.plot(*zip(*measured, strict=True), color=colour, linestyle=style, linewidth=1.4, alpha=0.65, marker=".")
+    # Side by side at each batch: three arms run out of memory at the same one.
+    shift = 1 + 0.07 * (PRECISIONS.index(rows[0]["precision"]) - 1.5)
+    at = [batch * shift for batch in over]
+    axes.plot(at, [OUT_OF_MEMORY_AT] * len(at), linestyle="", marker="x", color=colour, markersize=6)
+
+
+def _draw_trial(axes: Any, theme: Theme, trial: dict[str, Any], *, is_best: bool) -> None:
+    batch, speed = trial["per_device_train_batch_size"], trial["samples_per_second"]
+    colour = theme.colours[trial["precision"]]
+    axes.plot([batch], [speed], marker="o", markersize=15 if is_best else 12, color=colour, zorder=3)
+    ground = "white" if theme.name == "light" else "#0d1117"
+    axes.text(batch, speed, str(trial["number"]), color=ground, ha="center", va="center_baseline", fontsize=9, zorder=4)
+    if is_best:
+        told = f"best: {batch} × {trial['gradient_accumulation_steps']}, {trial['precision']}, {speed:.0f} samples/s"
+        axes.annotate(told, (batch, speed), (0, 14), textcoords="offset points", ha="center", fontweight="bold")
+
+
+def _dress(axes: Any, theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(BATCHES, [f"{batch} × {64 // batch}" for batch in BATCHES])
+    axes.minorticks_off()
+    axes.set_ylim(-30, 350)
+    axes.set_xlim(7, 74)
+    axes.set_yticks(range(0, 350, 50))
+    axes.set_xlabel("per-device batch × accumulation (effective batch 64)")
+    axes.set_ylabel("samples per second")
+    axes.axhline(0, color=theme.faint, linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    trials, seconds = len(search["trials"]), search["seconds"]
+    whole = sum(row["trial_wall_seconds"] for row in grid)
+    axes.set_title(
+        f"BERT-large on an H200 limited to 24 GiB: {trials} trials in {seconds:.0f} s;"
+        f" all {len(grid)} candidates take {whole:.0f} s",
+        fontsize=11.5,
+        loc="left",
+    )
+    line = matplotlib.lines.Line2D
+    handles = [line([], [], color=theme.colours[name], label=name) for name in PRECISIONS]
+    handles += [
+        line([], [], color=theme.text, linestyle=(0, (4, 3)), label="with checkpointing"),
+        line([], [], color=theme.text, linestyle="", marker="o", markersize=9, label="trial of the search, in order"),
+        line([], [], color=theme.text, linestyle="", marker="x", label="out of memory"),
+    ]
+    axes.legend(handles=handles, frameon=False, fontsize=9, loc="upper left", ncols=2)
+
+
+if __name__ == "__main__":
+    main()

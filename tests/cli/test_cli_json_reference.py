@@ -1,0 +1,26 @@
+"""The page that describes ``--json`` names every field, and none that is not there."""
+
+from __future__ import annotations
+
+import re
+
+from command_line import ROOT, Studied
+
+PAGE = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
+
+
+def described(heading: str) -> set[str]:
+    """Return the names in the first column of a section's table."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_the_fields_of_a_study(studied: Studied) -> None:
+    """``verification`` is there with --verify alone."""
+    assert described("A study") == studied.document.keys() | {"verification"}
+
+
+def test_the_fields_of_a_trial(studied: Studied) -> None:
+    """Of one that completed, which has them all."""
+    assert described("A trial") == studied.document["trials"][0].keys()

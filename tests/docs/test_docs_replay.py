@@ -1,0 +1,129 @@
+"""What the pages tell a reader to run is run here: their files as they stand, their commands on one candidate.
+
+Heads of searches are compared with what the page shows, numbers masked.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import warm
+from checkout import ROOT
+from pages import blocks, read, shown
+
+SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+TABLE = " # batch×acc"
+# Enough to see how a search looks. The settings of a reader's own code are no answer, so they are left out there.
+BRIEFLY = ("--trials", "1")
+OWN = ("--no-baseline", "--device", "cpu", *BRIEFLY)
+
+MAKE_TINY_MODEL = """
+import sys
+from autotune import catalog
+from transformers import AutoConfig, AutoModelForSequenceClassification
+settings = dict(catalog.find("bert-tiny").config)
+config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+AutoModelForSequenceClassification.from_config(config).save_pretrained(sys.argv[1])
+"""
+
+
+def run(*words: str, folder: Path) -> tuple[str, str]:
+    """Return what a Python program says on stdout and stderr; an error of the test where it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": path}
+    ended = warm.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, ended.stderr
+
+
+def masked(line: str) -> str:
+    """Return a line without what differs from run to run: numbers, their units, the winner's precision."""
+    line = re.sub(r"\b(?:bf16|fp32)\b", "PRECISION", line)
+    line = re.sub(r"\d[\d.,]*[kMG]?(?:m\d+)?", "0", line)
+    return re.sub(r"0 (?:[KMGT]iB|ms|s)\b", "0", line)
+
+
+def head(lines: list[str]) -> list[str]:
+    """Return what stands above the table, its own head with it, in any order; the device's name is this machine's."""
+    end = next(number for number, line in enumerate(lines) if line.startswith(TABLE))
+    name = next(line.split(", ", 1)[1] for line in lines if line.startswith("device "))
+    return sorted(masked(line.replace(name, "DEVICE")) for line in lines[: end + 1])
+
+
+def answer(lines: list[str]) -> list[str]:
+    """Return the first two lines of the answer."""
+    start = next(number for number, line in enumerate(lines) if line.startswith("Best: "))
+    return [masked(line) for line in lines[start : start + 2]]
+
+
+def replay(page: str, command: str, words: tuple[str, ...], folder: Path) -> None:
+    """Run a search that a page shows, briefly, and compare what it prints."""
+    told = shown(read(page), command)
+    stdout, stderr = run("-m", "autotune", *command.split()[1:], *words, folder=folder)
+    assert head(stderr.splitlines()) == head(told)
+    assert answer(stdout.splitlines()) == answer(told)
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    """A search, its export, and the script that trains with it."""
+    page, search = "tutorial.md", "autotune search --model bert-tiny"
+    (command,) = re.findall(rf"^\$ ({search}.*)$", read(page), flags=re.MULTILINE)
+    replay(page, command, BRIEFLY, tmp_path)
+    exported, said = run("-m", "autotune", "export", "bert-tiny-64", folder=tmp_path)
+    told = shown(read(page), "autotune export bert-tiny-64")
+    assert [masked(line).split(" on ")[0] for line in said.splitlines()] == [
+        masked(line).split(" on ")[0] for line in told
+    ]
+    (script,) = blocks(read(page), "python")
+    assert len([line for line in script.splitlines() if line.strip()]) <= 20
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    (tmp_path / "training_arguments.json").write_text(exported, encoding="utf-8")
+    run("-c", MAKE_TINY_MODEL, "my-bert", folder=tmp_path)
+    printed, _ = run("train.py", "./my-bert", "training_arguments.json", folder=tmp_path)
+    assert re.search(r"^\d+\.\d samples/s$", printed, flags=re.MULTILINE), printed
+
+
+def test_the_texts_are_made_and_searched_on(tmp_path: Path) -> None:
+    """By the page's own file, and by the script of the page on scripts."""
+    page = "how-to/own-data.md"
+    (texts,) = blocks(read(page), "py")
+    (tmp_path / "make_texts.py").write_text(texts, encoding="utf-8")
+    run("make_texts.py", folder=tmp_path)
+    (command,) = re.findall(r"^\$ (autotune search --model bert-tiny --dataset.*)$", read(page), flags=re.MULTILINE)
+    replay(page, command, BRIEFLY, tmp_path)
+
+
+def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> None:
+    """The page's file on one candidate, and then by itself."""
+    page = "how-to/own-trainer.md"
+    trainer = next(block for block in blocks(read(page), "py") if "def build" in block)
+    (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
+    replay(page, "autotune search --trainer train.py:build --effective-batch 32", OWN, tmp_path)
+    exported, _ = run("-m", "autotune", "export", "train-build-32", folder=tmp_path)
+    small = {**json.loads(exported), "max_steps": 1}
+    train = f"import train; print(train.build({small!r}).train().global_step)"
+    assert run("-c", train, folder=tmp_path)[0].splitlines()[-1] == "1"
+
+
+def test_the_script_is_searched(tmp_path: Path) -> None:
+    """With the page's command, on texts like those that it shows."""
+    page = "how-to/own-script.md"
+    script = ROOT / "tests" / "own_code" / "classify_texts.py"
+    (tmp_path / "classify_texts.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+    with (tmp_path / "texts.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        rows.writerows([" ".join(["alpha", "beta"] * (1 + n % 20)), n % 2] for n in range(200))
+    told = read(page)
+    (command,) = re.findall(r"^\$ (autotune search --effective-batch 32 -- .*)$", told, flags=re.MULTILINE)
+    ours, theirs = command.split(" -- ")
+    brief = f"{ours} {' '.join(OWN)} -- {theirs}"
+    stdout, stderr = run("-m", "autotune", *brief.split()[1:], folder=tmp_path)
+    lines = shown(told, command)
+    assert head(stderr.splitlines()) == head(lines)
+    assert answer(stdout.splitlines()) == answer(lines)

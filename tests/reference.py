@@ -1,0 +1,185 @@
+"""Write the reference pages that follow from the code: ``python tests/reference.py`` (``make docs-reference``).
+
+The command line comes from click, exit codes from the errors, the Python page from signatures and docstrings. A test
+compares the files with what this program would write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from checkout import ROOT
+
+import autotune
+from autotune import api, errors
+from autotune.cli.main import cli, exit_codes
+
+FOLDER = ROOT / "docs" / "reference"
+_MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"
+
+
+def pages() -> dict[str, str]:
+    """Return every generated page by its file's name."""
+    return {"cli.md": _command_line(), "exit-codes.md": _exit_codes(), "python.md": _python()}
+
+
+def main() -> None:
+    """Write them."""
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+def _command_line() -> str:
+    parts = [
+        f"{_MADE}# Command line\n",
+        "Results go to stdout, everything else to stderr. `autotune COMMAND --help` shows the same in a terminal.\n",
+        _table(
+            ("command", "what it does"),
+            ((f"[`autotune {name}`](#autotune-{name})", _first_line(command)) for name, command in _commands()),
+        ),
+    ]
+    for name, command in _commands():
+        parts += _command(f"autotune {name}", command, level=2)
+    return "\n".join(parts)
+
+
+def _commands() -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(cli)
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        yield name, command
+
+
+def _first_line(command: click.Command) -> str:
+    return _prose(command.help or "").split("\n\n")[0]
+
+
+def _command(name: str, command: click.Command, level: int) -> list[str]:
+    context = click.Context(command, info_name=name)
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    found = [f"\n{'#' * level} {name}\n", f"    {' '.join(usage.split())}\n", _help(command.help or "")]
+    sections: dict[str, tuple[str, ...]] = getattr(command, "sections", {})
+    records = {str(p.name): p.get_help_record(context) for p in command.get_params(context)}
+    for heading, names in sections.items():
+        found.append(f"**{heading}**\n\n{_options([records.pop(each) for each in names])}")
+    left = [record for each, record in records.items() if each != "help"]
+    if any(left):
+        found.append(_options(left))
+    if isinstance(command, click.Group):
+        for each in command.list_commands(context):
+            inner = command.get_command(context, each)
+            assert inner is not None
+            found += _command(f"{name} {each}", inner, level + 1)
+    return found
+
+
+def _options(records: list[tuple[str, str] | None]) -> str:
+    rows = ((f"`{names}`", " ".join(told.split())) for names, told in filter(None, records))
+    return _table(("option", "meaning"), rows)
+
+
+def _help(text: str) -> str:
+    """Return a command's help as Markdown: paragraphs that click does not wrap are code."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    found = []
+    for paragraph in paragraphs:
+        if paragraph.startswith("\b\n"):
+            found.append("\n".join(f"    {line.strip()}" for line in paragraph.splitlines()[1:]))
+        else:
+            found.append(" ".join(paragraph.split()))
+    return "\n\n".join(found) + "\n"
+
+
+def _prose(text: str) -> str:
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    escaped = (tuple(cell.replace("|", "\\|") for cell in row) for row in rows)
+    lines = [head, ("---",) * len(head), *escaped]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _exit_codes() -> str:
+    raised = {
+        kind.exit_code: f"`{name}`"
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.AutotuneError)
+    }
+    rows = ((str(code), meaning, raised.get(code, "")) for code, meaning in exit_codes().items())
+    return (
+        f"{_MADE}# Exit codes\n\n"
+        "Every error is two lines on stderr: which value was wrong, and what to do next. From Python, the same error "
+        "is an exception of `autotune.errors`; all are `AutotuneError`.\n\n"
+        f"{_table(('code', 'meaning', 'exception'), rows)}"
+    )
+
+
+def _python() -> str:
+    parts = [
+        f"{_MADE}# Python\n",
+        "How to use it is told in [Use it from Python or a notebook](../how-to/python.md). The options of `search` are "
+        "those of the [command line](cli.md#autotune-search).\n",
+    ]
+    for name in ("search", "load"):
+        parts += [f"## autotune.{name}\n", _signature(name, getattr(autotune, name)), _doc(getattr(autotune, name))]
+    for kind in (api.Result, api.Trial):
+        parts += [f"## {kind.__name__}\n", _doc(kind), _table(("name", "meaning"), _members(kind))]
+    return "\n".join(parts)
+
+
+def _signature(name: str, function: Any) -> str:
+    lines = [f"def {name}("]
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "    *," not in lines:
+            lines.append("    *,")
+        lines.append(f"    {_parameter(parameter)},")
+    returned = inspect.signature(function).return_annotation
+    return "\n".join(["```py", *lines, f") -> {returned}", "```\n"])
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+    return f"{parameter.name}: {parameter.annotation}{default}"
+
+
+def _doc(documented: Any) -> str:
+    return _code_spans(_prose(documented.__doc__ or "")) + "\n"
+
+
+def _code_spans(text: str) -> str:
+    return re.sub(r"``(.+?)``", r"`\1`", text)
+
+
+def _members(kind: type) -> Iterator[tuple[str, str]]:
+    for name in inspect.get_annotations(kind):
+        yield f"`{name}`", _field_doc(kind, name)
+    for name, member in vars(kind).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            yield f"`{name}`", _cell(member.__doc__)
+        elif inspect.isfunction(member):
+            _, *parameters = inspect.signature(member).parameters.values()
+            shown = ", ".join(f"**{p.name}" if p.kind is p.VAR_KEYWORD else _parameter(p) for p in parameters)
+            yield f"`{name}({shown})`", _cell(member.__doc__)
+
+
+def _cell(text: str | None) -> str:
+    """Return a docstring on one line."""
+    return " ".join(_code_spans(text or "").split())
+
+
+def _field_doc(kind: type, name: str) -> str:
+    """Return the text under a field of a dataclass, or its type where there is none."""
+    found = re.search(rf'^    {name}: [^\n]*\n    """(.+?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
+    return _cell(found[1]) if found else f"`{inspect.get_annotations(kind)[name]}`"
+
+
+if __name__ == "__main__":
+    main()
