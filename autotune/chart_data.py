@@ -77,6 +77,8 @@ class StepRow:
     low_seconds: float
     high_seconds: float
     """The next run lies between these two in 95 of 100 cases."""
+    relative_half_width: float
+    """Half of that interval over the mean, as the summary tells it of the speed."""
     processes: int
     mark: Mark | None
 
@@ -168,6 +170,7 @@ def step_chart(report: Report) -> StepChart:
                 samples / speed.samples_per_second,
                 samples / high,
                 samples / low,
+                speed.relative_half_width,
                 speed.processes,
                 marks.get(candidate),
             )

@@ -248,8 +248,7 @@ def _step_scale(rows: Sequence[StepRow], area: Box) -> tuple[Scale, _Unit]:
 def _step_row(row: StepRow, across: Scale, unit: _Unit, area: Box, top: float, *, narrow: bool) -> Child:
     center = top + (31 if narrow else 14)
     base = top + 16 if narrow else center + 4
-    half = (row.high_seconds - row.low_seconds) / 2 / row.seconds
-    value = f"{format_rate(row.seconds / unit.seconds)} {unit.name} ± {half:.1%}"
+    value = f"{format_rate(row.seconds / unit.seconds)} {unit.name} ± {row.relative_half_width:.1%}"
     words = row.candidate.describe() + (f" ({row.mark})" if row.mark else "")
     room = (area.right - text_width(value) - 10 if narrow else area.left - 12) - 2
     low, high = across(row.low_seconds / unit.seconds), across(row.high_seconds / unit.seconds)

@@ -25,7 +25,7 @@ from autotune.markup import Child, Markup, element, joined
 from autotune.memory import MemoryPrediction
 from autotune.report import Report, describe_data, measurement, times, verdict
 from autotune.store import TrialRecord
-from autotune.summary import counts_line, detail_lines, report_document, trial_document
+from autotune.summary import counts_line, detail_lines, report_document, tokens_per_second
 from autotune.trial import Document, Measurement
 from autotune.units import format_bytes, format_rate, format_seconds, plural
 
@@ -152,7 +152,7 @@ def _speed_figure(document: Document) -> Markup | None:
 
 
 def _step_figure(report: Report, best: TrialRecord, measured: Measurement) -> Markup:
-    tokens = trial_document(report, best)["tokens_per_second"]
+    tokens = tokens_per_second(report, measured)
     samples = best.candidate.samples_per_step
     return _figure(
         "Optimizer step",
@@ -174,14 +174,15 @@ def _speedup_figure(report: Report) -> Markup | None:
 
 
 def _memory_figure(report: Report, measured: Measurement, best: TrialRecord) -> Markup:
-    cap, spare = report.ceiling.cap_bytes, trial_document(report, best)["headroom_bytes"]
-    peak = measured.judged_bytes(best.candidate.arm)
-    kind = "allocated" if best.candidate.arm.expandable_segments else "reserved"
+    cap, peak = report.ceiling.cap_bytes, measured.judged_bytes(best.candidate.arm)
+    expands = best.candidate.arm.expandable_segments
+    # Such a trial could reserve no more than the line, so that at least the headroom was left.
+    spare = report.ceiling.headroom_bytes if expands else cap - peak
     return _figure(
         "Peak memory",
         format_bytes(peak),
-        f"{kind}, of {format_bytes(cap)}",
-        *([] if spare is None else [f"headroom {format_bytes(spare)} ({spare / cap:.0%})"]),
+        f"{'allocated' if expands else 'reserved'}, of {format_bytes(cap)}",
+        f"headroom {format_bytes(spare)} ({spare / cap:.0%})",
     )
 
 

@@ -28,7 +28,7 @@ def summary_lines(report: Report) -> list[str]:
         + (f" × {request['world_size']} devices" if request["world_size"] > 1 else "")
         + f", {best.candidate.arm.describe()}"
     ]
-    tokens = _tokens_per_second(report, measured)
+    tokens = tokens_per_second(report, measured)
     lines.append(
         f"  {format_rate(speed.samples_per_second)} samples/s{format_spread(speed.relative_half_width)}"
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
@@ -238,7 +238,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "state": trial.state,
         "feasible": report.feasible(trial),
         "samples_per_second": measured.samples_per_second if measured else None,
-        "tokens_per_second": _tokens_per_second(report, measured),
+        "tokens_per_second": tokens_per_second(report, measured),
         "step_seconds": measured.step_seconds if measured else None,
         "relative_spread": measured.known_spread if measured else None,
         "micro_steps_run": measured.micro_steps_run if measured else None,
@@ -281,7 +281,8 @@ def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
     return report.ceiling.cap_bytes - measured.peak_reserved_bytes
 
 
-def _tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
+def tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
+    """Return the mean tokens a second of a measurement; ``None`` where samples are no text."""
     if measured is None or not report.is_text:
         return None
     lengths = lengths_of(report.workload)

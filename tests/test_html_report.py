@@ -29,7 +29,7 @@ from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report
 from autotune.store import Store
 from autotune.stored_predictions import stored_prediction
-from autotune.summary import report_document
+from autotune.summary import report_document, summary_lines
 from autotune.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.units import GIB, format_bytes, format_rate
 
@@ -211,6 +211,24 @@ def test_step_times_are_those_of_all_processes(recorded: Report) -> None:
     for tried in recorded.history.believed():
         assert tried.candidate.describe() in text
     assert "optimizer step (ms" in text
+
+
+def test_the_answer_is_that_of_all_processes_of_the_winner() -> None:
+    """Two processes, 300 and 320 samples/s: speed, tokens, peak and ± as in the summary."""
+    again = trial(3, BF16, 32, completed(320.0, 21.0), "final")
+    made = report(BASELINE, trial(1, BF16, 32, completed(300.0, 22.2)), again, best=3)
+    page = checked(made)
+    text = page.section("Best configuration").text
+    spread = summary_lines(made)[1].partition("± ")[2].partition("%")[0]
+    for words in (
+        "309.8 samples/s",
+        "2 processes",
+        f"{(300 * 320) ** 0.5 * 512:,.0f} tokens/s",
+        "22.2 GiB",
+        "819.2 MiB",
+    ):
+        assert words in text
+    assert f"± {spread}%" in page.section("Step times").text
 
 
 def test_the_export_can_be_copied(recorded: Report) -> None:
