@@ -255,7 +255,7 @@ def trial_document(report: Report, trial: TrialRecord) -> Document:
         "data_seconds": measured.data_seconds if measured else None,
         "gpu_busy_share": measured.gpu_busy_share if measured else None,
         "gpu_busy_cost_seconds": measured.gpu_busy_cost_seconds if measured else None,
-        "limited_by": what_limits(measured).kind if measured else None,
+        "limited_by": _limited_by(report, trial),
         "cpu_core": measured.cpu_core if measured else None,
         "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
         "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
@@ -279,6 +279,15 @@ def _headroom_bytes(report: Report, trial: TrialRecord) -> int | None:
     if trial.candidate.arm.expandable_segments:
         return report.ceiling.headroom_bytes
     return report.ceiling.cap_bytes - measured.peak_reserved_bytes
+
+
+def _limited_by(report: Report, trial: TrialRecord) -> str | None:
+    """Return what limits a trial's step; the GPU's share of it may be known from another trial of the candidate."""
+    measured = measurement(trial)
+    if measured is None:
+        return None
+    share = measured.gpu_busy_share or report.history.busy_share(trial.candidate)
+    return what_limits(dataclasses.replace(measured, gpu_busy_share=share)).kind
 
 
 def tokens_per_second(report: Report, measured: Measurement | None) -> float | None:
