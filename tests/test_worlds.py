@@ -63,18 +63,16 @@ class _Runner:
         return self.machine.run(job.candidate, job.effort)
 
 
-@pytest.mark.parametrize("sampler", ["autotune", "random", "grid"])
+@pytest.mark.parametrize("sampler", ["autotune", "random"])
 def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str) -> None:
     """With Optuna's samplers, the judge refuses what it refuses the policy; none may end a search early."""
     with open_store(str(tmp_path / "worlds.db")) as store:
-        for seed in range(4):
+        for seed in range(3):
             world = replace(draw(seed), trials=None)
             prepared = world.prepared()
             request = replace(prepared.request, sampler=sampler, study=f"{sampler}-{seed}", trials=None)  # type: ignore[arg-type]
             given = replace(prepared, request=request)
             runner, possible = _Runner(world), any(world.fits(c) for c in world.candidates(prepared))
-            if sampler == "grid" and world.effective_batch is None:
-                continue
             try:
                 study = Search(given, runner, store, RecordingObserver(), tmp_path, clock=runner.machine.clock).run()
                 assert study.best_trial_id is not None
