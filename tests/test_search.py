@@ -268,6 +268,21 @@ class TestFaults:
         assert run.best.candidate.describe() == "32 × 2  fp16"
         assert runner.candidates.count(best) == 2
 
+    def test_an_arm_that_fails_does_not_keep_smaller_batches_of_another_from_being_tried(self, store: Store) -> None:
+        """Only 4 × 8 without checkpointing fits, and checkpointing fails at every batch."""
+        runner = fits_up_to(4)
+        for batch in (1, 2, 4, 8, 16, 32):
+            runner.faults[Candidate(Arm("bf16", gradient_checkpointing=True), batch, 32 // batch)] = [fault()] * 2
+        run = search(store, runner, effective_batch=32, precisions=("bf16",))
+        assert run.best.candidate == Candidate(Arm("bf16"), 4, 8)
+
+    def test_host_memory_that_runs_out_rules_out_nothing_of_the_device(self, store: Store) -> None:
+        best = Candidate(Arm("bf16"), 32, 2)
+        runner = RecordedRunner(EFFECTIVE_64)
+        runner.faults[best] = [OutOfMemory("the kernel ended the trial", where="host")]
+        run = search(store, runner)
+        assert run.best.candidate.describe() == "32 × 2  fp16"
+
 
 class TestFinal:
     """16 × 4 is the best below 15.5 GiB; its four micro-steps are first measured as three."""
