@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
 ACCURACY = (
-    "of 295 peaks on an H200 the allocated bytes were predicted within 0.4 % at worst, the reserved bytes within 3 % in "
-    "96 of 100 and within 8 % at worst"
+    "of 295 peaks on an H200 the allocated bytes were predicted within 0.4 % at worst, the reserved bytes within 3 % "
+    "in 96 of 100 and within 8 % at worst"
 )
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
