@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test test-whole test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
 	@echo "make test         install the development tools and run every check"
+	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
@@ -59,8 +60,14 @@ lint: install-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Each process of pytest has a process of its own from which others are forked (tests/warm.py): 1 GiB together.
+PROCESSES ?= 2
+
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not faults"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole"
+
+test-whole: install-dev
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
 
 test-faults: install-dev
 	$(BIN)/python -m pytest tests/faults

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from peers import CONTENDERS, FINDERS, candidates_of, print_table, schedule
 
 from autotune.model_source import resolve_model
@@ -63,6 +63,6 @@ def test_a_finder_tells_its_answer(tmp_path: Path) -> None:
     asked.write_text(json.dumps(settings))
     words = [sys.executable, str(FINDERS / "by_accelerate.py"), str(asked), str(told)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
+    ended = warm.run(words, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(told.read_text()) == {"per_device_train_batch_size": 4, "tried": [4]}

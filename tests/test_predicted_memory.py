@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Four architectures whose code is the same in the transformers that measured (5.17) and the one pinned here.
 RECORDED = ("distilbert-base-uncased", "roberta-base", "ModernBERT-base", "vit-large-patch16-224")
+SAMPLE = ("distilbert-base-uncased", "ModernBERT-base")
 
 CELLS = ROOT / "studies" / "landscapes" / "memory_cells_h200.jsonl"
 
@@ -27,10 +28,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return warm.run([sys.executable, *words], capture_output=True, text=True, timeout=280, cwd=ROOT, env=variables)
 
 
-@pytest.fixture(scope="module")
-def cells() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[SAMPLE, pytest.param(RECORDED, marks=pytest.mark.whole)], ids=["sample", "all"])
+def cells(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Every completed cell of the recorded boundaries with its prediction."""
-    files = [str(ROOT / "studies" / "landscapes" / f"{name}_h200_24GiB_boundary.jsonl") for name in RECORDED]
+    files = [str(ROOT / "studies" / "landscapes" / f"{name}_h200_24GiB_boundary.jsonl") for name in request.param]
     script = Path(__file__).with_name("predict_recorded.py")
     done = run(str(script), *files)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -39,7 +40,7 @@ def cells() -> list[dict[str, Any]]:
 
 def test_peak_allocated_is_within_a_hundredth(cells: list[dict[str, Any]]) -> None:
     errors = [abs(cell["allocated_mib"] / cell["measured_allocated_mib"] - 1) for cell in cells]
-    assert len(errors) > 60
+    assert len(errors) > 15 * len({cell["model"] for cell in cells})
     assert max(errors) < 0.005
     assert statistics.median(errors) < 0.001
 
@@ -56,11 +57,12 @@ def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
         for cell in cells
         if cell["largest"] is not None
     }
-    assert len(arms) == 16
+    assert len(arms) == 4 * len({cell["model"] for cell in cells})
     multiples_off = [(predicted - measured) // 8 for predicted, measured in arms.values()]
     assert max(multiples_off) <= 1
     assert min(multiples_off) >= -4
-    assert sum(off in (0, -1) for off in multiples_off) >= 13
+    # 13 of the 16.
+    assert sum(off in (0, -1) for off in multiples_off) >= 0.8 * len(arms)
 
 
 @pytest.fixture(scope="module")

@@ -330,7 +330,7 @@ class TestSearches:
         assert len(runner.jobs) == 2
         assert [trial.stage == "reused" for trial in second.trials] == [True, True, True, False, False]
 
-    @pytest.mark.parametrize("sampler", ["grid", "tpe", "random"])
+    @pytest.mark.parametrize("sampler", ["grid", "tpe", pytest.param("random", marks=pytest.mark.whole)])
     def test_with_any_sampler(self, store: Store, sampler: str) -> None:
         search(store, RecordedRunner(EFFECTIVE_64), study="first", sampler="grid")
         runner = RecordedRunner(EFFECTIVE_64)
