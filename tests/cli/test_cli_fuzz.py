@@ -12,6 +12,7 @@ from command_line import run_within
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autotune.cli.main import cli
 from autotune.cli.search import search
 from autotune.errors import AutotuneError
 from autotune.options import build_request
@@ -91,7 +92,7 @@ known_values = [
 def test_the_options_of_a_search(words: list[str], folder: Path) -> None:
     """What click takes becomes a request or an error of ours; no search is started."""
     try:
-        context = search.make_context("search", ["--model", "bert-tiny", *words])
+        context = search.make_context("search", ["--model", "bert-tiny", *words], **cli.context_settings)
     except (click.ClickException, click.exceptions.Exit):
         return
     options = {name: value for name, value in context.params.items() if name not in ("as_json", "storage", "verify")}
@@ -127,7 +128,7 @@ def test_the_arithmetic_of_a_search(
     for option, value in {"--batch-multiple": batch_multiple, "--seq-len": seq_len, "--padding": padding}.items():
         words += [] if value is None else [option, value]
     try:
-        context = search.make_context("search", words)
+        context = search.make_context("search", words, **cli.context_settings)
         request = build_request({k: v for k, v in context.params.items() if k not in ("as_json", "storage", "verify")})
         request.check()
     except (click.ClickException, AutotuneError):

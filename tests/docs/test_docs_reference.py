@@ -35,7 +35,7 @@ def test_commands_that_are_shown_parse(line: str) -> None:
     _, name, *words = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
-    command.make_context(name, words)
+    command.make_context(name, words, **cli.context_settings)
 
 
 def test_python_blocks_are_python() -> None:
