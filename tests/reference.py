@@ -6,7 +6,6 @@ compares the files with what this program would write.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator
@@ -61,9 +60,7 @@ def _first_line(command: click.Command) -> str:
 
 
 def _command(name: str, command: click.Command, level: int) -> list[str]:
-    # A command keeps the help option that it makes first; a copy leaves the command itself with that of its group.
-    command = copy.copy(command)
-    context = click.Context(command, info_name=name)
+    context = click.Context(command, info_name=name, **cli.context_settings)
     usage = command.get_usage(context).removeprefix("Usage: ")
     found = [f"\n{'#' * level} {name}\n", f"    {' '.join(usage.split())}\n", _help(command.help or "")]
     sections: dict[str, tuple[str, ...]] = getattr(command, "sections", {})
