@@ -110,7 +110,7 @@ def test_a_stock_run_on_the_data_is_compared_with_the_promise(searched: Ran, pla
     assert 0 < obtained["new_lengths"] < 15 * best["gradient_accumulation_steps"]
     assert document["peak_judged"] == "allocated"
     # A CPU has nothing to build for them.
-    ratio = obtained["samples_per_second"] / best["samples_per_second"]
+    ratio = obtained["samples_per_second"] / document["promised"]["samples_per_second"]
     assert document["samples_per_second_ratio"] == pytest.approx(ratio)
     assert [(path.name, path.stat().st_mtime_ns) for path in data.iterdir()] == before, "read once"
 
