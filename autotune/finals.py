@@ -64,9 +64,5 @@ def needs_another(history: History, winner: Tried) -> bool:
         return True
     if history.is_host_bound(candidate) and history.processes(candidate) < _HOST_BOUND_PROCESSES:
         return True
-    speed = history.speed(candidate)
-    return speed is not None and done < 2 and _own_half_width(winner) > _UNCERTAIN
-
-
-def _own_half_width(winner: Tried) -> float:
-    return winner.measurement.relative_spread if winner.measurement else 0.0
+    measured = winner.measurement
+    return measured is not None and done < 2 and measured.relative_spread > _UNCERTAIN

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from autotune.device import Ceiling
 from autotune.policy import Objective
-from autotune.sampler import PolicySampler, params_of
+from autotune.sampler import params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
 from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
 from autotune.units import GIB
@@ -96,10 +96,6 @@ class OptunaStudy:
                     self._study.tell(left.number, state=TrialState.FAIL)
             for _ in (trial for trial in unfinished if trial.state is TrialState.WAITING):
                 self._study.tell(self._study.ask(), state=TrialState.FAIL)
-
-    def upcoming(self) -> Candidate | None:
-        """What a policy will propose next; ``None`` when it is done. Optuna's samplers never say."""
-        return self.sampler.upcoming() if isinstance(self.sampler, PolicySampler) else None
 
     def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
         """The next proposal, or ``forced`` as if it had been proposed."""

@@ -91,24 +91,27 @@ class NvmlSession:
             self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
         return self._handles[uuid]
 
-    def energy_joules(self, uuid: str) -> float | None:
-        """Energy that a GPU has used since its driver was loaded (Volta and later); ``None`` where it does not say."""
+    def _known_handle(self, uuid: str) -> Any | None:
+        """The handle of the GPU of a UUID; ``None`` without NVML and for a GPU that it does not know."""
         if self._binding is None:
             return None
         try:
-            handle = self._handle(uuid)
+            return self._handle(uuid)
         except self._errors:
+            return None
+
+    def energy_joules(self, uuid: str) -> float | None:
+        """Energy that a GPU has used since its driver was loaded (Volta and later); ``None`` where it does not say."""
+        handle = self._known_handle(uuid)
+        if handle is None:
             return None
         millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
         return None if millijoules is None else float(millijoules) / 1000
 
     def location(self, uuid: str) -> tuple[int | None, str | None]:
         """A GPU's number, as nvidia-smi counts, and its PCI bus id; ``None`` for what NVML does not say."""
-        if self._binding is None:
-            return None, None
-        try:
-            handle = self._handle(uuid)
-        except self._errors:
+        handle = self._known_handle(uuid)
+        if handle is None:
             return None, None
         # An instance of a GPU (MIG) is where the whole one is.
         handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
@@ -140,11 +143,8 @@ class NvmlSession:
 
     def policy(self, uuid: str) -> GpuPolicy | None:
         """Read the settings that a GPU's owner chose; ``None`` without NVML and for a GPU that it does not know."""
-        if self._binding is None:
-            return None
-        try:
-            handle = self._handle(uuid)
-        except self._errors:
+        handle = self._known_handle(uuid)
+        if handle is None:
             return None
         # An instance of a divided GPU has no settings of its own.
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
