@@ -1,7 +1,7 @@
 """autotune finds the fastest way to train a transformer on one device at a fixed effective batch size.
 
-``autotune.search`` is the search as a function, ``autotune.load`` a study that is there already; both are imported
-when they are first asked for, so that importing this costs nothing.
+``autotune.search`` runs a search, ``autotune.load`` opens a recorded study, ``autotune.errors`` holds what both raise.
+They are imported when they are first used, so that ``import autotune`` itself takes no time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from autotune.api import Trial as Trial
     from autotune.api import load as load
     from autotune.api import search as search
+    from autotune.core import errors as errors
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Trial", "__version__", "load", "search"]
+__all__ = ["Result", "Trial", "__version__", "errors", "load", "search"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names of ``autotune.api`` that are offered here."""
+    """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "errors":
+        return importlib.import_module("autotune.core.errors")
     return getattr(importlib.import_module("autotune.api"), name)
 
 

@@ -21,12 +21,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import autotune
+from autotune.core.errors import StorageError
+from autotune.core.trial import Document
+from autotune.core.workload import Workload
 from autotune.device import Device
 from autotune.environment import library_versions
-from autotune.errors import StorageError
 from autotune.store import AnswerKind, Answers, open_answers
-from autotune.trial import Document
-from autotune.workload import Workload
 
 if TYPE_CHECKING:
     from autotune.store import Store

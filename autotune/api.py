@@ -15,8 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
+from autotune.core.training_source import WITHIN_VARIABLE
+from autotune.core.trial import Candidate, Completed, Document, Measurement
+from autotune.core.units import format_bytes, format_rate, format_spread
+from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.device import Headroom
-from autotune.errors import InvalidRequestError, NoResultError, PromiseMissedError
 from autotune.export import make_export
 from autotune.history import DEFAULT_TOLERANCE, History
 from autotune.keywords import as_options, refuse
@@ -34,11 +38,7 @@ from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
 from autotune.subject import check_can_be_verified, device_of, subject_of
 from autotune.summary import report_document, summary_lines, trial_document
-from autotune.training_source import WITHIN_VARIABLE
-from autotune.trial import Candidate, Completed, Document, Measurement
-from autotune.units import format_bytes, format_rate, format_spread
 from autotune.verification import DEFAULT_STEPS, Verification, verify
-from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
 DEFAULT_STORAGE = "studies/autotune.db"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from autotune.core.trial import Arm, Candidate, Measurement, OutOfMemory
+from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.report import Report, measurement, verdict
 from autotune.store import TrialRecord
-from autotune.trial import Arm, Candidate, Measurement, OutOfMemory
-from autotune.units import format_bytes, format_rate, format_seconds
 
 Mark = Literal["best", "baseline"]
 

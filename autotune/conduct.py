@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autotune.answers import KeptPredictions, inspection_key
+from autotune.core.errors import NoResultError, NothingFitsError
+from autotune.core.trial import Document
 from autotune.device.presence import Presence
-from autotune.errors import NoResultError, NothingFitsError
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report
@@ -19,7 +20,6 @@ from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.samples import read_data
 from autotune.store import Store, StudyRecord, open_store
-from autotune.trial import Document
 from autotune.watch import SharedRunner, WatchedRunner
 
 

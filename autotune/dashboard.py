@@ -19,8 +19,8 @@ import optuna_dashboard
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.core.errors import InvalidRequestError
 from autotune.dashboard_private import show_constraints
-from autotune.errors import InvalidRequestError
 from autotune.optuna_study import OBJECTIVE_NAMES
 from autotune.store import (
     LOCK_TIMEOUT_SECONDS,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autotune.core.statistics import CONFIDENCE
+from autotune.core.trial import Candidate, Effort
 from autotune.history import History
 from autotune.levers import compiles
 from autotune.loader import patience
 from autotune.pooling import Tried
 from autotune.request import SearchRequest
-from autotune.statistics import CONFIDENCE
 from autotune.store import Stage
-from autotune.trial import Candidate, Effort
 
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
 _BASELINE_SPREAD = 0.03

@@ -13,11 +13,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.core.trial import Arm, Document
+from autotune.core.workload import Workload
 from autotune.device import Device, gpu_policy, processor_name
 from autotune.levers import packages_of, packages_of_workload, version_of
 from autotune.loader import usable_cores
-from autotune.trial import Arm, Document
-from autotune.workload import Workload
 
 _NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
 

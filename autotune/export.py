@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from autotune import catalog
 from autotune.arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
-from autotune.data import DataSpec
-from autotune.errors import NoResultError
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import NoResultError
+from autotune.core.trial import Candidate, Completed
+from autotune.core.units import in_one_line
 from autotune.levers import allocator_variable
 from autotune.model_source import repository_of
 from autotune.report import Report, describe_data, is_script, measurement
-from autotune.trial import Candidate, Completed
-from autotune.units import in_one_line
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")

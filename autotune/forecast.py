@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from autotune.core.trial import Arm, Document
 from autotune.device import Ceiling
 from autotune.device.chips import Chip
 from autotune.memory import MemoryModel, Question, prediction_class
-from autotune.trial import Arm, Document
 
 # Two traces of a large model took 3 s on an idle core; ten times that on a busy machine is still no hang.
 _TIMEOUT_SECONDS = 180.0

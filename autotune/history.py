@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.device import Ceiling
 from autotune.memory import MemoryModel, memory_class
 from autotune.pooling import Pool, Speed
 from autotune.pooling import Tried as Tried
 from autotune.space import PRECISION_PREFERENCE
-from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:

@@ -18,6 +18,8 @@ from autotune.charts import (
     marker,
     series_class,
 )
+from autotune.core.trial import Document, Measurement
+from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.export import beside_lines, make_export, render
 from autotune.html_style import SCRIPT, STYLE
 from autotune.limits import describe_limit, what_limits
@@ -26,8 +28,6 @@ from autotune.memory import MemoryPrediction
 from autotune.report import Report, describe_data, measurement, times, verdict
 from autotune.store import TrialRecord
 from autotune.summary import counts_line, detail_lines, report_document, tokens_per_second
-from autotune.trial import Document, Measurement
-from autotune.units import format_bytes, format_rate, format_seconds, plural
 
 # Of the page's column and of a phone; style.html_style shows one of the two.
 _WIDTHS = (("wide", 920.0), ("narrow", 358.0))

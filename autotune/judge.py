@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autotune.core.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
 from autotune.history import History
 from autotune.pooling import Tried
 from autotune.space import Space
-from autotune.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
 
 # Failures at so many batches of an arm, with no success, make it doubtful. Each is looked for halfway between the last
 # one and the smallest batch, so that three reach well below batches that are too large for a kernel.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, get_args
 
+from autotune.core.errors import InvalidRequestError
+from autotune.core.training_source import locate_function
+from autotune.core.units import parse_bytes, parse_seconds, parse_share
+from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.device import Headroom, parse_headroom
-from autotune.errors import InvalidRequestError
 from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective, SamplerName
 from autotune.space import CheckpointingChoice
-from autotune.training_source import locate_function
-from autotune.units import parse_bytes, parse_seconds, parse_share
-from autotune.workload import DTypeName, PeftName, QuantizeName, Task
 
 # More than any device holds, as on the command line.
 _MOST = 2**31 - 1

@@ -6,9 +6,9 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal
 
-from autotune.errors import InvalidRequestError
-from autotune.trial import Arm
-from autotune.workload import Workload
+from autotune.core.errors import InvalidRequestError
+from autotune.core.trial import Arm
+from autotune.core.workload import Workload
 
 LeverChoice = Literal["auto", "on", "off"]
 LEVERS: dict[str, LeverChoice] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autotune.core.trial import Candidate, Measurement
 from autotune.loader import LOADER_BOUND, waits_for_data
-from autotune.trial import Candidate, Measurement
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 

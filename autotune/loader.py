@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Collection
 
-from autotune.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.trial import Arm, Candidate, Effort, Measurement
 
 LOADER_BOUND = 0.1
 """Waiting longer than this for data, as a share of a step, is worth a remedy."""

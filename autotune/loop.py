@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from autotune.core.errors import AutotuneError
+from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
 from autotune.effort import effort_of, timeout_seconds
-from autotune.errors import AutotuneError
 from autotune.forecast import Forecast
 from autotune.history import History, cap_of
 from autotune.optuna_study import Asked, OptunaStudy
@@ -22,7 +23,6 @@ from autotune.sampler import candidate_of, distributions, make_sampler
 from autotune.speed import Speeds
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
-from autotune.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
 
 _INTERRUPTED = "interrupted"
 

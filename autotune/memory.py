@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autotune.core.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 from autotune.device import Ceiling
 from autotune.device.chips import Chip
 from autotune.loader import plain_loader
-from autotune.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune import catalog
-from autotune.errors import UnknownModelError
+from autotune.core.errors import UnknownModelError
 
 Origin = Literal["catalog", "folder", "hub cache", "hub"]
 

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
+from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
+from autotune.core.units import format_seconds, plural
 from autotune.limits import what_limits
 from autotune.report import Report, data_facts, measurement
 from autotune.store import NOTHING_LEFT, TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
-from autotune.units import format_seconds, plural
 
 # Half the interval of the next run's speed, relative, above which a promise says little.
 _WIDE_PROMISE = 0.1

@@ -6,14 +6,14 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from autotune.data import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec, locate, tokenizer_content
+from autotune.core.dataset_spec import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec, locate, tokenizer_content
+from autotune.core.errors import InvalidRequestError
+from autotune.core.training_source import find_script, find_trainer
+from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
 from autotune.device import Device, Headroom, find_device
-from autotune.errors import InvalidRequestError
 from autotune.levers import LeverChoice, segments_expand
 from autotune.model_source import ModelSource, resolve_model
 from autotune.request import DEFAULT_OPTIM, SearchRequest
-from autotune.training_source import find_script, find_trainer
-from autotune.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
 
 
 def build_request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:

@@ -13,12 +13,12 @@ from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import TrialState
 
+from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
+from autotune.core.units import GIB
 from autotune.device import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
-from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
-from autotune.units import GIB
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
 CONSTRAINT = "memory_over_line_gib"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autotune.core.trial import Candidate
+from autotune.core.units import format_seconds, plural
 from autotune.finals import finals, needs_another
 from autotune.history import History, Tried, ran_in_full
 from autotune.judge import Judge, Refusal
@@ -17,8 +19,6 @@ from autotune.policy import Policy
 from autotune.preparation import Prepared
 from autotune.repeats import Repeats
 from autotune.store import NOTHING_LEFT, Stage, TrialRecord
-from autotune.trial import Candidate
-from autotune.units import format_seconds, plural
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REFUSALS = 64

@@ -7,9 +7,9 @@ import importlib.util
 from typing import Any
 
 from autotune.chart_data import SpeedChart, SpeedPoint, speed_chart
-from autotune.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError
+from autotune.core.units import GIB, MIB, format_bytes
 from autotune.report import Report
-from autotune.units import GIB, MIB, format_bytes
 
 _MARKERS = "os^Dp"
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from autotune.core.trial import Candidate
 from autotune.history import History
 from autotune.judge import Judge
 from autotune.memory import memory_class
 from autotune.space import LARGEST_FREE_BATCH, Space
 from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
-from autotune.trial import Candidate
 
 Objective = Literal["throughput", "max-batch"]
 SamplerName = Literal["autotune", "grid", "tpe", "random"]

@@ -8,6 +8,10 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.core.trial import Candidate, Document
+from autotune.core.units import GIB, MIB, format_bytes, format_count
+from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.device import Ceiling, Headroom
 from autotune.device.chips import Chip
 from autotune.device.host import host_memory
@@ -18,7 +22,6 @@ from autotune.environment import (
     measured_environment,
     records_host,
 )
-from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.forecast import Forecast, Kept, Submitter, Target
 from autotune.hub_revision import commit_of
 from autotune.levers import FLASH_ATTENTION, goes_together, is_predictable
@@ -27,9 +30,6 @@ from autotune.memory import questions
 from autotune.request import SearchRequest, differences
 from autotune.samples import check_own_samples
 from autotune.space import Batches, CheckpointingChoice, Space, choose_arms
-from autotune.trial import Candidate, Document
-from autotune.units import GIB, MIB, format_bytes, format_count
-from autotune.workload import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True)

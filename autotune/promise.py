@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune.statistics import estimate_mean
+from autotune.core.statistics import estimate_mean
 
 Verdict = Literal["kept", "missed", "cannot_tell"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from autotune.core.trial import TRANSIENT, Candidate, Completed, Failed, OutOfMemory
 from autotune.store import Stage, TrialRecord
-from autotune.trial import TRANSIENT, Candidate, Completed, Failed, OutOfMemory
 
 # The search was killed: hardly ever the candidate's doing, but one that takes the machine down must not do so for ever.
 _MOST_INTERRUPTIONS = 10

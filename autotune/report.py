@@ -6,15 +6,15 @@ import functools
 import math
 from dataclasses import dataclass
 
-from autotune.data import DataFacts, DataSpec, Lengths, facts_from_document
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, facts_from_document
+from autotune.core.errors import StorageError
+from autotune.core.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.device import Ceiling
-from autotune.errors import StorageError
 from autotune.history import History, ran_in_full
 from autotune.pooling import Pool, Speed, Tried
 from autotune.repeats import Repeats
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
-from autotune.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
-from autotune.workload import BYTES_PER_ELEMENT, TASKS
 
 
 @dataclass(frozen=True)

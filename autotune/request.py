@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.trial import Effort, Precision
+from autotune.core.units import format_bytes
+from autotune.core.workload import Workload
 from autotune.device import Device, Headroom
 from autotune.device.cores import can_pin
-from autotune.errors import DeviceError, InvalidRequestError
 from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective, SamplerName
 from autotune.space import Batches, CheckpointingChoice, choose_precisions
-from autotune.trial import Effort, Precision
-from autotune.units import format_bytes
-from autotune.workload import Workload
 
 if TYPE_CHECKING:
     # Imports Optuna, which a request that is refused, or only predicted, does without.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
+from autotune.core.errors import DeviceError, InvalidRequestError, StorageError
+from autotune.core.masking import masked_options
+from autotune.core.training_source import TrainingSource
+from autotune.core.trial import PRECISIONS, Document
+from autotune.core.workload import DTYPES, TASKS, Workload
 from autotune.device import Device, Headroom, find_device, list_devices
-from autotune.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.levers import LEVERS, LeverChoice
-from autotune.masking import masked_options
 from autotune.policy import Objective, SamplerName
 from autotune.request import SearchRequest
 from autotune.space import CheckpointingChoice
 from autotune.store import Store
-from autotune.training_source import TrainingSource
-from autotune.trial import PRECISIONS, Document
-from autotune.workload import DTYPES, TASKS, Workload
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,20 +23,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
+from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome, OutOfMemory, Source
 from autotune.device import Ceiling
 from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.memory import MemoryModel
 from autotune.store import PastTrial
-from autotune.trial import (
-    Arm,
-    Candidate,
-    Completed,
-    Effort,
-    Measurement,
-    Outcome,
-    OutOfMemory,
-    Source,
-)
 
 # The seconds of a trial's steps are worked out here where micro-steps were added up, to about this.
 _SECONDS_KNOWN_TO = 0.95
@@ -83,7 +74,7 @@ class Library:
 
         ``in_full`` asks for a measurement of whole steps, micro-step for micro-step. ``not_from`` names trials that
         may not answer: for a second measurement, those that the candidate's outcomes so far are from (see
-        ``autotune.trial.process_of``). A second measurement is never derived from a trial of another candidate.
+        ``autotune.core.trial.process_of``). A second measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)
         exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.arguments import training_arguments
-from autotune.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
+from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
+from autotune.core.trial import Arm, Candidate, Document
 from autotune.runner.fresh import run_fresh
 from autotune.space import Batches
 from autotune.subject import Subject
-from autotune.trial import Arm, Candidate, Document
 
 DEFAULT_STEPS = 8
 # Unit roundoffs: half the distance from 1 to the next number of 24, 11, 11 and 8 significant bits.

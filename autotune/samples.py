@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.data import DataFacts, describe_lengths
-from autotune.errors import InvalidRequestError
+from autotune.core.dataset_spec import DataFacts, describe_lengths
+from autotune.core.errors import InvalidRequestError
+from autotune.core.workload import max_seq_len
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
-from autotune.workload import max_seq_len
 
 
 def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune.errors import DeviceError, InvalidRequestError
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.trial import PRECISIONS, Arm, Candidate, Precision
+from autotune.core.workload import Workload
 from autotune.levers import LeverChoice
 from autotune.loader import plain_loader
-from autotune.trial import PRECISIONS, Arm, Candidate, Precision
-from autotune.workload import Workload
 
 DEFAULT_MULTIPLE = 8
 # Where no batch of the default multiple is possible, the search goes down these, one by one.

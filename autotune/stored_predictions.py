@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from autotune.answers import KeptPredictions, inspection_key
+from autotune.core.errors import AutotuneError
+from autotune.core.trial import Candidate, Document
 from autotune.device import Device
-from autotune.errors import AutotuneError
 from autotune.memory import MemoryPrediction
 from autotune.preparation import forecast_of, prepare
 from autotune.report import Report
 from autotune.resumption import request_from_document, workload_from_document
 from autotune.store import AnswerKind
-from autotune.trial import Candidate, Document
 
 
 class Answers(Protocol):

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune import __version__
+from autotune.core.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
+from autotune.core.trial import Failed, source_of
+from autotune.core.units import format_bytes, plural
 from autotune.device import Ceiling
-from autotune.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
 from autotune.history import History, Tried
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, changes_since
 from autotune.request import SearchRequest
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.trial import Failed, source_of
-from autotune.units import format_bytes, plural
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
+from autotune.core.trial import Document, Measurement
 from autotune.device import Device, list_devices
-from autotune.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.export import make_export
 from autotune.promise import Interval
 from autotune.report import Report, load_report
 from autotune.store import Store, TrialRecord
-from autotune.trial import Document, Measurement
 
 
 @dataclass(frozen=True)

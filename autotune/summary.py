@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from autotune.core.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.limits import describe_limit, what_limits
 from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
 from autotune.report import Report, data_facts, lengths_of, measurement, verdict
 from autotune.store import StudyRecord, TrialRecord
-from autotune.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
-from autotune.units import format_bytes, format_rate, format_seconds, format_spread, plural
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1

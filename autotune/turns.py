@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autotune.core.errors import AutotuneError, DeviceError, StorageError
 from autotune.device import Device
 from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
-from autotune.errors import AutotuneError, DeviceError, StorageError
 
 Note = Callable[[str], None]
 MakeNames = Callable[[], Iterator[str]]

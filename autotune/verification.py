@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.arguments import EVALUATION_BATCH
-from autotune.data import facts_in
-from autotune.errors import InvalidRequestError, PromiseMissedError, TrialServerError
+from autotune.core.dataset_spec import facts_in
+from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
+from autotune.core.trial import Document
+from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
+from autotune.core.workload import Workload
 from autotune.limits import what_limits
 from autotune.promise import Interval, Verdict, compare, mean_speed, slack
 from autotune.runner import LocalRunner
 from autotune.runner.fresh import run_fresh
 from autotune.subject import Subject
-from autotune.trial import Document
-from autotune.units import MIB, format_bytes, format_count, format_rate, format_spread
-from autotune.workload import Workload
 
 DEFAULT_STEPS = 100
 LEAST_STEPS = 20

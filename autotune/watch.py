@@ -10,12 +10,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
+from autotune.core.errors import DeviceError
+from autotune.core.trial import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.units import format_bytes
 from autotune.device import Condition, Device, busy_pids, device_condition
 from autotune.device.presence import Presence, had_company
-from autotune.errors import DeviceError
 from autotune.runner.local import Progress, TrialJob
-from autotune.trial import Completed, Failed, Outcome, OutOfMemory
-from autotune.units import format_bytes
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
 _INTERVAL_SECONDS = 0.2

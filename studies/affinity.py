@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Outcome
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import Device, find_device
 from autotune.device.cores import core_for, usable_core_numbers
 from autotune.history import cap_of
@@ -33,8 +35,6 @@ from autotune.preparation import prepare
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed, Document, Effort, Outcome
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 # As many steps as fit into so many seconds, so that what differs is the process and not the sample of its steps.
 _EFFORT = Effort(warmup_steps=5, min_steps=20, max_steps=100, target_spread=0.0, max_seconds=3.0, busy_steps=1)

@@ -54,13 +54,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autotune.core.trial import Candidate, Completed, Document, OutOfMemory
 from autotune.device import Ceiling
 from autotune.history import History
 from autotune.loop import Search
 from autotune.optuna_study import over_line_gib
 from autotune.preparation import Prepared, forecast_of
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
-from autotune.trial import Candidate, Completed, Document, OutOfMemory
 
 # Of the machine whose GPU was recorded; half of them predict at once.
 _CORES = 16

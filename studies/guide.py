@@ -21,15 +21,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autotune.core.errors import InvalidRequestError
+from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Outcome, Precision
+from autotune.core.units import MIB, format_bytes
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import Device, find_device
-from autotune.errors import InvalidRequestError
 from autotune.levers import how_to_install, packages_of, require, version_of
 from autotune.model_source import resolve_model
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Outcome, Precision
-from autotune.units import MIB, format_bytes
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 # The guide's batch: every row's optimizer step sees four samples, at once or one by one.
 _BATCH = 4

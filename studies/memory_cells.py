@@ -28,15 +28,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.core.errors import AutotuneError
+from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document
+from autotune.core.units import GIB
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import Device, device_used_bytes, find_device
-from autotune.errors import AutotuneError
 from autotune.model_source import resolve_model
 from autotune.runner import LocalRunner
 from autotune.runner.environment import server_environment
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed, Effort, outcome_document
-from autotune.units import GIB
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 # All micro-steps are run, and two steps before the measured one: reserved memory no longer grows then.
 _EFFORT = Effort(warmup_steps=2, min_steps=1, max_steps=1, max_micro_steps=1024)

@@ -20,16 +20,16 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
+from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import find_device
 from autotune.model_source import resolve_model
-from autotune.trial import Arm, Candidate, Effort, Measurement
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback
 from autotune.worker.meter import Meter, open_meter
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 _WARMUP_STEPS = 3
 

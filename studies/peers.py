@@ -41,15 +41,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Failed
+from autotune.core.units import parse_bytes
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import Device, find_device
 from autotune.model_source import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed, Document, Effort, Failed
-from autotune.units import parse_bytes
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 FINDERS = Path(__file__).resolve().parent / "finders"
 CONTENDERS: dict[str, list[str]] = {

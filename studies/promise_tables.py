@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from autotune.trial import Candidate, Document
-from autotune.units import plural
+from autotune.core.trial import Candidate, Document
+from autotune.core.units import plural
 
 MISSED_EXIT_CODE = 11
 ANSWERED = (0, MISSED_EXIT_CODE)

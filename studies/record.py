@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome
+from autotune.core.units import MIB, parse_bytes
+from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.device import find_device
 from autotune.history import History, Tried
 from autotune.model_source import resolve_model
@@ -27,9 +30,6 @@ from autotune.request import MAX_BATCH_EFFORT, SearchRequest
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
 from autotune.space import Space
-from autotune.trial import Candidate, Completed, Effort, Failed, Outcome
-from autotune.units import MIB, parse_bytes
-from autotune.workload import Workload, choose_seq_len, infer_task
 
 _TIMES = frozenset(
     {"trial_wall_seconds", "phase_seconds", "step_seconds", "optimizer_step_seconds", "first_step_seconds"}

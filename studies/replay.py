@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
+from autotune.core.units import GIB, MIB
+from autotune.core.workload import Workload
 from autotune.device import Ceiling, Device, Headroom
 from autotune.device.chips import CHIPS
 from autotune.model_source import resolve_model
@@ -21,9 +24,6 @@ from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.runner.local import TrialJob
 from autotune.space import Space
-from autotune.trial import Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
-from autotune.units import GIB, MIB
-from autotune.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "tests" / "landscapes", ROOT / "studies" / "landscapes")

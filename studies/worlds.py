@@ -29,19 +29,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.core.step_time import is_enough, mean_step
+from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.units import GIB, MIB
+from autotune.core.workload import Workload
 from autotune.device import Ceiling, Device, Headroom
 from autotune.effort import effort_of
 from autotune.history import History
-from autotune.measuring import is_enough, mean_step
 from autotune.memory import MemoryModel, MemoryPrediction, prediction_class
 from autotune.plan import Plan
 from autotune.policy import make_policy
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.store import TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
-from autotune.units import GIB, MIB
-from autotune.workload import Workload
 
 _CONTEXT_BYTES = 600 * MIB
 _MOST_NOISE = 0.10

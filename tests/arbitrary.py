@@ -7,7 +7,7 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from autotune.trial import (
+from autotune.core.trial import (
     PRECISIONS,
     Arm,
     Candidate,

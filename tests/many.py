@@ -16,8 +16,8 @@ from typing import Any
 from recorded import ComputedRunner
 from searching import new_store, prepared, search
 
+from autotune.core.units import GIB
 from autotune.preparation import Prepared
-from autotune.units import GIB
 
 TRIALS = 10_000
 STUDY = "many"

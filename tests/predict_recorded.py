@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from autotune.core.trial import Arm
+from autotune.core.workload import Workload
 from autotune.device.chips import CHIPS
 from autotune.model_source import resolve_model
-from autotune.trial import Arm
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.predict import Limits
-from autotune.workload import Workload
 
 MIB = 1024**2
 _ARM_FIELDS = ("precision", "gradient_checkpointing", "attn_implementation", "optim")

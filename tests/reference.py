@@ -15,8 +15,9 @@ import click
 from checkout import ROOT
 
 import autotune
-from autotune import api, errors
+from autotune import api
 from autotune.cli.main import cli, exit_codes
+from autotune.core import errors
 
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"

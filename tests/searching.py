@@ -11,6 +11,9 @@ from typing import Any
 
 from recorded import ComputedRunner, RecordedRunner
 
+from autotune.core.trial import Arm, Candidate, Document, Precision
+from autotune.core.units import GIB, MIB
+from autotune.core.workload import Workload
 from autotune.device import Ceiling, Device, Headroom
 from autotune.history import History
 from autotune.loop import Interruption, Search
@@ -18,9 +21,6 @@ from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.space import choose_arms
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
-from autotune.trial import Arm, Candidate, Document, Precision
-from autotune.units import GIB, MIB
-from autotune.workload import Workload
 
 CONTEXT_BYTES = 620 * MIB
 """The CUDA context that the landscapes were recorded with."""

@@ -14,15 +14,15 @@ from recorded import measurement
 from searching import ceiling_of, prepared, request
 from test_export import OLD_FIELDS, report_of
 
+from autotune.core.errors import DeviceError
+from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document, outcome_from_document
+from autotune.core.units import GIB
 from autotune.device import find_device
 from autotune.device.chips import CHIPS
 from autotune.device.cores import can_pin
-from autotune.errors import DeviceError
 from autotune.export import Export, beside_lines, make_export, render
 from autotune.memory import memory_class, questions
 from autotune.sampler import candidate_of, distributions, params_of
-from autotune.trial import Arm, Candidate, Completed, Effort, outcome_document, outcome_from_document
-from autotune.units import GIB
 
 PLAIN = Arm("bf16")
 PINNED = Arm("bf16", cpu_affinity=True)

@@ -15,14 +15,14 @@ from searching import BERT_LARGE, H200, ceiling_of, new_store
 
 import autotune
 from autotune.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
-from autotune.data import DataFacts, DataSpec, Lengths
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
+from autotune.core.training_source import find_trainer
+from autotune.core.trial import Arm, Document
+from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.device.chips import CHIPS
 from autotune.memory import Question
 from autotune.store import open_store
-from autotune.training_source import find_trainer
-from autotune.trial import Arm, Document
-from autotune.units import GIB
-from autotune.workload import Workload
 
 PACKAGE = Path(autotune.__file__).parent
 QUESTION = Question(Arm("bf16"), ((8, True), (64, False)), 8)

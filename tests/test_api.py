@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
+from autotune.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
 from checkout import ROOT
 
 from autotune import api
 from autotune.cli.search import search as command
-from autotune.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
 from autotune.model_source import resolve_model
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune.arguments import checkpointing_field, training_arguments
-from autotune.trial import PRECISIONS, Arm, Candidate, Precision
+from autotune.core.trial import PRECISIONS, Arm, Candidate, Precision
 
 OLD = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu"}
 NEW = OLD | {"activation_checkpointing", "activation_checkpointing_kwargs"}

@@ -14,9 +14,9 @@ from bench import OURS, Run, search
 from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
 from searching import new_store
 
+from autotune.core.trial import Arm, Candidate, Effort
 from autotune.preparation import forecast_of
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Effort
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.01

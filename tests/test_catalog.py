@@ -15,7 +15,7 @@ import warm
 
 import autotune
 from autotune import catalog
-from autotune.workload import choose_seq_len, infer_task, max_seq_len
+from autotune.core.workload import choose_seq_len, infer_task, max_seq_len
 
 PACKAGE = Path(autotune.__file__).parent
 

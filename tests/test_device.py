@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine import PROJECT, STAND_INS, Machine, uuid_of
 
+from autotune.core.errors import InvalidRequestError
+from autotune.core.trial import PRECISIONS
+from autotune.core.trial import Precision as TrialPrecision
+from autotune.core.units import GIB, MIB
 from autotune.device import Device, device_used_bytes, find_device
 from autotune.device.facts import Precision as DevicePrecision
 from autotune.device.nvml import visible_gpus
-from autotune.errors import InvalidRequestError
-from autotune.trial import PRECISIONS
-from autotune.trial import Precision as TrialPrecision
-from autotune.units import GIB, MIB
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from tiny import tiny_workload
 
 from autotune.arguments import TF32_UNSET_REVISION, checkpointing_field
-from autotune.data import DataSpec
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import NoResultError
+from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement
+from autotune.core.workload import Workload
 from autotune.device import Ceiling
-from autotune.errors import NoResultError
 from autotune.export import FORMATS, Export, beside_lines, make_export, render
 from autotune.report import Report
 from autotune.store import StudyRecord, TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Failed, Measurement
-from autotune.workload import Workload
 
 LOADER = Path(__file__).with_name("load_exports.py")
 OLD_FIELDS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu")

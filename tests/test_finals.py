@@ -9,10 +9,10 @@ import pytest
 from recorded import measurement
 from searching import ceiling_of
 
+from autotune.core.trial import Arm, Candidate, Completed, Failed, Source
+from autotune.core.units import GIB
 from autotune.finals import finals
 from autotune.history import History, Tried
-from autotune.trial import Arm, Candidate, Completed, Failed, Source
-from autotune.units import GIB
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)

@@ -11,6 +11,8 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
 from autotune.answers import KeptPredictions
+from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.units import GIB, MIB
 from autotune.device.chips import CHIPS, Chip
 from autotune.forecast import Forecast, Target
 from autotune.loop import Search
@@ -18,8 +20,6 @@ from autotune.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.runner.local import TrialJob
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
-from autotune.units import GIB, MIB
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
 # intercept and slope of the peak of allocated MiB, as the recorded landscape has them above its floor.

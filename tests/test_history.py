@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
 from searching import ceiling_of
 
+from autotune.core.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.core.units import GIB, MIB
 from autotune.history import History, Tried, ran_in_full
 from autotune.memory import memory_class
-from autotune.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
-from autotune.units import GIB, MIB
 
 CAP_BYTES = 20 * GIB
 BF16 = Arm("bf16")

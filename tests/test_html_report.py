@@ -19,9 +19,11 @@ from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOA
 
 from autotune.answers import KeptPredictions, inspection_key
 from autotune.axes import text_width
+from autotune.core.errors import NothingFitsError
+from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.device import Device
 from autotune.device.chips import CHIPS
-from autotune.errors import NothingFitsError
 from autotune.export import make_export
 from autotune.html_report import html_page
 from autotune.memory import MemoryPrediction
@@ -30,8 +32,6 @@ from autotune.report import Report, load_report
 from autotune.store import Store
 from autotune.stored_predictions import stored_prediction
 from autotune.summary import report_document, summary_lines
-from autotune.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
-from autotune.units import GIB, format_bytes, format_rate
 
 VOID = {"meta", "link", "br"}
 

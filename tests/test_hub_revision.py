@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from searching import BERT_LARGE, prepared
 
-from autotune import data as data_module
-from autotune.data import DataSpec
-from autotune.errors import InvalidRequestError
+from autotune.core import dataset_spec as data_module
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import InvalidRequestError
 from autotune.hub_revision import commit_of
 from autotune.preparation import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ASK = "import sys; from autotune.data import locate; print(locate(sys.argv[1], None)[2])"
+ASK = "import sys; from autotune.core.dataset_spec import locate; print(locate(sys.argv[1], None)[2])"
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -18,8 +18,11 @@ from test_export import OLD_FIELDS, report_of
 from test_history import history_of, ran_out
 from tiny import tiny_workload
 
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.trial import Arm, Candidate, Completed
+from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.device import find_device
-from autotune.errors import DeviceError, InvalidRequestError
 from autotune.export import beside_lines, make_export, render
 from autotune.history import History
 from autotune.levers import (
@@ -39,9 +42,6 @@ from autotune.notes import compiled_notes
 from autotune.policy import ThroughputPolicy
 from autotune.preparation import training_state_bytes
 from autotune.space import Batches, Space, choose_arms
-from autotune.trial import Arm, Candidate, Completed
-from autotune.units import GIB
-from autotune.workload import Workload
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from test_report import BASELINE, BF16, WORKLOAD, completed, report, trial
 
+from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.limits import describe_limit, what_limits
 from autotune.notes import notes
 from autotune.report import Report
 from autotune.store import TrialRecord
 from autotune.summary import summary_lines, trial_document
-from autotune.trial import Arm, Candidate, Completed, Measurement
 
 COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.replace(BF16, cpu_affinity=True)
 

@@ -9,15 +9,15 @@ from typing import Any
 from recorded import ComputedRunner
 from searching import BERT_LARGE, Run, facts, new_store, request, search
 
-from autotune.data import DataSpec
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.training_source import TrainingSource
+from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
+from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.loader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 from autotune.memory import memory_class
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
-from autotune.training_source import TrainingSource
-from autotune.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
-from autotune.units import GIB
-from autotune.workload import Workload
 
 BEST = Candidate(Arm("bf16"), 8, 2)
 

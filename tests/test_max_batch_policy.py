@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from recorded import BATCHES, ComputedRunner, RecordedRunner, fault, ooms, run_policy
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
+from autotune.core.trial import Arm, Candidate
+from autotune.core.units import GIB, MIB
 from autotune.history import History
 from autotune.policy import MaxBatchPolicy
 from autotune.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.trial import Arm, Candidate
-from autotune.units import GIB, MIB
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 

@@ -22,7 +22,7 @@ import pytest
 
 import autotune
 from autotune import catalog
-from autotune.errors import UnknownModelError
+from autotune.core.errors import UnknownModelError
 from autotune.model_source import ModelSource, resolve_model
 
 ROOT = Path(autotune.__file__).parent.parent

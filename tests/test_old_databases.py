@@ -15,13 +15,13 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
+from autotune.core.errors import InvalidRequestError
+from autotune.core.trial import Arm, Candidate, Failed
 from autotune.environment import _FIRST_VARIABLES
-from autotune.errors import InvalidRequestError
 from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
 from autotune.summary import report_document, summary_lines
-from autotune.trial import Arm, Candidate, Failed
 
 FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))
 

@@ -18,12 +18,12 @@ from recorded import (
 )
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
+from autotune.core.trial import Arm, Candidate, Completed, Precision
+from autotune.core.units import GIB, MIB
 from autotune.history import History
 from autotune.judge import Judge
 from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 from autotune.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.trial import Arm, Candidate, Completed, Precision
-from autotune.units import GIB, MIB
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
 
 from autotune.arguments import TF32_UNSET_REVISION
+from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.core.training_source import TrainingSource
+from autotune.core.trial import Arm, Candidate
+from autotune.core.units import GIB, MIB, parse_bytes
+from autotune.core.workload import Workload
 from autotune.device import Headroom
-from autotune.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.preparation import Prepared, most_predictions, prepare, training_state_bytes
 from autotune.space import CheckpointingChoice
-from autotune.training_source import TrainingSource
-from autotune.trial import Arm, Candidate
-from autotune.units import GIB, MIB, parse_bytes
-from autotune.workload import Workload
 
 STATE_BYTES = 16 * 335_143_938
 """Weights, gradients and two moments of BERT-large in float32."""

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from recorded import job_of, measurement
 
+from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.device.lock import FOLDER_VARIABLE
 from autotune.device.presence import Presence, had_company
 from autotune.repeats import Repeats
 from autotune.runner.local import Progress, TrialJob
 from autotune.store import TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.watch import SharedRunner
 
 CANDIDATE = Candidate(Arm("bf16"), 8)

@@ -12,8 +12,8 @@ from promise_tables import read_interval, read_records, read_search, read_verifi
 from promises import PROMISES, RECORDED, environment_of, run, schedule
 
 from autotune import catalog
-from autotune.trial import Arm, Candidate
-from autotune.workload import TASKS
+from autotune.core.trial import Arm, Candidate
+from autotune.core.workload import TASKS
 
 WINNER = Candidate(Arm("bf16", cpu_affinity=True), 32)
 OLD_VERIFICATION = {

@@ -10,10 +10,7 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory
 from searching import new_store, search
 
-from autotune.history import History, Tried
-from autotune.repeats import Repeats
-from autotune.store import Store, TrialRecord
-from autotune.trial import (
+from autotune.core.trial import (
     Arm,
     Candidate,
     Completed,
@@ -23,6 +20,9 @@ from autotune.trial import (
     outcome_document,
     outcome_from_document,
 )
+from autotune.history import History, Tried
+from autotune.repeats import Repeats
+from autotune.store import Store, TrialRecord
 
 BEST = Candidate(Arm("bf16"), 32, 2)
 OTHER = Candidate(Arm("bf16"), 16, 4)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import H200, request
 
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.trial import Effort
 from autotune.device import Headroom
-from autotune.errors import DeviceError, InvalidRequestError
 from autotune.request import MAX_BATCH_EFFORT, check_study_name, differences
-from autotune.trial import Effort
 
 
 class TestChecked:

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, measurement, out_of_memory
 from searching import ceiling_of, new_store, prepared, search, with_environment
 
-from autotune.device import Ceiling
-from autotune.memory import MemoryModel, Question
-from autotune.notes import notes
-from autotune.report import load_report
-from autotune.request import MAX_BATCH_EFFORT
-from autotune.reuse import Library, derive, holds_under
-from autotune.store import PastTrial, Store, TrialRecord
-from autotune.summary import report_document, summary_lines
-from autotune.trial import (
+from autotune.core.trial import (
     Arm,
     Candidate,
     Completed,
@@ -37,7 +29,15 @@ from autotune.trial import (
     process_of,
     source_of,
 )
-from autotune.units import GIB, MIB
+from autotune.core.units import GIB, MIB
+from autotune.device import Ceiling
+from autotune.memory import MemoryModel, Question
+from autotune.notes import notes
+from autotune.report import load_report
+from autotune.request import MAX_BATCH_EFFORT
+from autotune.reuse import Library, derive, holds_under
+from autotune.store import PastTrial, Store, TrialRecord
+from autotune.summary import report_document, summary_lines
 
 BF16 = Arm("bf16")
 CAP_BYTES = 20 * GIB

@@ -12,6 +12,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from recorded import ComputedRunner, run_candidate
 from searching import arms, ceiling_of
 
+from autotune.core.trial import Arm, Candidate
+from autotune.core.units import GIB
 from autotune.history import History
 from autotune.policy import Objective, ThroughputPolicy, make_policy
 from autotune.sampler import (
@@ -24,8 +26,6 @@ from autotune.sampler import (
     params_of,
 )
 from autotune.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.trial import Arm, Candidate
-from autotune.units import GIB
 
 SPACE = Space(arms("bf16", "tf32"), Batches(64))
 BASELINE = SPACE.baseline("sdpa")

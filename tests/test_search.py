@@ -9,10 +9,10 @@ import pytest
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault, out_of_memory
 from searching import interrupt_after, new_store, request, search
 
-from autotune.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.core.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.core.trial import Arm, Candidate, Failed, OutOfMemory
+from autotune.core.units import GIB, MIB
 from autotune.store import Store
-from autotune.trial import Arm, Candidate, Failed, OutOfMemory
-from autotune.units import GIB, MIB
 
 
 @pytest.fixture

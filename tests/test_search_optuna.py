@@ -16,14 +16,14 @@ from optuna.trial import FrozenTrial, TrialState
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 
-from autotune.errors import NothingFitsError
+from autotune.core.errors import NothingFitsError
+from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
+from autotune.core.units import GIB, MIB
 from autotune.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
 from autotune.sampler import distributions
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
-from autotune.units import GIB, MIB
 
 FOREIGN = ["tpe", "random"]
 Pair = tuple[TrialRecord, FrozenTrial]

@@ -29,12 +29,12 @@ from searching import (
     with_environment,
 )
 
-from autotune.errors import InvalidRequestError, StorageError
+from autotune.core.errors import InvalidRequestError, StorageError
+from autotune.core.trial import Arm, Candidate, Completed, Failed
+from autotune.core.units import GIB, MIB
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, prepare
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, open_store
-from autotune.trial import Arm, Candidate, Completed, Failed
-from autotune.units import GIB, MIB
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import optuna
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import new_store, search
 
+from autotune.core.errors import AutotuneError
 from autotune.dashboard import serve
-from autotune.errors import AutotuneError
 from autotune.report import load_report
 from autotune.store import open_store
 

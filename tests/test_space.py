@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, arms
 
-from autotune.errors import AutotuneError, DeviceError, InvalidRequestError
+from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
+from autotune.core.trial import Arm, Candidate, Precision
+from autotune.core.workload import DTypeName
 from autotune.space import LARGEST_FREE_BATCH, Batches, Space, choose_arms, choose_precisions
-from autotune.trial import Arm, Candidate, Precision
-from autotune.workload import DTypeName
 
 SHARES = st.integers(1, 4096)
 WORLDS = st.integers(1, 16)

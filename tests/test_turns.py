@@ -18,9 +18,9 @@ from processes import wait_until
 from searching import H200, RecordingObserver
 from tiny import tiny_workload
 
+from autotune.core.errors import DeviceError, StorageError, TrialServerError
 from autotune.device import Device
 from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
-from autotune.errors import DeviceError, StorageError, TrialServerError
 from autotune.request import SearchRequest
 from autotune.session import run_search
 from autotune.turns import Turn, take_turn

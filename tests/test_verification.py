@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
+from autotune.core.trial import Arm, Candidate, Completed, Measurement
+from autotune.core.units import GIB
 from autotune.device import Ceiling, Device, Headroom
-from autotune.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
 from autotune.promise import Interval, Verdict
 from autotune.report import Report
 from autotune.runner.fresh import run_fresh
 from autotune.same_loss import LossComparison, reference_of
 from autotune.store import StudyRecord, TrialRecord
 from autotune.subject import Subject
-from autotune.trial import Arm, Candidate, Completed, Measurement
-from autotune.units import GIB
 from autotune.verification import Verification, verification_document
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)

@@ -12,11 +12,11 @@ import pytest
 from searching import RecordingObserver
 from worlds import Machine, Summary, World, draw, play
 
-from autotune.errors import NoResultError, NothingFitsError
+from autotune.core.errors import NoResultError, NothingFitsError
+from autotune.core.trial import Outcome
 from autotune.loop import Search
 from autotune.runner.local import TrialJob
 from autotune.store import open_store
-from autotune.trial import Outcome
 
 
 @pytest.fixture(scope="module")

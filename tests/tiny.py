@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from autotune import catalog
-from autotune.trial import Effort
-from autotune.units import GIB
-from autotune.workload import Task, Workload, choose_seq_len, infer_task
+from autotune.core.trial import Effort
+from autotune.core.units import GIB
+from autotune.core.workload import Task, Workload, choose_seq_len, infer_task
 
 AMPLE_BYTES = 16 * GIB
 """A cap that no tiny model meets."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import click
 
-from autotune import __version__, errors
-from autotune.errors import AutotuneError
+from autotune import __version__
+from autotune.core import errors
+from autotune.core.errors import AutotuneError
 
 INTERRUPTED = 130
 """The conventional exit code of a process that Ctrl-C ended: 128 + SIGINT."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune.errors import InvalidRequestError
-from autotune.units import parse_bytes, parse_seconds, parse_share
+from autotune.core.errors import InvalidRequestError
+from autotune.core.units import parse_bytes, parse_seconds, parse_share
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]

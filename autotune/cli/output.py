@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 
 
 class OutputPath(click.Path):

@@ -12,16 +12,16 @@ from click.core import ParameterSource
 from autotune.cli.options import BYTES, SectionedCommand, json_option, print_json, storage_option, words
 from autotune.cli.table import print_table
 from autotune.cli.workload_options import workload_options
-from autotune.errors import InvalidRequestError, did_you_mean
+from autotune.core.errors import InvalidRequestError, did_you_mean
 
 if TYPE_CHECKING:
     from autotune.answers import AnswersBeside
+    from autotune.core.workload import Workload
     from autotune.device.chips import Chip
     from autotune.memory import MemoryModel, Question
     from autotune.preparation import Prepared
     from autotune.request import SearchRequest
     from autotune.space import Space
-    from autotune.workload import Workload
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
 ACCURACY = (
@@ -99,8 +99,8 @@ def predict(
 
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple[Chip, int]]:
     """The chips to predict for, each with the memory that may be used of it."""
+    from autotune.core.units import format_bytes
     from autotune.device.chips import CHIPS, Chip
-    from autotune.units import format_bytes
 
     if not names:
         if limit_bytes is None:
@@ -200,7 +200,7 @@ def _questions(space: Space) -> list[Question]:
 
 def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
     """One chip's predictions."""
-    from autotune.trial import PREDICTION_MARGIN
+    from autotune.core.trial import PREDICTION_MARGIN
 
     space, ceiling = prepared.space, prepared.ceiling
     return {
@@ -221,8 +221,8 @@ def _batches(space: Space) -> list[int]:
 
 
 def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
+    from autotune.core.trial import Candidate
     from autotune.memory import reserved_interval
-    from autotune.trial import Candidate
 
     largest = model.largest_batch(arm)
     free = space.batches.effective_batch is None
@@ -251,7 +251,7 @@ def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
-    from autotune.units import format_bytes
+    from autotune.core.units import format_bytes
 
     workload, line_bytes = document["workload"], document["line_bytes"]
     click.echo(
@@ -297,7 +297,7 @@ def _largest_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool) -> list[
 
 
 def _describe(arm: dict[str, Any]) -> str:
-    from autotune.trial import Arm
+    from autotune.core.trial import Arm
 
     return Arm(arm["precision"], arm["gradient_checkpointing"], arm["attn_implementation"], arm["optim"]).describe()
 
@@ -307,13 +307,13 @@ def _batch_cell(batch: dict[str, Any]) -> str:
 
 
 def _peak_cells(batch: dict[str, Any], line_bytes: int) -> list[str]:
-    from autotune.units import format_bytes
+    from autotune.core.units import format_bytes
 
     allocated, reserved = batch["peak_allocated_bytes"], batch["peak_reserved_bytes"]
     return [format_bytes(allocated), format_bytes(reserved), f"{reserved / line_bytes:.0%}"]
 
 
 def _parts(batch: dict[str, Any], anatomy: bool) -> list[str]:
-    from autotune.units import format_bytes
+    from autotune.core.units import format_bytes
 
     return [format_bytes(batch["anatomy_bytes"].get(part, 0)) for part in _ORDER] if anatomy else []

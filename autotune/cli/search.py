@@ -20,7 +20,7 @@ from autotune.cli.options import (
     wait_option,
 )
 from autotune.cli.workload_options import workload_options
-from autotune.data import DATA_OPTIONS
+from autotune.core.dataset_spec import DATA_OPTIONS
 
 if TYPE_CHECKING:
     from autotune.request import SearchRequest

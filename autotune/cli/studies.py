@@ -9,7 +9,7 @@ import click
 from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.cli.options import json_option, print_json, storage_option
 from autotune.cli.table import print_table
-from autotune.trial import Completed
+from autotune.core.trial import Completed
 
 if TYPE_CHECKING:
     from autotune.report import Report
@@ -71,9 +71,9 @@ def print_report(report: Report) -> None:
 @json_option
 def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
+    from autotune.core.units import format_rate
     from autotune.report import measurement
     from autotune.store import open_store
-    from autotune.units import format_rate
 
     with open_store(storage, create=False) as store:
         found = store.studies()

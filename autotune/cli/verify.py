@@ -55,7 +55,7 @@ def verify(target: str, steps: int, same_loss: bool, study: str | None, storage:
 
 
 def _subject(store: object, target: str, study: str | None) -> Subject:
-    from autotune.errors import InvalidRequestError
+    from autotune.core.errors import InvalidRequestError
     from autotune.report import load_report
     from autotune.store import Store
     from autotune.subject import device_of, find_exported, read_arguments, subject_of
@@ -128,7 +128,7 @@ def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
 
 def verification_lines(verification: Verification) -> list[str]:
     """Promised and obtained, side by side, and what is to be known of it."""
-    from autotune.units import format_bytes, format_seconds
+    from autotune.core.units import format_bytes, format_seconds
     from autotune.verification import notes
 
     subject, obtained = verification.subject, verification.obtained
@@ -160,6 +160,6 @@ def verification_lines(verification: Verification) -> list[str]:
 
 
 def _speed(speed: Interval) -> str:
-    from autotune.units import format_rate, format_spread
+    from autotune.core.units import format_rate, format_spread
 
     return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"

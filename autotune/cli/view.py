@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
-from autotune.trial import Candidate, Completed, Document, Failed, OutOfMemory
-from autotune.units import format_bytes, format_count, format_rate, format_seconds
+from autotune.core.trial import Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from autotune.history import History, Tried

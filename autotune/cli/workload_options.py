@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from autotune.cli.options import COUNT, HEADROOM, SHARE, words
-from autotune.workload import TASKS
+from autotune.core.workload import TASKS
 
 # By parameter name: the type, the help, and what else click is told.
 _OPTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {

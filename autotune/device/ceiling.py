@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.core.errors import InvalidRequestError, NothingFitsError
+from autotune.core.units import format_bytes, parse_bytes
 from autotune.device.facts import Device
-from autotune.errors import InvalidRequestError, NothingFitsError
-from autotune.units import format_bytes, parse_bytes
 
 DEFAULT_HEADROOM_FRACTION = 0.03
 """A choice, not a measurement: room for what a short trial does not show of a long run, such as fragmentation."""

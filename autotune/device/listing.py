@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
+from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.device.facts import Device
 from autotune.device.host import cpu_device
 from autotune.device.nvml import current_session, nvml_problem
-from autotune.errors import DeviceError, InvalidRequestError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

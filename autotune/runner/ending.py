@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from autotune.errors import TrainingSourceError
-from autotune.trial import Document, Failed, Outcome, outcome_from_document
+from autotune.core.errors import TrainingSourceError
+from autotune.core.trial import Document, Failed, Outcome, outcome_from_document
 
 
 def tail(path: str | Path, lines: int = 3) -> str:

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.core.errors import TrialServerError
+from autotune.core.pipes import wait_until_ready, write_all
+from autotune.core.scratch import make_scratch
+from autotune.core.trial import Document
 from autotune.device import Device
-from autotune.errors import TrialServerError
-from autotune.pipes import wait_until_ready, write_all
 from autotune.runner import launch
 from autotune.runner.ending import tail
 from autotune.runner.environment import server_environment
-from autotune.scratch import make_scratch
-from autotune.trial import Document
 
 
 def run_fresh(

@@ -18,16 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autotune.data_folder import HeldData, hold_data
+from autotune.core.dataset_folder import HeldData, hold_data
+from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.pipes import LineReader, wait_until_ready, write_all
+from autotune.core.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
+from autotune.core.workload import Workload
 from autotune.device import Device
 from autotune.device.host import oom_kills
-from autotune.errors import InvalidRequestError, TrialServerError
-from autotune.pipes import LineReader, wait_until_ready, write_all
 from autotune.runner import launch
 from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
 from autotune.runner.environment import server_environment
-from autotune.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
-from autotune.workload import Workload
 
 Progress = Callable[[Document], None]
 

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store.location import Location
 
 # How long SQLite waits for another process's lock; its own default of 5 s is less than a busy disk may take.

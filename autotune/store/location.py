@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 
 DEFAULT_LOCATION = "studies/autotune.db"
 LOCATION_VARIABLE = "AUTOTUNE_STORAGE"

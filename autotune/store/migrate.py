@@ -12,7 +12,7 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection
 
 import autotune
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import Location
 from autotune.store.tables import VERSION_TABLE

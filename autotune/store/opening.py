@@ -8,7 +8,7 @@ from pathlib import Path
 from optuna.storages import RDBStorage
 from sqlalchemy import Engine, inspect
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
 from autotune.store.location import Location, on_network_file_system, resolve_location
 from autotune.store.migrate import (

@@ -9,7 +9,7 @@ import optuna
 from optuna.storages import RDBStorage
 from sqlalchemy import event
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store.location import Location
 from autotune.store.optuna_reading import QuickStorage
 

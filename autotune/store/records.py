@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from autotune.trial import Candidate, Document, Outcome
+from autotune.core.trial import Candidate, Document, Outcome
 
 StudyState = Literal["running", "finished", "interrupted"]
 Stage = Literal["search", "final", "baseline", "reused"]

@@ -13,14 +13,14 @@ from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from autotune.errors import StorageError, UnknownStudyError, did_you_mean
+from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
+from autotune.core.trial import Candidate, Document, Failed, Outcome, outcome_document, outcome_from_document
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
 from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
-from autotune.trial import Candidate, Document, Failed, Outcome, outcome_document, outcome_from_document
 
 # Fixed when the study is created; the rest may change until it ends, and again when it is resumed.
 _FIXED_IN_A_STUDY = frozenset({"id", "name", "started_at"})

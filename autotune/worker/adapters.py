@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autotune.workload import Workload
+from autotune.core.workload import Workload
 
 # The heads that peft trains in full follow from the kind of task; what it has no name for is told apart by the model.
 _PEFT_TASKS = {

@@ -9,8 +9,8 @@ import pyarrow.compute as arrow
 from datasets import ClassLabel
 from pyarrow import types
 
-from autotune.data import DataSpec
-from autotune.errors import InvalidRequestError
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.errors import InvalidRequestError
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")
 # Of fewer, each may well be of another class.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from autotune.workload import Workload
+from autotune.core.workload import Workload
 
 # Distinct samples; more would cost memory and change nothing.
 _POOL = 64

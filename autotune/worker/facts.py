@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.trial import Document
+from autotune.core.trial import Document
+from autotune.core.workload import Workload
 from autotune.worker.build import build_config, build_model, model_class
 from autotune.worker.context import context_bytes
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_implementations, optimizer_names
-from autotune.workload import Workload
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 

@@ -21,10 +21,10 @@ from transformers import (
     default_data_collator,
 )
 
-from autotune.data import DataSpec
-from autotune.statistics import quantile
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.statistics import quantile
+from autotune.core.workload import Workload
 from autotune.worker.private.transformers import OrderedTrainer, length_grouped_order
-from autotune.workload import Workload
 
 # What reading the data leaves in its folder: a dataset of tokens and labels (or of undecoded images and
 # labels), the tokens of each sample, those of each target of a seq2seq task, the tokenizer.

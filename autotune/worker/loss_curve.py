@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from autotune.trial import Document
+from autotune.core.trial import Document
+from autotune.core.workload import Workload
 from autotune.worker.build import build_config
 from autotune.worker.failures import classify
 from autotune.worker.losses import on_each_micro_step, skipped_steps
 from autotune.worker.meter import open_meter
 from autotune.worker.stock import build_trainer, serve
-from autotune.workload import Workload
 
 # fp16's scaler begins at 65536 and leaves updates out until gradients no longer overflow; begun here, it need not.
 _MODEST_SCALE = 2.0**7

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from autotune.core.step_time import is_enough, mean_step
+from autotune.core.trial import Candidate, Effort, Measurement
 from autotune.levers import compiles
 from autotune.loader import batches_ahead
-from autotune.measuring import is_enough, mean_step
-from autotune.trial import Candidate, Effort, Measurement
 from autotune.worker.feed import Schedule
 from autotune.worker.gpu_busy import BusyStep
 from autotune.worker.losses import ScalerWatch

@@ -15,8 +15,18 @@ from typing import Any, NoReturn
 from transformers import Trainer
 
 from autotune.arguments import checkpointing_field, training_arguments
-from autotune.training_source import TrainingSource
-from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.core.training_source import TrainingSource
+from autotune.core.trial import (
+    Candidate,
+    Completed,
+    Document,
+    Effort,
+    Failed,
+    Measurement,
+    OutOfMemory,
+    outcome_document,
+)
+from autotune.core.workload import BYTES_PER_ELEMENT, Workload
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.losses import LossWatch
@@ -27,7 +37,6 @@ from autotune.worker.process import in_fork, leave
 from autotune.worker.rehearsal import Rehearsing
 from autotune.worker.trial import Trial
 from autotune.worker.user_code import UserCodeError, enter, load_function, run_script, trim
-from autotune.workload import BYTES_PER_ELEMENT, Workload
 
 SendMessage = Callable[[str, Document], None]
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]

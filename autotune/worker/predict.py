@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from autotune.core.trial import PREDICTION_MARGIN, Arm, Document
+from autotune.core.workload import Workload
 from autotune.device.chips import Chip
-from autotune.trial import PREDICTION_MARGIN, Arm, Document
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
-from autotune.workload import Workload
 
 # No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536

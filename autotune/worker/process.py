@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.pipes import LineReader, wait_until_ready
+from autotune.core.pipes import LineReader, wait_until_ready
 
 # How often it is looked whether a child has ended without a word.
 _LOOK_SECONDS = 0.1

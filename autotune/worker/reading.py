@@ -20,10 +20,11 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
-from autotune.data import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
-from autotune.data_folder import publish_data
-from autotune.errors import AutotuneError, InvalidRequestError
-from autotune.trial import Document
+from autotune.core.dataset_folder import publish_data
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
+from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.trial import Document
+from autotune.core.workload import Workload
 from autotune.worker.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
 from autotune.worker.failures import first_line
 from autotune.worker.feed import (
@@ -36,7 +37,6 @@ from autotune.worker.feed import (
 )
 from autotune.worker.loading import load
 from autotune.worker.private.datasets import dataset_of_table
-from autotune.workload import Workload
 
 _HUB_TIMEOUT_SECONDS = 10.0
 _TARGET_NAMES = ("target", "summary", "labels", "label")

@@ -27,9 +27,9 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from autotune.errors import AutotuneError
-from autotune.pipes import LineReader, LineWriter, wait_until_ready
-from autotune.scratch import Scratch, make_scratch
+from autotune.core.errors import AutotuneError
+from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
+from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.trial import Document
+from autotune.core.trial import Document
+from autotune.core.workload import Workload
 from autotune.worker import process
 from autotune.worker.affinity import pin_to_one_core
 from autotune.worker.build import build_model
@@ -26,7 +27,6 @@ from autotune.worker.failures import classify
 from autotune.worker.feed import Feed
 from autotune.worker.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.meter import Meter, open_meter
-from autotune.workload import Workload
 
 # Batches of the one evaluation, at the Trainer's default size; its memory is that of a single batch.
 _EVALUATION_BATCHES = 4

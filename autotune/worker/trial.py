@@ -15,7 +15,17 @@ from typing import Any
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.arguments import training_arguments
-from autotune.trial import Candidate, Completed, Document, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.core.trial import (
+    Candidate,
+    Completed,
+    Document,
+    Effort,
+    Failed,
+    Measurement,
+    OutOfMemory,
+    outcome_document,
+)
+from autotune.core.workload import Workload
 from autotune.worker.affinity import pin_to_one_core
 from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset
@@ -26,7 +36,6 @@ from autotune.worker.inputs import LeftOutInputs
 from autotune.worker.losses import LossWatch
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
 from autotune.worker.meter import Meter, expand_segments, open_meter
-from autotune.workload import Workload
 
 Send = Callable[[Document], None]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.training_source import WITHIN_VARIABLE, TrainingSource
+from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 
 # Options that name the folder which scripts write to, as HfArgumentParser spells them.
 _OUTPUT_OPTIONS = ("--output_dir", "--output-dir")

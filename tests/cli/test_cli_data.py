@@ -13,7 +13,7 @@ import warm
 from command_line import ROOT, Ran, Run, environment, run_process
 from own_data import samples, texts, write_jsonl, write_tokenizer
 
-from autotune.units import MIB
+from autotune.core.units import MIB
 
 SEQ_LEN = 256
 LONG_WORDS = 240

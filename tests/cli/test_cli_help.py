@@ -11,9 +11,10 @@ import click
 import pytest
 from command_line import Run, command, environment
 
-from autotune import __version__, errors
+from autotune import __version__
 from autotune.cli.main import cli, exit_codes
 from autotune.cli.search import search
+from autotune.core import errors
 
 COMMANDS = [
     ("predict",),

@@ -14,8 +14,8 @@ import pytest
 from command_line import ROOT, Run, run_process
 
 from autotune.cli.predict import _print
+from autotune.core.units import GIB, MIB
 from autotune.store import open_store
-from autotune.units import GIB, MIB
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 

@@ -9,7 +9,7 @@ from command_line import Run
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import new_store, search
 
-from autotune.errors import StorageError, UnknownStudyError
+from autotune.core.errors import StorageError, UnknownStudyError
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ import pytest
 from rich.console import Console
 
 from autotune.cli.view import View
+from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.device import Ceiling, Device
 from autotune.history import History, Tried
 from autotune.policy import Objective
@@ -16,9 +19,6 @@ from autotune.preparation import Prepared
 from autotune.request import SearchRequest
 from autotune.space import Space, choose_arms
 from autotune.store import Stage, StudyRecord, TrialRecord
-from autotune.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
-from autotune.units import GIB
-from autotune.workload import Workload
 
 CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
 DEVICE = Device("cuda", 0, "GPU-0", "NVIDIA H200", 141 * GIB, None, None, None)

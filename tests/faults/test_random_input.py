@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from searching import BERT_LARGE, H200
 
 from autotune.cli.main import cli, main
-from autotune.errors import AutotuneError, InvalidRequestError
+from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.trial import Document
 from autotune.request import SearchRequest
 from autotune.resumption import request_from_document, workload_from_document
-from autotune.trial import Document
 
 FEW, MANY = 150, 10_000
 counts = pytest.mark.parametrize(

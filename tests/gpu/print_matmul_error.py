@@ -8,7 +8,7 @@ import tempfile
 
 import torch
 
-from autotune.trial import Arm, Candidate, Effort
+from autotune.core.trial import Arm, Candidate, Effort
 from autotune.worker.trial import trainer_arguments
 
 

@@ -15,13 +15,23 @@ import pytest
 from processes import all_gone, children, processes_named
 from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
+from autotune.core.trial import (
+    PRECISIONS,
+    Arm,
+    Candidate,
+    Completed,
+    Document,
+    Effort,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+)
+from autotune.core.trial import Precision as PrecisionName
+from autotune.core.units import GIB, MIB
 from autotune.device import Device, list_devices, nvml_problem
 from autotune.runner import LocalRunner
 from autotune.runner.environment import server_environment
 from autotune.runner.local import TrialJob
-from autotune.trial import PRECISIONS, Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
-from autotune.trial import Precision as PrecisionName
-from autotune.units import GIB, MIB
 
 # By NVML alone: this process must not hold a CUDA context beside the trials.
 GPUS = [device for device in list_devices() if device.kind == "cuda"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tiny import AMPLE_BYTES, QUICK
 
+from autotune.core.trial import Arm, Candidate, Document, Effort, Outcome
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Document, Effort, Outcome
 
 SMALL = Candidate(Arm(), 4)
 

@@ -18,12 +18,12 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload
 
+from autotune.core.errors import TrialServerError
+from autotune.core.trial import Completed, Document, Failed
 from autotune.device import Device
-from autotune.errors import TrialServerError
 from autotune.runner import LocalRunner
 from autotune.runner.ending import tail
 from autotune.runner.fresh import run_fresh
-from autotune.trial import Completed, Document, Failed
 
 
 def server() -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 
+from autotune.core.trial import Completed, Document, Failed
 from autotune.runner import LocalRunner
-from autotune.trial import Completed, Document, Failed
 
 
 def collect(runner: LocalRunner, count: int) -> dict[str, Document]:

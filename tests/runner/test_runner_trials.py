@@ -15,10 +15,10 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
+from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.units import MIB
 from autotune.device import Device
 from autotune.runner import LocalRunner
-from autotune.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
-from autotune.units import MIB
 
 CONTROLLER = Path(__file__).with_name("controller.py")
 SERVER = "autotune.worker.server"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.core.trial import Arm, Candidate
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
-from autotune.trial import Arm, Candidate
 
 
 @pytest.fixture

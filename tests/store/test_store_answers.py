@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
+from autotune.core.trial import Document
 from autotune.store import Store, open_answers, open_store
-from autotune.trial import Document
 
 PREDICTED: Document = {"batches": [], "largest_batch": 64}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import optuna
 
-from autotune.errors import AutotuneError
+from autotune.core.errors import AutotuneError
+from autotune.core.trial import Arm, Candidate, OutOfMemory
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
-from autotune.trial import Arm, Candidate, OutOfMemory
 
 NewStudy = Callable[[str], StudyRecord]
 NewTrial = Callable[[StudyRecord, int], TrialRecord]

@@ -7,7 +7,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store import open_store, resolve_location
 from autotune.store.location import on_network_file_system
 

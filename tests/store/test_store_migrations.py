@@ -18,13 +18,13 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 
 import autotune
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
+from autotune.core.trial import Arm, Candidate
 from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
 from autotune.store.migrate import head_revision
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
-from autotune.trial import Arm, Candidate
 
 ROOT = Path(__file__).parents[2]
 FROZEN = Path(__file__).parent / "databases"

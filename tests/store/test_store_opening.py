@@ -14,7 +14,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from autotune.errors import StorageError
+from autotune.core.errors import StorageError
 from autotune.store import current_revision, migrations_folder, open_store, upgrade
 from autotune.store.engine import build_engine, choose_journal
 from autotune.store.location import resolve_location

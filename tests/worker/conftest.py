@@ -15,7 +15,7 @@ from own_data import write_tokenizer
 from server_client import ServerClient
 from tiny import tiny_workload
 
-from autotune.data import DataSpec
+from autotune.core.dataset_spec import DataSpec
 from autotune.device import Device
 
 

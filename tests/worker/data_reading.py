@@ -8,9 +8,9 @@ from typing import Any
 from server_client import ServerClient
 from tiny import QUICK
 
-from autotune.data import DataSpec, facts_from_document, locate
-from autotune.trial import Candidate, Effort
-from autotune.workload import Workload
+from autotune.core.dataset_spec import DataSpec, facts_from_document, locate
+from autotune.core.trial import Candidate, Effort
+from autotune.core.workload import Workload
 
 
 def spec(path: Path, tokenizer: str | None, **changes: Any) -> DataSpec:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autotune.trial import OutOfMemory
-from autotune.units import MIB
+from autotune.core.trial import OutOfMemory
+from autotune.core.units import MIB
 from autotune.worker.failures import classify
 from autotune.worker.meter import Meter, open_meter
 

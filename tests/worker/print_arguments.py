@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 
-from autotune.trial import Candidate, Effort
+from autotune.core.trial import Candidate, Effort
 from autotune.worker.trial import trainer_arguments
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import warm
 from tiny import AMPLE_BYTES, QUICK
 
+from autotune.core.trial import Candidate, Completed, Document, Effort, Failed, Outcome, outcome_from_document
+from autotune.core.workload import Workload
 from autotune.device import Device
 from autotune.runner.environment import server_environment
-from autotune.trial import Candidate, Completed, Document, Effort, Failed, Outcome, outcome_from_document
-from autotune.workload import Workload
 
 
 @dataclass(frozen=True)

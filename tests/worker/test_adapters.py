@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
 
+from autotune.core.trial import Arm, Candidate, Completed
+from autotune.core.workload import Task, Workload
 from autotune.device import find_device
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.trial import Arm, Candidate, Completed
-from autotune.workload import Task, Workload
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
 

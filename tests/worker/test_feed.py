@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autotune.data import DataSpec
+from autotune.core.dataset_spec import DataSpec
 from autotune.worker.feed import BatchShape, Schedule, make_schedule
 
 SPEC = DataSpec("/x.jsonl", "json", "")

@@ -11,7 +11,7 @@ import torch
 from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
-from autotune.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.trial import Arm, Candidate, Effort, Measurement
 from autotune.worker import gpu_busy, measure
 from autotune.worker.feed import Schedule
 from autotune.worker.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals

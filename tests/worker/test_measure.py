@@ -10,8 +10,8 @@ import pytest
 import torch
 from fake_meter import FakeClock, FakeMeter
 
-from autotune.trial import Arm, Candidate, Effort, Measurement
-from autotune.units import MIB
+from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.units import MIB
 from autotune.worker import measure
 from autotune.worker.feed import Schedule
 from autotune.worker.measure import MeasureCallback, micro_steps_to_run

@@ -13,10 +13,10 @@ from server_client import Answer, ServerClient
 from texts import write_texts
 from tiny import QUICK
 
-from autotune.training_source import find_script, find_trainer
-from autotune.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
-from autotune.units import MIB
-from autotune.workload import Workload
+from autotune.core.training_source import find_script, find_trainer
+from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
+from autotune.core.units import MIB
+from autotune.core.workload import Workload
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 SCRIPT = str(OWN_CODE / "classify_texts.py")

@@ -25,10 +25,10 @@ from own_data import (
 from server_client import ServerClient
 from tiny import QUICK, attention_of_task, tiny_workload
 
+from autotune.core.trial import Arm, Candidate, Completed, OutOfMemory
+from autotune.core.units import MIB
+from autotune.core.workload import Task, Workload
 from autotune.device.chips import CHIPS
-from autotune.trial import Arm, Candidate, Completed, OutOfMemory
-from autotune.units import MIB
-from autotune.workload import Task, Workload
 
 needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
 

@@ -11,12 +11,12 @@ import torch
 from tiny import AMPLE_BYTES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from autotune.training_source import find_trainer
-from autotune.trial import Arm, Candidate, Document, Effort
+from autotune.core.training_source import find_trainer
+from autotune.core.trial import Arm, Candidate, Document, Effort
+from autotune.core.workload import Workload
 from autotune.worker.meter import CpuMeter
 from autotune.worker.own import _OwnTrial
 from autotune.worker.rehearsal import Rehearsing
-from autotune.workload import Workload
 
 
 def batch(*lengths: int) -> dict[str, torch.Tensor]:

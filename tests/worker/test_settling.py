@@ -10,7 +10,7 @@ import torch
 from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
-from autotune.trial import Arm, Candidate, Effort
+from autotune.core.trial import Arm, Candidate, Effort
 from autotune.worker import measure
 from autotune.worker.feed import Schedule
 from autotune.worker.losses import ScalerWatch

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from autotune.arguments import checkpointing_field
+from autotune.core.trial import Arm, Candidate
 from autotune.device import Device
 from autotune.runner.environment import server_environment
-from autotune.trial import Arm, Candidate
 
 SCRIPT = Path(__file__).with_name("print_arguments.py")
 

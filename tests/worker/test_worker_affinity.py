@@ -12,8 +12,8 @@ import pytest
 from server_client import ServerClient
 from tiny import tiny_workload
 
+from autotune.core.trial import Arm, Candidate
 from autotune.device.cores import can_pin, usable_core_numbers
-from autotune.trial import Arm, Candidate
 from autotune.worker import stock
 
 pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")

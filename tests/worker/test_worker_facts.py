@@ -21,8 +21,8 @@ from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, attention_of_task, tiny_workload
 
 from autotune import catalog
-from autotune.data import DataSpec
-from autotune.workload import Task
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.workload import Task
 
 
 @pytest.mark.parametrize(

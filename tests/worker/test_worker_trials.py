@@ -9,9 +9,9 @@ import pytest
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, QUICK, attention_of_task, tiny_workload
 
-from autotune.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, OutOfMemory
-from autotune.units import MIB
-from autotune.workload import TASKS, Task
+from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, OutOfMemory
+from autotune.core.units import MIB
+from autotune.core.workload import TASKS, Task
 
 STEPS = QUICK.warmup_steps + QUICK.max_steps
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from autotune.core.trial import Arm
+from autotune.core.workload import Workload
 from autotune.device.chips import Chip
-from autotune.trial import Arm
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
@@ -20,7 +21,6 @@ from autotune.worker.fake.tracer import StorageTracer, Trace
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode
 from autotune.worker.private.transformers import optimizer_class
-from autotune.workload import Workload
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.data import DataFacts, facts_in
+from autotune.core.dataset_spec import DataFacts, facts_in
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autotune.pipes import LineReader, LineWriter, wait_until_ready, write_all
+from autotune.core.pipes import LineReader, LineWriter, wait_until_ready, write_all
 
 
 @pytest.fixture

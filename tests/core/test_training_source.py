@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import InvalidRequestError
-from autotune.training_source import TrainingSource, find_script, find_trainer
-from autotune.workload import Workload
+from autotune.core.errors import InvalidRequestError
+from autotune.core.training_source import TrainingSource, find_script, find_trainer
+from autotune.core.workload import Workload
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from autotune.measuring import is_enough, mean_step, without_delay
-from autotune.trial import Effort
+from autotune.core.step_time import is_enough, mean_step, without_delay
+from autotune.core.trial import Effort
 
 EFFORT = Effort()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_workload
 
-from autotune.data import FACTS_FILE, DataFacts, DataSpec, facts_in
-from autotune.data_folder import hold_data, publish_data
+from autotune.core.dataset_folder import hold_data, publish_data
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in
 from autotune.device import Device
 from autotune.runner import LocalRunner
 

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 
-from autotune.errors import AutotuneError
+from autotune.core.errors import AutotuneError
 
 # A Unix socket's path has at most 103 bytes on macOS, 107 on Linux (sun_path in sys/un.h, less the final zero). The
 # longest that is made in a temporary folder is that of torch's shared memory manager, for loader processes.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.data import DataFacts, DataSpec
-from autotune.errors import InvalidRequestError
-from autotune.training_source import TrainingSource
+from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.errors import InvalidRequestError
+from autotune.core.training_source import TrainingSource
 
 Task = Literal[
     "sequence-classification",

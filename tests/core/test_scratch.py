@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import AutotuneError
-from autotune.scratch import make_scratch
+from autotune.core.errors import AutotuneError
+from autotune.core.scratch import make_scratch
 
 # sys/un.h of macOS, less the final zero; Linux allows four more.
 LONGEST_SOCKET_PATH = 103

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.errors import InvalidRequestError
-from autotune.masking import mask_secrets
+from autotune.core.errors import InvalidRequestError
+from autotune.core.masking import mask_secrets
 
 DEFAULT_FUNCTION = "build"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.units import (
+from autotune.core.units import (
     GIB,
     KIB,
     MIB,

@@ -10,9 +10,17 @@ import pytest
 from own_data import samples, write_jsonl, write_saved
 from tiny import tiny_workload
 
-from autotune.data import DataFacts, DataSpec, Lengths, data_files, describe_lengths, locate, tokenizer_content
-from autotune.errors import InvalidRequestError
-from autotune.workload import Workload
+from autotune.core.dataset_spec import (
+    DataFacts,
+    DataSpec,
+    Lengths,
+    data_files,
+    describe_lengths,
+    locate,
+    tokenizer_content,
+)
+from autotune.core.errors import InvalidRequestError
+from autotune.core.workload import Workload
 
 LENGTHS = Lengths(5, 40, 90, 101, 43.5, 0.02, 0.4, (10, 40, 20, 5))
 SPEC = DataSpec("/data/train.jsonl", "json", "abc", text_columns=("a", "b"), tokenizer="/tok", pad_to_multiple_of=8)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from searching import new_store, prepared
 
+from autotune.core.errors import InvalidRequestError
+from autotune.core.masking import mask_secrets, masked_options
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
 from autotune.device import Device
-from autotune.errors import InvalidRequestError
-from autotune.masking import mask_secrets, masked_options
 from autotune.preparation import Prepared, changes_since
 from autotune.resumption import recorded_request
 from autotune.study import open_study
-from autotune.training_source import find_script
-from autotune.workload import Workload
 
 HUB_TOKEN = "hf_" + "aB3" * 10
 

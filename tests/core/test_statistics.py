@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autotune import statistics as st
+from autotune.core import statistics as st
 
 
 @pytest.mark.parametrize(

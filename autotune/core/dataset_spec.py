@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError
+from autotune.core.units import MIB, in_one_line
 from autotune.hub_revision import commit_of, hub_content
-from autotune.units import MIB, in_one_line
 
 DATA_OPTIONS = (
     "dataset",

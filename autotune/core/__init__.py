@@ -1,0 +1,1 @@
+"""Values that every other package uses. Only the standard library is imported here."""
