@@ -24,7 +24,7 @@ import autotune
 from autotune.core.errors import StorageError
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.environment import library_versions
 from autotune.store import AnswerKind, Answers, open_answers
 

@@ -20,7 +20,7 @@ from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.trial import Candidate, Completed, Document, Measurement
 from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
-from autotune.device import Headroom
+from autotune.devices import Headroom
 from autotune.export import make_export
 from autotune.history import DEFAULT_TOLERANCE, History
 from autotune.keywords import as_options, refuse

@@ -12,7 +12,7 @@ from pathlib import Path
 from autotune.answers import KeptPredictions, inspection_key
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.trial import Document
-from autotune.device.presence import Presence
+from autotune.devices.presence import Presence
 from autotune.loop import Interruption, Observer, Search
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report

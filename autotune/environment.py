@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.core.trial import Arm, Document
 from autotune.core.workload import Workload
-from autotune.device import Device, gpu_policy, processor_name
+from autotune.devices import Device, gpu_policy, processor_name
 from autotune.levers import packages_of, packages_of_workload, version_of
 from autotune.loader import usable_cores
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.core.trial import Arm, Document
-from autotune.device import Ceiling
-from autotune.device.chips import Chip
+from autotune.devices import Ceiling
+from autotune.devices.gpus import Chip
 from autotune.memory import MemoryModel, Question, prediction_class
 
 # Two traces of a large model took 3 s on an idle core; ten times that on a busy machine is still no hang.

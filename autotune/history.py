@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.memory import MemoryModel, memory_class
 from autotune.pooling import Pool, Speed
 from autotune.pooling import Tried as Tried

@@ -14,7 +14,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.training_source import locate_function
 from autotune.core.units import parse_bytes, parse_seconds, parse_share
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
-from autotune.device import Headroom, parse_headroom
+from autotune.devices import Headroom, parse_headroom
 from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective, SamplerName
 from autotune.space import CheckpointingChoice

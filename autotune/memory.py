@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.core.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
-from autotune.device import Ceiling
-from autotune.device.chips import Chip
+from autotune.devices import Ceiling
+from autotune.devices.gpus import Chip
 from autotune.loader import plain_loader
 
 

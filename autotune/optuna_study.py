@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.policy import Objective
 from autotune.sampler import params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors

@@ -12,9 +12,9 @@ from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownM
 from autotune.core.trial import Candidate, Document
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
-from autotune.device import Ceiling, Headroom
-from autotune.device.chips import Chip
-from autotune.device.host import host_memory
+from autotune.devices import Ceiling, Headroom
+from autotune.devices.gpus import Chip
+from autotune.devices.host import host_memory
 from autotune.environment import (
     comparable_environment,
     describe_environment,

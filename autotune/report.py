@@ -10,7 +10,7 @@ from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, facts_from_
 from autotune.core.errors import StorageError
 from autotune.core.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.history import History, ran_in_full
 from autotune.pooling import Pool, Speed, Tried
 from autotune.repeats import Repeats

@@ -10,8 +10,8 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.trial import Effort, Precision
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
-from autotune.device import Device, Headroom
-from autotune.device.cores import can_pin
+from autotune.devices import Device, Headroom
+from autotune.devices.cores import can_pin
 from autotune.history import DEFAULT_TOLERANCE
 from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective, SamplerName

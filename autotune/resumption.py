@@ -10,7 +10,7 @@ from autotune.core.masking import masked_options
 from autotune.core.training_source import TrainingSource
 from autotune.core.trial import PRECISIONS, Document
 from autotune.core.workload import DTYPES, TASKS, Workload
-from autotune.device import Device, Headroom, find_device, list_devices
+from autotune.devices import Device, Headroom, find_device, list_devices
 from autotune.levers import LEVERS, LeverChoice
 from autotune.policy import Objective, SamplerName
 from autotune.request import SearchRequest

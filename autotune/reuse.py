@@ -24,7 +24,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome, OutOfMemory, Source
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.history import History, Tried, cap_of, ran_in_full
 from autotune.memory import MemoryModel
 from autotune.store import PastTrial

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from autotune.core.errors import StorageError, TrainingSourceError, TrialServerError
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.request import SearchRequest
 from autotune.runner import LocalRunner
 from autotune.store.location import resolve_location

@@ -8,7 +8,7 @@ from typing import Protocol
 from autotune.answers import KeptPredictions, inspection_key
 from autotune.core.errors import AutotuneError
 from autotune.core.trial import Candidate, Document
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.memory import MemoryPrediction
 from autotune.preparation import forecast_of, prepare
 from autotune.report import Report

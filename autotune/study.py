@@ -10,7 +10,7 @@ from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
 from autotune.core.trial import Failed, source_of
 from autotune.core.units import format_bytes, plural
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.history import History, Tried
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, changes_since

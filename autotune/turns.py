@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from autotune.core.errors import AutotuneError, DeviceError, StorageError
-from autotune.device import Device
-from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
+from autotune.devices import Device
+from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 
 Note = Callable[[str], None]
 MakeNames = Callable[[], Iterator[str]]

@@ -13,8 +13,8 @@ from typing import Protocol, Self
 from autotune.core.errors import DeviceError
 from autotune.core.trial import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes
-from autotune.device import Condition, Device, busy_pids, device_condition
-from autotune.device.presence import Presence, had_company
+from autotune.devices import Condition, Device, busy_pids, device_condition
+from autotune.devices.presence import Presence, had_company
 from autotune.runner.local import Progress, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.

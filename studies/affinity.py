@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Outcome
 from autotune.core.workload import Workload, choose_seq_len, infer_task
-from autotune.device import Device, find_device
-from autotune.device.cores import core_for, usable_core_numbers
+from autotune.devices import Device, find_device
+from autotune.devices.cores import core_for, usable_core_numbers
 from autotune.history import cap_of
 from autotune.model_source import resolve_model
 from autotune.preparation import prepare

@@ -55,7 +55,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autotune.core.trial import Candidate, Completed, Document, OutOfMemory
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.history import History
 from autotune.loop import Search
 from autotune.optuna_study import over_line_gib

@@ -25,7 +25,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Outcome, Precision
 from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
-from autotune.device import Device, find_device
+from autotune.devices import Device, find_device
 from autotune.levers import how_to_install, packages_of, require, version_of
 from autotune.model_source import resolve_model
 from autotune.runner import LocalRunner

@@ -32,7 +32,7 @@ from autotune.core.errors import AutotuneError
 from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload, choose_seq_len, infer_task
-from autotune.device import Device, device_used_bytes, find_device
+from autotune.devices import Device, device_used_bytes, find_device
 from autotune.model_source import resolve_model
 from autotune.runner import LocalRunner
 from autotune.runner.environment import server_environment
@@ -271,7 +271,7 @@ def _rows(path: Path, models: list[str]) -> Iterator[dict[str, Any]]:
 
     Fake training patches torch for good, so that this belongs in a process of its own.
     """
-    from autotune.device.chips import CHIPS
+    from autotune.devices.gpus import CHIPS
     from autotune.worker.fake.step import FakeTraining
     from autotune.worker.predict import Limits
 

@@ -44,7 +44,7 @@ from rich.table import Table
 from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Failed
 from autotune.core.units import parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
-from autotune.device import Device, find_device
+from autotune.devices import Device, find_device
 from autotune.model_source import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest

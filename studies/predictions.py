@@ -19,7 +19,7 @@ from typing import Any
 from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_for
 
 from autotune.core.trial import Document
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.preparation import forecast_of
 from autotune.runner import LocalRunner
 

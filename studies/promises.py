@@ -39,7 +39,7 @@ from promise_tables import ANSWERED, each_search, rate, read_records, read_searc
 
 from autotune import catalog
 from autotune.core.trial import Document
-from autotune.device import find_device, processor_name
+from autotune.devices import find_device, processor_name
 from autotune.loader import usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from typing import Any
 from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.history import History, Tried
 from autotune.model_source import resolve_model
 from autotune.policy import MaxBatchPolicy

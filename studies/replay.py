@@ -17,8 +17,8 @@ from typing import Any
 from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.device import Ceiling, Device, Headroom
-from autotune.device.chips import CHIPS
+from autotune.devices import Ceiling, Device, Headroom
+from autotune.devices.gpus import CHIPS
 from autotune.model_source import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest

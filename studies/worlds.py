@@ -33,7 +33,7 @@ from autotune.core.step_time import is_enough, mean_step
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.device import Ceiling, Device, Headroom
+from autotune.devices import Ceiling, Device, Headroom
 from autotune.effort import effort_of
 from autotune.history import History
 from autotune.memory import MemoryModel, MemoryPrediction, prediction_class

@@ -11,7 +11,7 @@ import pytest
 import warm
 from machine import Machine, compile_library
 
-from autotune.device import Device, find_device
+from autotune.devices import Device, find_device
 from autotune.runner import launch
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.

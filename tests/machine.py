@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autotune import device as device_module
+from autotune import devices as device_module
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 PROJECT = Path(device_module.__file__).parents[2]
@@ -35,7 +35,7 @@ class Machine:
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         folders = [*self.folders, str(PROJECT / "studies")]
         environment |= {"LD_LIBRARY_PATH": str(self.library_folder), "PYTHONPATH": os.pathsep.join(folders)}
-        program = f"import json, os\nfrom autotune.device import *\n{code}\nprint(json.dumps(answer))"
+        program = f"import json, os\nfrom autotune.devices import *\n{code}\nprint(json.dumps(answer))"
         done = subprocess.run(
             [sys.executable, "-c", program],
             env=environment | settings,

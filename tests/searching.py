@@ -14,7 +14,7 @@ from recorded import ComputedRunner, RecordedRunner
 from autotune.core.trial import Arm, Candidate, Document, Precision
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
-from autotune.device import Ceiling, Device, Headroom
+from autotune.devices import Ceiling, Device, Headroom
 from autotune.history import History
 from autotune.loop import Interruption, Search
 from autotune.preparation import Prepared, prepare

@@ -17,9 +17,9 @@ from test_export import OLD_FIELDS, report_of
 from autotune.core.errors import DeviceError
 from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document, outcome_from_document
 from autotune.core.units import GIB
-from autotune.device import find_device
-from autotune.device.chips import CHIPS
-from autotune.device.cores import can_pin
+from autotune.devices import find_device
+from autotune.devices.cores import can_pin
+from autotune.devices.gpus import CHIPS
 from autotune.export import Export, beside_lines, make_export, render
 from autotune.memory import memory_class, questions
 from autotune.sampler import candidate_of, distributions, params_of

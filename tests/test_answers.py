@@ -20,7 +20,7 @@ from autotune.core.training_source import find_trainer
 from autotune.core.trial import Arm, Document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.device.chips import CHIPS
+from autotune.devices.gpus import CHIPS
 from autotune.memory import Question
 from autotune.store import open_store
 

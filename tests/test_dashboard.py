@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.dashboard import dashboard_app, dashboard_server, serve
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.optuna_study import OptunaStudy
 from autotune.policy import Objective
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store

@@ -13,7 +13,7 @@ from searching import BERT_LARGE, FACTS, H200, prepared, request
 from autotune import environment as module
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
-from autotune.device import Device, GpuPolicy
+from autotune.devices import Device, GpuPolicy
 from autotune.environment import library_versions, measured_environment, measured_variables
 from autotune.preparation import Prepared, changes_since, prepare
 

@@ -24,7 +24,7 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement
 from autotune.core.workload import Workload
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.export import FORMATS, Export, beside_lines, make_export, render
 from autotune.report import Report
 from autotune.store import StudyRecord, TrialRecord

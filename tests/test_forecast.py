@@ -13,7 +13,7 @@ from searching import FACTS, RecordingObserver, new_store, request
 from autotune.answers import KeptPredictions
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.device.chips import CHIPS, Chip
+from autotune.devices.gpus import CHIPS, Chip
 from autotune.forecast import Forecast, Target
 from autotune.loop import Search
 from autotune.memory import MemoryModel, Question, questions, reserved_interval

@@ -22,8 +22,8 @@ from autotune.axes import text_width
 from autotune.core.errors import NothingFitsError
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.core.units import GIB, format_bytes, format_rate
-from autotune.device import Device
-from autotune.device.chips import CHIPS
+from autotune.devices import Device
+from autotune.devices.gpus import CHIPS
 from autotune.export import make_export
 from autotune.html_report import html_page
 from autotune.memory import MemoryPrediction

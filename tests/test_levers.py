@@ -22,7 +22,7 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.trial import Arm, Candidate, Completed
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.export import beside_lines, make_export, render
 from autotune.history import History
 from autotune.levers import (

@@ -17,7 +17,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
-from autotune.device import Headroom
+from autotune.devices import Headroom
 from autotune.preparation import Prepared, most_predictions, prepare, training_state_bytes
 from autotune.space import CheckpointingChoice
 

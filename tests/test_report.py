@@ -13,7 +13,7 @@ import pytest
 from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.notes import notes
 from autotune.report import Report, describe_data, load_report, times, verdict
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now, open_store

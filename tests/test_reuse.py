@@ -30,7 +30,7 @@ from autotune.core.trial import (
     source_of,
 )
 from autotune.core.units import GIB, MIB
-from autotune.device import Ceiling
+from autotune.devices import Ceiling
 from autotune.memory import MemoryModel, Question
 from autotune.notes import notes
 from autotune.report import load_report

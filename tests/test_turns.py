@@ -19,8 +19,8 @@ from searching import H200, RecordingObserver
 from tiny import tiny_workload
 
 from autotune.core.errors import DeviceError, StorageError, TrialServerError
-from autotune.device import Device
-from autotune.device.lock import FOLDER_VARIABLE, Holder, Lock, LockError
+from autotune.devices import Device
+from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 from autotune.request import SearchRequest
 from autotune.session import run_search
 from autotune.turns import Turn, take_turn

@@ -12,7 +12,7 @@ import pytest
 from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
 from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.core.units import GIB
-from autotune.device import Ceiling, Device, Headroom
+from autotune.devices import Ceiling, Device, Headroom
 from autotune.promise import Interval, Verdict
 from autotune.report import Report
 from autotune.runner.fresh import run_fresh

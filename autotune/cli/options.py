@@ -67,7 +67,7 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _headroom(text: str) -> Any:
-    from autotune.device import parse_headroom
+    from autotune.devices import parse_headroom
 
     return parse_headroom(text)
 

@@ -17,7 +17,7 @@ from autotune.core.errors import InvalidRequestError, did_you_mean
 if TYPE_CHECKING:
     from autotune.answers import AnswersBeside
     from autotune.core.workload import Workload
-    from autotune.device.chips import Chip
+    from autotune.devices.gpus import Chip
     from autotune.memory import MemoryModel, Question
     from autotune.preparation import Prepared
     from autotune.request import SearchRequest
@@ -100,7 +100,7 @@ def predict(
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None) -> list[tuple[Chip, int]]:
     """The chips to predict for, each with the memory that may be used of it."""
     from autotune.core.units import format_bytes
-    from autotune.device.chips import CHIPS, Chip
+    from autotune.devices.gpus import CHIPS, Chip
 
     if not names:
         if limit_bytes is None:
@@ -130,8 +130,8 @@ def _predicted(
 ) -> list[dict[str, Any]]:
     """What is predicted for each chip, as a document; asked of one process for all, as far as it is not known."""
     from autotune.answers import KeptPredictions, inspection_key
-    from autotune.device import find_device
-    from autotune.device.chips import TYPICAL_CONTEXT_BYTES
+    from autotune.devices import find_device
+    from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.forecast import Forecast, Target
     from autotune.loader import usable_cores
     from autotune.options import build_workload
@@ -171,7 +171,7 @@ def _predicted(
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
     """A search on the chip, as if it were here."""
-    from autotune.device import Device, Headroom
+    from autotune.devices import Device, Headroom
     from autotune.request import DEFAULT_OPTIM, SearchRequest
 
     stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autotune.device import Ceiling
-from autotune.device import Precision as Precision
+from autotune.devices import Ceiling
+from autotune.devices import Precision as Precision
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 

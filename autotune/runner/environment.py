@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from autotune.device import CAPABILITY_VARIABLE, Device
+from autotune.devices import CAPABILITY_VARIABLE, Device
 
 # Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
 # Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).

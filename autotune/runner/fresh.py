@@ -14,7 +14,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.scratch import make_scratch
 from autotune.core.trial import Document
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner import launch
 from autotune.runner.ending import tail
 from autotune.runner.environment import server_environment

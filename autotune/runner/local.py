@@ -23,8 +23,8 @@ from autotune.core.errors import InvalidRequestError, TrialServerError
 from autotune.core.pipes import LineReader, wait_until_ready, write_all
 from autotune.core.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
 from autotune.core.workload import Workload
-from autotune.device import Device
-from autotune.device.host import oom_kills
+from autotune.devices import Device
+from autotune.devices.host import oom_kills
 from autotune.runner import launch
 from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
 from autotune.runner.environment import server_environment

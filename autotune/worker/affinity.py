@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autotune.device.cores import core_for, usable_core_numbers
+from autotune.devices.cores import core_for, usable_core_numbers
 
 # The most that inductor itself takes (torch/_inductor/config.py, decide_compile_threads).
 _MOST_COMPILE_THREADS = 32

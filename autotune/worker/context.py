@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as functional
 
-from autotune import device as device_facts
+from autotune import devices as device_facts
 
 # A small layer with the operations of a transformer. Kernels are chosen by shape, so that it is no toy either.
 _WIDTH = 512

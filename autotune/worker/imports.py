@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune.core.workload import Workload
-from autotune.device import CAPABILITY_VARIABLE
+from autotune.devices import CAPABILITY_VARIABLE
 
 COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
 """Set where the server imports torch alone and each trial the rest: seconds slower, but nothing is shared."""

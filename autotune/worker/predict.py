@@ -13,7 +13,7 @@ import torch
 
 from autotune.core.trial import PREDICTION_MARGIN, Arm, Document
 from autotune.core.workload import Workload
-from autotune.device.chips import Chip
+from autotune.devices.gpus import Chip
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining

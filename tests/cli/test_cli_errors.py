@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
 
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.store import open_store
 
 BERT = ("search", "--model", "bert-tiny", "--device", "cpu")

@@ -12,7 +12,7 @@ from autotune.cli.view import View
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.device import Ceiling, Device
+from autotune.devices import Ceiling, Device
 from autotune.history import History, Tried
 from autotune.policy import Objective
 from autotune.preparation import Prepared

@@ -12,7 +12,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.masking import mask_secrets, masked_options
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.preparation import Prepared, changes_since
 from autotune.resumption import recorded_request
 from autotune.study import open_study

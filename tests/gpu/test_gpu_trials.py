@@ -28,7 +28,7 @@ from autotune.core.trial import (
 )
 from autotune.core.trial import Precision as PrecisionName
 from autotune.core.units import GIB, MIB
-from autotune.device import Device, list_devices, nvml_problem
+from autotune.devices import Device, list_devices, nvml_problem
 from autotune.runner import LocalRunner
 from autotune.runner.environment import server_environment
 from autotune.runner.local import TrialJob

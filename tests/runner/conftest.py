@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_workload
 
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner import LocalRunner
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")

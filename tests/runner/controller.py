@@ -8,7 +8,7 @@ from pathlib import Path
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.runner import LocalRunner
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner.environment import server_environment
 
 

@@ -20,7 +20,7 @@ from tiny import tiny_workload
 
 from autotune.core.errors import TrialServerError
 from autotune.core.trial import Completed, Document, Failed
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner import LocalRunner
 from autotune.runner.ending import tail
 from autotune.runner.fresh import run_fresh

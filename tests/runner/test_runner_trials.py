@@ -17,7 +17,7 @@ from tiny import ENDLESS, tiny_workload
 
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.core.units import MIB
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner import LocalRunner
 
 CONTROLLER = Path(__file__).with_name("controller.py")

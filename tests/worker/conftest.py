@@ -16,7 +16,7 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
-from autotune.device import Device
+from autotune.devices import Device
 
 
 @pytest.fixture(scope="session")

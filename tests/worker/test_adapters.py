@@ -11,7 +11,7 @@ from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
 
 from autotune.core.trial import Arm, Candidate, Completed
 from autotune.core.workload import Task, Workload
-from autotune.device import find_device
+from autotune.devices import find_device
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
 

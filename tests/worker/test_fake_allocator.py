@@ -12,7 +12,7 @@ import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.device.chips import CHIPS
+from autotune.devices.gpus import CHIPS
 from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
 from autotune.worker.fake.scaling import column_sum_scratch_bytes, embedding_scratch_bytes
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE

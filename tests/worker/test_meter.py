@@ -11,7 +11,7 @@ import pytest
 from fake_meter import FakeClock, FakeMeter
 from meter_contract import check_contract
 
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner.environment import server_environment
 
 CONTRACT = Path(__file__).with_name("meter_contract.py")

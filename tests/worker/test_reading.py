@@ -28,7 +28,7 @@ from tiny import QUICK, attention_of_task, tiny_workload
 from autotune.core.trial import Arm, Candidate, Completed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.core.workload import Task, Workload
-from autotune.device.chips import CHIPS
+from autotune.devices.gpus import CHIPS
 
 needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
 

@@ -13,7 +13,7 @@ import pytest
 
 from autotune.arguments import checkpointing_field
 from autotune.core.trial import Arm, Candidate
-from autotune.device import Device
+from autotune.devices import Device
 from autotune.runner.environment import server_environment
 
 SCRIPT = Path(__file__).with_name("print_arguments.py")

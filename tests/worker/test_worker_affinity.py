@@ -13,7 +13,7 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.trial import Arm, Candidate
-from autotune.device.cores import can_pin, usable_core_numbers
+from autotune.devices.cores import can_pin, usable_core_numbers
 from autotune.worker import stock
 
 pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from autotune.core.trial import Arm
 from autotune.core.workload import Workload
-from autotune.device.chips import Chip
+from autotune.devices.gpus import Chip
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.fake.scaling import ScalableStep, telling_batch

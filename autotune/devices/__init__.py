@@ -7,12 +7,12 @@ Importing this loads nothing but the standard library; NVML is opened by the fir
 
 from __future__ import annotations
 
-from autotune.device.ceiling import Ceiling, Headroom, parse_headroom
-from autotune.device.condition import Condition, GpuPolicy
-from autotune.device.facts import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
-from autotune.device.host import processor_name
-from autotune.device.listing import find_device, list_devices
-from autotune.device.nvml import (
+from autotune.devices.ceiling import Ceiling, Headroom, parse_headroom
+from autotune.devices.condition import Condition, GpuPolicy
+from autotune.devices.device import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
+from autotune.devices.host import processor_name
+from autotune.devices.listing import find_device, list_devices
+from autotune.devices.nvml import (
     busy_pids,
     device_condition,
     device_energy_joules,

@@ -6,9 +6,9 @@ import os
 import re
 
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.device.facts import Device
-from autotune.device.host import cpu_device
-from autotune.device.nvml import current_session, nvml_problem
+from autotune.devices.device import Device
+from autotune.devices.host import cpu_device
+from autotune.devices.nvml import current_session, nvml_problem
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

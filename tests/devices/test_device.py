@@ -16,9 +16,9 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.trial import PRECISIONS
 from autotune.core.trial import Precision as TrialPrecision
 from autotune.core.units import GIB, MIB
-from autotune.device import Device, device_used_bytes, find_device
-from autotune.device.facts import Precision as DevicePrecision
-from autotune.device.nvml import visible_gpus
+from autotune.devices import Device, device_used_bytes, find_device
+from autotune.devices.device import Precision as DevicePrecision
+from autotune.devices.nvml import visible_gpus
 
 
 @pytest.fixture
@@ -297,12 +297,12 @@ class TestUsedBytes:
 
     def test_energy_is_told_in_joules(self, machine: Machine) -> None:
         read = f"device_energy_joules('{uuid_of(0)}')"
-        code = f"from autotune.device import device_energy_joules\nanswer = [{read}, {read}]"
+        code = f"from autotune.devices import device_energy_joules\nanswer = [{read}, {read}]"
         assert machine.ask(code) == [7000.0, 7300.0]
 
     def test_energy_is_absent_where_it_is_not_counted(self, machine: Machine, old_machine: Machine) -> None:
         code = (
-            "from autotune.device import device_energy_joules as read\n"
+            "from autotune.devices import device_energy_joules as read\n"
             f"answer = [read(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
         )
         assert machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetTotalEnergyConsumption:0=3") == [None] * 4

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autotune.device.lock import open_lock_file
+from autotune.devices.lock import open_lock_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.units import format_bytes, parse_bytes
-from autotune.device.facts import Device
+from autotune.devices.device import Device
 
 DEFAULT_HEADROOM_FRACTION = 0.03
 """A choice, not a measurement: room for what a short trial does not show of a long run, such as fragmentation."""

@@ -12,8 +12,8 @@ import pytest
 from recorded import job_of, measurement
 
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
-from autotune.device.lock import FOLDER_VARIABLE
-from autotune.device.presence import Presence, had_company
+from autotune.devices.lock import FOLDER_VARIABLE
+from autotune.devices.presence import Presence, had_company
 from autotune.repeats import Repeats
 from autotune.runner.local import Progress, TrialJob
 from autotune.store import TrialRecord

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.device.condition import Condition, GpuPolicy
-from autotune.device.facts import Device, Neighbour
-from autotune.device.host import host_memory
+from autotune.devices.condition import Condition, GpuPolicy
+from autotune.devices.device import Device, Neighbour
+from autotune.devices.host import host_memory
 
 # nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlReturn_t.
 _SM_CLOCK, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.device.cores import choose_core, local_cores, parse_cores, second_threads
+from autotune.devices.cores import choose_core, local_cores, parse_cores, second_threads
 
 
 @pytest.mark.parametrize(

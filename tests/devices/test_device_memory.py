@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.units import GIB, MIB
-from autotune.device import Ceiling, Device, Headroom, find_device, list_devices, parse_headroom
-from autotune.device.host import cpu_device, host_memory, processor_name
+from autotune.devices import Ceiling, Device, Headroom, find_device, list_devices, parse_headroom
+from autotune.devices.host import cpu_device, host_memory, processor_name
 
 
 def write(root: Path, files: dict[str, str]) -> None:

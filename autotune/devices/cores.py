@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from autotune.device.nvml import current_session
+from autotune.devices.nvml import current_session
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _CPUS = Path("/sys/devices/system/cpu")
