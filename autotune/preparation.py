@@ -23,10 +23,10 @@ from autotune.environment import (
     records_host,
 )
 from autotune.forecast import Forecast, Kept, Submitter, Target
-from autotune.hub_revision import commit_of
 from autotune.levers import FLASH_ATTENTION, goes_together, is_predictable
 from autotune.loader import usable_cores
 from autotune.memory import questions
+from autotune.models.hub_revision import commit_of
 from autotune.request import SearchRequest, differences
 from autotune.samples import check_own_samples
 from autotune.space import Batches, CheckpointingChoice, Space, choose_arms

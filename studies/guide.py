@@ -27,7 +27,7 @@ from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
 from autotune.levers import how_to_install, packages_of, require, version_of
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
 

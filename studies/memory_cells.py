@@ -33,7 +33,7 @@ from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_docum
 from autotune.core.units import GIB
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, device_used_bytes, find_device
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 from autotune.runner import LocalRunner
 from autotune.runner.environment import server_environment
 from autotune.runner.local import TrialJob

@@ -37,10 +37,10 @@ from typing import TextIO
 
 from promise_tables import ANSWERED, each_search, rate, read_records, read_search, read_verification, table
 
-from autotune import catalog
 from autotune.core.trial import Document
 from autotune.devices import find_device, processor_name
 from autotune.loader import usable_cores
+from autotune.models import catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAST_WORDS = 1500

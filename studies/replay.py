@@ -19,7 +19,7 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.devices.gpus import CHIPS
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.runner.local import TrialJob

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.core.trial import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.predict import Limits
 

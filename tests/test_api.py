@@ -20,7 +20,7 @@ from checkout import ROOT
 
 from autotune import api
 from autotune.cli.search import search as command
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchemy", "alembic", "rich", "numpy", "click"}

@@ -12,7 +12,7 @@ import warm
 from peers import CONTENDERS, FINDERS, candidates_of, print_table, schedule
 
 from autotune.core.trial import Arm, Candidate
-from autotune.model_source import resolve_model
+from autotune.models.resolve import resolve_model
 
 
 def test_every_contender_runs_once_a_repeat_and_another_goes_first_each_time() -> None:

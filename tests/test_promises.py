@@ -11,9 +11,9 @@ import pytest
 from promise_tables import read_interval, read_records, read_search, read_verification, table
 from promises import PROMISES, RECORDED, environment_of, run, schedule
 
-from autotune import catalog
 from autotune.core.trial import Arm, Candidate
 from autotune.core.workload import TASKS
+from autotune.models import catalog
 
 WINNER = Candidate(Arm("bf16", cpu_affinity=True), 32)
 OLD_VERIFICATION = {

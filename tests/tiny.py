@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autotune import catalog
 from autotune.core.trial import Effort
 from autotune.core.units import GIB
 from autotune.core.workload import Task, Workload, choose_seq_len, infer_task
+from autotune.models import catalog
 
 AMPLE_BYTES = 16 * GIB
 """A cap that no tiny model meets."""

@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from autotune import catalog
+from autotune.models import catalog
 from autotune.worker.meter import CpuMeter
 
 

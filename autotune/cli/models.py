@@ -12,9 +12,9 @@ from autotune.cli.table import print_table
 @json_option
 def models(as_json: bool) -> None:
     """List the catalog: architectures that need no download."""
-    from autotune.catalog import entries
     from autotune.core.units import format_count
     from autotune.core.workload import infer_task
+    from autotune.models.catalog import entries
 
     if as_json:
         print_json(

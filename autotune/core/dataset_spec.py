@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import MIB, in_one_line
-from autotune.hub_revision import commit_of, hub_content
+from autotune.models.hub_revision import commit_of, hub_content
 
 DATA_OPTIONS = (
     "dataset",

@@ -20,9 +20,9 @@ import warm
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, attention_of_task, tiny_workload
 
-from autotune import catalog
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.workload import Task
+from autotune.models import catalog
 
 
 @pytest.mark.parametrize(

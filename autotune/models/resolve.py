@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune import catalog
 from autotune.core.errors import UnknownModelError
+from autotune.models import catalog
 
 Origin = Literal["catalog", "folder", "hub cache", "hub"]
 

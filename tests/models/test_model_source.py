@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune import catalog
 from autotune.core.errors import UnknownModelError
-from autotune.model_source import ModelSource, resolve_model
+from autotune.models import catalog
+from autotune.models.resolve import ModelSource, resolve_model
 
 ROOT = Path(autotune.__file__).parent.parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

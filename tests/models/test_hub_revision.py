@@ -18,7 +18,7 @@ from searching import BERT_LARGE, prepared
 from autotune.core import dataset_spec as data_module
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
-from autotune.hub_revision import commit_of
+from autotune.models.hub_revision import commit_of
 from autotune.preparation import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
