@@ -24,7 +24,6 @@ from autotune.devices import Headroom
 from autotune.export import make_export
 from autotune.history import DEFAULT_TOLERANCE, History
 from autotune.keywords import as_options, refuse
-from autotune.levers import LeverChoice
 from autotune.loop import Observer
 from autotune.options import build_request
 from autotune.plot import plot_trials
@@ -33,7 +32,8 @@ from autotune.preparation import Prepared
 from autotune.report import Report, load_report, measurement, verdict
 from autotune.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.session import log_folder, run_search
-from autotune.space import CheckpointingChoice
+from autotune.space.features import LeverChoice
+from autotune.space.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
 from autotune.subject import check_can_be_verified, device_of, subject_of

@@ -8,10 +8,10 @@ from dataclasses import replace
 from autotune.core.statistics import CONFIDENCE
 from autotune.core.trial import Candidate, Effort
 from autotune.history import History
-from autotune.levers import compiles
-from autotune.loader import patience
 from autotune.pooling import Tried
 from autotune.request import SearchRequest
+from autotune.space.dataloader import patience
+from autotune.space.features import compiles
 from autotune.store import Stage
 
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.

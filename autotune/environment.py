@@ -16,8 +16,8 @@ from typing import Any
 from autotune.core.trial import Arm, Document
 from autotune.core.workload import Workload
 from autotune.devices import Device, gpu_policy, processor_name
-from autotune.levers import packages_of, packages_of_workload, version_of
-from autotune.loader import usable_cores
+from autotune.space.dataloader import usable_cores
+from autotune.space.features import packages_of, packages_of_workload, version_of
 
 _NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
 

@@ -7,15 +7,15 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autotune.arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
 from autotune.core.trial import Candidate, Completed
 from autotune.core.units import in_one_line
-from autotune.levers import allocator_variable
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.report import Report, describe_data, is_script, measurement
+from autotune.space.features import allocator_variable
+from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")

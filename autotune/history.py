@@ -11,7 +11,7 @@ from autotune.devices import Ceiling
 from autotune.memory import MemoryModel, memory_class
 from autotune.pooling import Pool, Speed
 from autotune.pooling import Tried as Tried
-from autotune.space import PRECISION_PREFERENCE
+from autotune.space.space import PRECISION_PREFERENCE
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autotune.core.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
 from autotune.history import History
 from autotune.pooling import Tried
-from autotune.space import Space
+from autotune.space.space import Space
 
 # Failures at so many batches of an arm, with no success, make it doubtful. Each is looked for halfway between the last
 # one and the smallest batch, so that three reach well below batches that are too large for a kernel.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.core.trial import Candidate, Measurement
-from autotune.loader import LOADER_BOUND, waits_for_data
+from autotune.space.dataloader import LOADER_BOUND, waits_for_data
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 

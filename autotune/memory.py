@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autotune.core.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
-from autotune.loader import plain_loader
+from autotune.space.dataloader import plain_loader
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from autotune.core.units import format_seconds, plural
 from autotune.finals import finals, needs_another
 from autotune.history import History, Tried, ran_in_full
 from autotune.judge import Judge, Refusal
-from autotune.loader import next_loader, usable_cores
 from autotune.policy import Policy
 from autotune.preparation import Prepared
 from autotune.repeats import Repeats
+from autotune.space.dataloader import next_loader, usable_cores
 from autotune.store import NOTHING_LEFT, Stage, TrialRecord
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.

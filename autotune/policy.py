@@ -10,7 +10,7 @@ from autotune.core.trial import Candidate
 from autotune.history import History
 from autotune.judge import Judge
 from autotune.memory import memory_class
-from autotune.space import LARGEST_FREE_BATCH, Space
+from autotune.space.space import LARGEST_FREE_BATCH, Space
 from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 
 Objective = Literal["throughput", "max-batch"]

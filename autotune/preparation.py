@@ -23,13 +23,13 @@ from autotune.environment import (
     records_host,
 )
 from autotune.forecast import Forecast, Kept, Submitter, Target
-from autotune.levers import FLASH_ATTENTION, goes_together, is_predictable
-from autotune.loader import usable_cores
 from autotune.memory import questions
 from autotune.models.hub_revision import commit_of
 from autotune.request import SearchRequest, differences
 from autotune.samples import check_own_samples
-from autotune.space import Batches, CheckpointingChoice, Space, choose_arms
+from autotune.space.dataloader import usable_cores
+from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
+from autotune.space.space import Batches, CheckpointingChoice, Space, choose_arms
 
 
 @dataclass(frozen=True)

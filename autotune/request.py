@@ -13,9 +13,9 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
 from autotune.devices.cores import can_pin
 from autotune.history import DEFAULT_TOLERANCE
-from autotune.levers import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.policy import Objective, SamplerName
-from autotune.space import Batches, CheckpointingChoice, choose_precisions
+from autotune.space.features import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
+from autotune.space.space import Batches, CheckpointingChoice, choose_precisions
 
 if TYPE_CHECKING:
     # Imports Optuna, which a request that is refused, or only predicted, does without.

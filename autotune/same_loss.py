@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.arguments import training_arguments
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
 from autotune.core.trial import Arm, Candidate, Document
 from autotune.runner.fresh import run_fresh
-from autotune.space import Batches
+from autotune.space.space import Batches
+from autotune.space.training_arguments import training_arguments
 from autotune.subject import Subject
 
 DEFAULT_STEPS = 8

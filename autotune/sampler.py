@@ -15,7 +15,7 @@ from autotune.core.trial import Arm, Candidate
 from autotune.history import History
 from autotune.policy import SAMPLERS as SAMPLERS
 from autotune.policy import Policy, SamplerName
-from autotune.space import Space
+from autotune.space.space import Space
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024

@@ -22,7 +22,7 @@ from autotune.core.statistics import quantile
 from autotune.core.trial import Arm, Measurement
 from autotune.history import History, Tried
 from autotune.judge import Judge, failed_without_verdict
-from autotune.space import Space
+from autotune.space.space import Space
 
 # The GPU time that a sample takes falls by at most this factor from one batch to a larger one: 1.20 from 8 to 32 with
 # BERT-large in bf16 on an H200, and at most 1.33 on five recorded landscapes once a micro-step took 60 ms.

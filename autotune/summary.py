@@ -7,9 +7,9 @@ import dataclasses
 from autotune.core.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.limits import describe_limit, what_limits
-from autotune.loader import LOADER_BOUND, waits_for_data
 from autotune.notes import notes
 from autotune.report import Report, data_facts, lengths_of, measurement, verdict
+from autotune.space.dataloader import LOADER_BOUND, waits_for_data
 from autotune.store import StudyRecord, TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autotune.arguments import EVALUATION_BATCH
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.core.trial import Document
@@ -20,6 +19,7 @@ from autotune.limits import what_limits
 from autotune.promise import Interval, Verdict, compare, mean_speed, slack
 from autotune.runner import LocalRunner
 from autotune.runner.fresh import run_fresh
+from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.subject import Subject
 
 DEFAULT_STEPS = 100

@@ -19,11 +19,11 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.arguments import training_arguments
 from autotune.core.trial import Arm, Candidate, Effort, Measurement
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device
 from autotune.models.resolve import resolve_model
+from autotune.space.training_arguments import training_arguments
 from autotune.worker.build import build_model
 from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions

@@ -39,8 +39,8 @@ from promise_tables import ANSWERED, each_search, rate, read_records, read_searc
 
 from autotune.core.trial import Document
 from autotune.devices import find_device, processor_name
-from autotune.loader import usable_cores
 from autotune.models import catalog
+from autotune.space.dataloader import usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAST_WORDS = 1500

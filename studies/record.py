@@ -29,7 +29,7 @@ from autotune.preparation import Prepared, prepare
 from autotune.request import MAX_BATCH_EFFORT, SearchRequest
 from autotune.runner import LocalRunner
 from autotune.runner.local import TrialJob
-from autotune.space import Space
+from autotune.space.space import Space
 
 _TIMES = frozenset(
     {"trial_wall_seconds", "phase_seconds", "step_seconds", "optimizer_step_seconds", "first_step_seconds"}

@@ -23,7 +23,7 @@ from autotune.models.resolve import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
 from autotune.runner.local import TrialJob
-from autotune.space import Space
+from autotune.space.space import Space
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "tests" / "landscapes", ROOT / "studies" / "landscapes")

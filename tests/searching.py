@@ -19,7 +19,7 @@ from autotune.history import History
 from autotune.loop import Interruption, Search
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
-from autotune.space import choose_arms
+from autotune.space.space import choose_arms
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
 
 CONTEXT_BYTES = 620 * MIB

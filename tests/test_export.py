@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_workload
 
-from autotune.arguments import TF32_UNSET_REVISION, checkpointing_field
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement
@@ -27,6 +26,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Ceiling
 from autotune.export import FORMATS, Export, beside_lines, make_export, render
 from autotune.report import Report
+from autotune.space.training_arguments import TF32_UNSET_REVISION, checkpointing_field
 from autotune.store import StudyRecord, TrialRecord
 
 LOADER = Path(__file__).with_name("load_exports.py")

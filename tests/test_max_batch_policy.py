@@ -15,7 +15,7 @@ from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB, MIB
 from autotune.history import History
 from autotune.policy import MaxBatchPolicy
-from autotune.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 

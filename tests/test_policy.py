@@ -23,7 +23,7 @@ from autotune.core.units import GIB, MIB
 from autotune.history import History
 from autotune.judge import Judge
 from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
-from autotune.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
 
-from autotune.arguments import TF32_UNSET_REVISION
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.training_source import TrainingSource
 from autotune.core.trial import Arm, Candidate
@@ -19,7 +18,8 @@ from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Headroom
 from autotune.preparation import Prepared, most_predictions, prepare, training_state_bytes
-from autotune.space import CheckpointingChoice
+from autotune.space.space import CheckpointingChoice
+from autotune.space.training_arguments import TF32_UNSET_REVISION
 
 STATE_BYTES = 16 * 335_143_938
 """Weights, gradients and two moments of BERT-large in float32."""

@@ -25,7 +25,7 @@ from autotune.sampler import (
     make_sampler,
     params_of,
 )
-from autotune.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 
 SPACE = Space(arms("bf16", "tf32"), Batches(64))
 BASELINE = SPACE.baseline("sdpa")

@@ -13,7 +13,7 @@ def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the levers' packages."""
     from autotune.core.units import format_bytes
     from autotune.devices import list_devices, nvml_problem
-    from autotune.levers import OPTIONAL, how_to_install, version_of
+    from autotune.space.features import OPTIONAL, how_to_install, version_of
 
     found = list_devices()
     problem = nvml_problem()

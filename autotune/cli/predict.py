@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autotune.memory import MemoryModel, Question
     from autotune.preparation import Prepared
     from autotune.request import SearchRequest
-    from autotune.space import Space
+    from autotune.space.space import Space
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
 ACCURACY = (
@@ -133,10 +133,10 @@ def _predicted(
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.forecast import Forecast, Target
-    from autotune.loader import usable_cores
     from autotune.options import build_workload
     from autotune.preparation import most_predictions, prepare
     from autotune.runner import LocalRunner
+    from autotune.space.dataloader import usable_cores
 
     workload = build_workload(options)
     requests = [_request(workload, chip, limit_bytes, options) for chip, limit_bytes in targets]

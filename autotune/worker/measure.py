@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from autotune.core.step_time import is_enough, mean_step
 from autotune.core.trial import Candidate, Effort, Measurement
-from autotune.levers import compiles
-from autotune.loader import batches_ahead
+from autotune.space.dataloader import batches_ahead
+from autotune.space.features import compiles
 from autotune.worker.feed import Schedule
 from autotune.worker.gpu_busy import BusyStep
 from autotune.worker.losses import ScalerWatch

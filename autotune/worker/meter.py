@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune import devices as device_facts
-from autotune.levers import with_expandable_segments
+from autotune.space.features import with_expandable_segments
 from autotune.worker.private.torch import set_allocator_settings
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from transformers import Trainer
 
-from autotune.arguments import checkpointing_field, training_arguments
 from autotune.core.training_source import TrainingSource
 from autotune.core.trial import (
     Candidate,
@@ -27,6 +26,7 @@ from autotune.core.trial import (
     outcome_document,
 )
 from autotune.core.workload import BYTES_PER_ELEMENT, Workload
+from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.losses import LossWatch

@@ -19,7 +19,7 @@ from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
 
-# No batch of a free search is larger than this (autotune.space.LARGEST_FREE_BATCH).
+# No batch of a free search is larger than this (autotune.space.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
 _NICENESS = 19
 

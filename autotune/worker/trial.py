@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments, set_seed
 
-from autotune.arguments import training_arguments
 from autotune.core.trial import (
     Candidate,
     Completed,
@@ -26,6 +25,7 @@ from autotune.core.trial import (
     outcome_document,
 )
 from autotune.core.workload import Workload
+from autotune.space.training_arguments import training_arguments
 from autotune.worker.affinity import pin_to_one_core
 from autotune.worker.build import build_model, check_liger_knows
 from autotune.worker.data import synthetic_dataset

@@ -17,7 +17,7 @@ from autotune.history import History, Tried
 from autotune.policy import Objective
 from autotune.preparation import Prepared
 from autotune.request import SearchRequest
-from autotune.space import Space, choose_arms
+from autotune.space.space import Space, choose_arms
 from autotune.store import Stage, StudyRecord, TrialRecord
 
 CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)

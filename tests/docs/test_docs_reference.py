@@ -13,10 +13,10 @@ from checkout import ROOT
 from pages import blocks, commands, pages, read
 
 from autotune.api import Result
-from autotune.arguments import training_arguments
 from autotune.cli.main import cli
 from autotune.core.trial import Arm, Candidate
 from autotune.environment import _VARIABLE_PREFIXES, _VARIABLES
+from autotune.space.training_arguments import training_arguments
 
 DOCUMENTED = sorted(
     {line for page in pages() for line in commands(page.read_text(encoding="utf-8")) if line.startswith("autotune ")}

@@ -25,7 +25,11 @@ from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.export import beside_lines, make_export, render
 from autotune.history import History
-from autotune.levers import (
+from autotune.memory import prediction_class
+from autotune.notes import compiled_notes
+from autotune.policy import ThroughputPolicy
+from autotune.preparation import training_state_bytes
+from autotune.space.features import (
     EXTRAS,
     allocator_settings,
     allocator_variable,
@@ -37,11 +41,7 @@ from autotune.levers import (
     version_of,
     with_expandable_segments,
 )
-from autotune.memory import prediction_class
-from autotune.notes import compiled_notes
-from autotune.policy import ThroughputPolicy
-from autotune.preparation import training_state_bytes
-from autotune.space import Batches, Space, choose_arms
+from autotune.space.space import Batches, Space, choose_arms
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)

@@ -14,10 +14,10 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.loader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 from autotune.memory import memory_class
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
+from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 
 BEST = Candidate(Arm("bf16"), 8, 2)
 

@@ -15,7 +15,7 @@ from searching import BERT_LARGE, arms
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
 from autotune.core.trial import Arm, Candidate, Precision
 from autotune.core.workload import DTypeName
-from autotune.space import LARGEST_FREE_BATCH, Batches, Space, choose_arms, choose_precisions
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space, choose_arms, choose_precisions
 
 SHARES = st.integers(1, 4096)
 WORLDS = st.integers(1, 16)

@@ -10,8 +10,8 @@ from typing import Literal
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.trial import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.workload import Workload
-from autotune.levers import LeverChoice
-from autotune.loader import plain_loader
+from autotune.space.dataloader import plain_loader
+from autotune.space.features import LeverChoice
 
 DEFAULT_MULTIPLE = 8
 # Where no batch of the default multiple is possible, the search goes down these, one by one.

@@ -1,0 +1,1 @@
+"""The search space: arms, per-device batches, and their translation to ``TrainingArguments``."""
