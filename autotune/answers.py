@@ -64,7 +64,7 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
 def prediction_key(question: Document, workload: Workload) -> str:
     """The same exactly while ``autotune.worker.predict`` would answer the same.
 
-    ``question`` is all that is asked about the workload, see ``autotune.memory.Question.identity``.
+    ``question`` is all that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
     """
     return _digest(
         {
@@ -139,7 +139,7 @@ class _Answers(Protocol):
 
 
 class KeptPredictions:
-    """The predictions of one workload among the answers; see ``autotune.forecast.Kept``.
+    """The predictions of one workload among the answers; see ``autotune.estimate.memory_jobs.Kept``.
 
     A database that cannot be read or written is no reason to fail: it is then asked no more.
     """

@@ -21,8 +21,8 @@ from autotune.core.trial import Candidate, Completed, Document, Measurement
 from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
+from autotune.estimate.history import DEFAULT_TOLERANCE, History
 from autotune.export import make_export
-from autotune.history import DEFAULT_TOLERANCE, History
 from autotune.keywords import as_options, refuse
 from autotune.loop import Observer
 from autotune.options import build_request

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from autotune.core.statistics import CONFIDENCE
 from autotune.core.trial import Candidate, Effort
-from autotune.history import History
-from autotune.pooling import Tried
+from autotune.estimate.history import History
+from autotune.estimate.pooling import Tried
 from autotune.request import SearchRequest
 from autotune.space.dataloader import patience
 from autotune.space.features import compiles

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autotune.core.trial import Candidate
-from autotune.history import History
-from autotune.pooling import Tried
+from autotune.estimate.history import History
+from autotune.estimate.pooling import Tried
 
 _MOST_RIVALS = 2
 # Processes for each of winner and rivals. The error of a mean falls with the square root of their number.

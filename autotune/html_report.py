@@ -20,11 +20,11 @@ from autotune.charts import (
 )
 from autotune.core.trial import Document, Measurement
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
+from autotune.estimate.bottleneck import describe_limit, what_limits
+from autotune.estimate.memory import MemoryPrediction
 from autotune.export import beside_lines, make_export, render
 from autotune.html_style import SCRIPT, STYLE
-from autotune.limits import describe_limit, what_limits
 from autotune.markup import Child, Markup, element, joined
-from autotune.memory import MemoryPrediction
 from autotune.report import Report, describe_data, measurement, times, verdict
 from autotune.store import TrialRecord
 from autotune.summary import counts_line, detail_lines, report_document, tokens_per_second

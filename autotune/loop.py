@@ -11,8 +11,9 @@ from typing import Protocol, runtime_checkable
 from autotune.core.errors import AutotuneError
 from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
 from autotune.effort import effort_of, timeout_seconds
-from autotune.forecast import Forecast
-from autotune.history import History, cap_of
+from autotune.estimate.history import History, cap_of
+from autotune.estimate.memory_jobs import Forecast
+from autotune.estimate.throughput import Speeds
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.plan import Plan
 from autotune.policy import make_policy
@@ -20,7 +21,6 @@ from autotune.preparation import Prepared
 from autotune.reuse import Library
 from autotune.runner.local import TrialJob
 from autotune.sampler import candidate_of, distributions, make_sampler
-from autotune.speed import Speeds
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from autotune.core.trial import Candidate
 from autotune.core.units import format_seconds, plural
+from autotune.estimate.feasibility import Judge, Refusal
+from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.finals import finals, needs_another
-from autotune.history import History, Tried, ran_in_full
-from autotune.judge import Judge, Refusal
 from autotune.policy import Policy
 from autotune.preparation import Prepared
 from autotune.repeats import Repeats

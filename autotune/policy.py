@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from autotune.core.trial import Candidate
-from autotune.history import History
-from autotune.judge import Judge
-from autotune.memory import memory_class
+from autotune.estimate.feasibility import Judge
+from autotune.estimate.history import History
+from autotune.estimate.memory import memory_class
+from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 from autotune.space.space import LARGEST_FREE_BATCH, Space
-from autotune.speed import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 
 Objective = Literal["throughput", "max-batch"]
 SamplerName = Literal["autotune", "grid", "tpe", "random"]

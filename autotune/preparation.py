@@ -22,8 +22,8 @@ from autotune.environment import (
     measured_environment,
     records_host,
 )
-from autotune.forecast import Forecast, Kept, Submitter, Target
-from autotune.memory import questions
+from autotune.estimate.memory import questions
+from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
 from autotune.models.hub_revision import commit_of
 from autotune.request import SearchRequest, differences
 from autotune.samples import check_own_samples

@@ -11,8 +11,8 @@ from autotune.core.errors import StorageError
 from autotune.core.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
-from autotune.history import History, ran_in_full
-from autotune.pooling import Pool, Speed, Tried
+from autotune.estimate.history import History, ran_in_full
+from autotune.estimate.pooling import Pool, Speed, Tried
 from autotune.repeats import Repeats
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
 

@@ -12,7 +12,7 @@ from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
 from autotune.devices.cores import can_pin
-from autotune.history import DEFAULT_TOLERANCE
+from autotune.estimate.history import DEFAULT_TOLERANCE
 from autotune.policy import Objective, SamplerName
 from autotune.space.features import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.space.space import Batches, CheckpointingChoice, choose_precisions

@@ -25,8 +25,8 @@ from collections.abc import Collection, Iterable, Iterator
 
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome, OutOfMemory, Source
 from autotune.devices import Ceiling
-from autotune.history import History, Tried, cap_of, ran_in_full
-from autotune.memory import MemoryModel
+from autotune.estimate.history import History, Tried, cap_of, ran_in_full
+from autotune.estimate.memory import MemoryModel
 from autotune.store import PastTrial
 
 # The seconds of a trial's steps are worked out here where micro-steps were added up, to about this.

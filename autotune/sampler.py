@@ -12,7 +12,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.core.trial import Arm, Candidate
-from autotune.history import History
+from autotune.estimate.history import History
 from autotune.policy import SAMPLERS as SAMPLERS
 from autotune.policy import Policy, SamplerName
 from autotune.space.space import Space

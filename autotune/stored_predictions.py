@@ -9,7 +9,7 @@ from autotune.answers import KeptPredictions, inspection_key
 from autotune.core.errors import AutotuneError
 from autotune.core.trial import Candidate, Document
 from autotune.devices import Device
-from autotune.memory import MemoryPrediction
+from autotune.estimate.memory import MemoryPrediction
 from autotune.preparation import forecast_of, prepare
 from autotune.report import Report
 from autotune.resumption import request_from_document, workload_from_document

@@ -11,7 +11,7 @@ from autotune.core.errors import AutotuneError, InvalidRequestError, NoResultErr
 from autotune.core.trial import Failed, source_of
 from autotune.core.units import format_bytes, plural
 from autotune.devices import Ceiling
-from autotune.history import History, Tried
+from autotune.estimate.history import History, Tried
 from autotune.optuna_study import OptunaStudy
 from autotune.preparation import Prepared, changes_since
 from autotune.request import SearchRequest

@@ -15,7 +15,7 @@ from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialS
 from autotune.core.trial import Document
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
 from autotune.core.workload import Workload
-from autotune.limits import what_limits
+from autotune.estimate.bottleneck import what_limits
 from autotune.promise import Interval, Verdict, compare, mean_speed, slack
 from autotune.runner import LocalRunner
 from autotune.runner.fresh import run_fresh

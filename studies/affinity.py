@@ -29,7 +29,7 @@ from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Out
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
 from autotune.devices.cores import core_for, usable_core_numbers
-from autotune.history import cap_of
+from autotune.estimate.history import cap_of
 from autotune.models.resolve import resolve_model
 from autotune.preparation import prepare
 from autotune.request import SearchRequest

@@ -56,7 +56,7 @@ from rich.table import Table
 
 from autotune.core.trial import Candidate, Completed, Document, OutOfMemory
 from autotune.devices import Ceiling
-from autotune.history import History
+from autotune.estimate.history import History
 from autotune.loop import Search
 from autotune.optuna_study import over_line_gib
 from autotune.preparation import Prepared, forecast_of

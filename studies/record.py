@@ -22,7 +22,7 @@ from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device
-from autotune.history import History, Tried
+from autotune.estimate.history import History, Tried
 from autotune.models.resolve import resolve_model
 from autotune.policy import MaxBatchPolicy
 from autotune.preparation import Prepared, prepare

@@ -301,13 +301,13 @@ class RecordedPredictions:
         self._ready_seconds = ready_seconds if answers else 0.0
 
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-        """See ``autotune.forecast.Submitter``."""
+        """See ``autotune.estimate.memory_jobs.Submitter``."""
         result = self._answers.get(_key(details))
         self._there_at = self._runner.seconds + self._ready_seconds
         self._submitted[job_id] = {"exit_code": 1} if result is None else {"result": result}
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
-        """See ``autotune.forecast.Submitter``. Nothing ends before somebody waits for it."""
+        """See ``autotune.estimate.memory_jobs.Submitter``. Nothing ends before somebody waits for it."""
         if wait_seconds <= 0:
             return {}
         self._runner.seconds = max(self._runner.seconds, self._there_at)

@@ -35,8 +35,8 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.effort import effort_of
-from autotune.history import History
-from autotune.memory import MemoryModel, MemoryPrediction, prediction_class
+from autotune.estimate.history import History
+from autotune.estimate.memory import MemoryModel, MemoryPrediction, prediction_class
 from autotune.plan import Plan
 from autotune.policy import make_policy
 from autotune.preparation import Prepared, prepare

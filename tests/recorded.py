@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from replay import OOM_SECONDS, RecordedRunner, SimulatedRunner, job_of, measurement, micro_steps_run, out_of_memory
 
 from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome, OutOfMemory
-from autotune.history import History, Tried, ran_in_full
+from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.policy import Policy
 from autotune.runner.local import TrialJob
 

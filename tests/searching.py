@@ -15,7 +15,7 @@ from autotune.core.trial import Arm, Candidate, Document, Precision
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
-from autotune.history import History
+from autotune.estimate.history import History
 from autotune.loop import Interruption, Search
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest

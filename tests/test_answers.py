@@ -21,7 +21,7 @@ from autotune.core.trial import Arm, Document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
-from autotune.memory import Question
+from autotune.estimate.memory import Question
 from autotune.store import open_store
 
 PACKAGE = Path(autotune.__file__).parent

@@ -11,8 +11,8 @@ from searching import ceiling_of
 
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Source
 from autotune.core.units import GIB
+from autotune.estimate.history import History, Tried
 from autotune.finals import finals
-from autotune.history import History, Tried
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)

@@ -24,9 +24,9 @@ from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Out
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
+from autotune.estimate.memory import MemoryPrediction
 from autotune.export import make_export
 from autotune.html_report import html_page
-from autotune.memory import MemoryPrediction
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report
 from autotune.store import Store

@@ -13,7 +13,7 @@ from searching import CONTEXT_BYTES, arms, ceiling_of
 
 from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB, MIB
-from autotune.history import History
+from autotune.estimate.history import History
 from autotune.policy import MaxBatchPolicy
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 

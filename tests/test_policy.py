@@ -20,8 +20,8 @@ from searching import CONTEXT_BYTES, arms, ceiling_of
 
 from autotune.core.trial import Arm, Candidate, Completed, Precision
 from autotune.core.units import GIB, MIB
-from autotune.history import History
-from autotune.judge import Judge
+from autotune.estimate.feasibility import Judge
+from autotune.estimate.history import History
 from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 

@@ -20,7 +20,7 @@ from autotune.core.trial import (
     outcome_document,
     outcome_from_document,
 )
-from autotune.history import History, Tried
+from autotune.estimate.history import History, Tried
 from autotune.repeats import Repeats
 from autotune.store import Store, TrialRecord
 

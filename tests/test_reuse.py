@@ -31,7 +31,7 @@ from autotune.core.trial import (
 )
 from autotune.core.units import GIB, MIB
 from autotune.devices import Ceiling
-from autotune.memory import MemoryModel, Question
+from autotune.estimate.memory import MemoryModel, Question
 from autotune.notes import notes
 from autotune.report import load_report
 from autotune.request import MAX_BATCH_EFFORT

@@ -14,7 +14,7 @@ from searching import arms, ceiling_of
 
 from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB
-from autotune.history import History
+from autotune.estimate.history import History
 from autotune.policy import Objective, ThroughputPolicy, make_policy
 from autotune.sampler import (
     SAMPLERS,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autotune.answers import AnswersBeside
     from autotune.core.workload import Workload
     from autotune.devices.gpus import Chip
-    from autotune.memory import MemoryModel, Question
+    from autotune.estimate.memory import MemoryModel, Question
     from autotune.preparation import Prepared
     from autotune.request import SearchRequest
     from autotune.space.space import Space
@@ -132,7 +132,7 @@ def _predicted(
     from autotune.answers import KeptPredictions, inspection_key
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
-    from autotune.forecast import Forecast, Target
+    from autotune.estimate.memory_jobs import Forecast, Target
     from autotune.options import build_workload
     from autotune.preparation import most_predictions, prepare
     from autotune.runner import LocalRunner
@@ -191,7 +191,7 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
 
 
 def _questions(space: Space) -> list[Question]:
-    from autotune.memory import questions
+    from autotune.estimate.memory import questions
 
     pairs = [(batch, space.batches.accumulation(batch)) for batch in _batches(space)]
     multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
@@ -222,7 +222,7 @@ def _batches(space: Space) -> list[int]:
 
 def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
     from autotune.core.trial import Candidate
-    from autotune.memory import reserved_interval
+    from autotune.estimate.memory import reserved_interval
 
     largest = model.largest_batch(arm)
     free = space.batches.effective_batch is None

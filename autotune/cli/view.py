@@ -15,7 +15,7 @@ from autotune.core.trial import Candidate, Completed, Document, Failed, OutOfMem
 from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from autotune.history import History, Tried
+    from autotune.estimate.history import History, Tried
     from autotune.preparation import Prepared
     from autotune.store import Stage, StudyRecord, TrialRecord
 

@@ -13,7 +13,7 @@ from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, 
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device
-from autotune.history import History, Tried
+from autotune.estimate.history import History, Tried
 from autotune.policy import Objective
 from autotune.preparation import Prepared
 from autotune.request import SearchRequest

@@ -23,9 +23,9 @@ from autotune.core.trial import Arm, Candidate, Completed
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import find_device
+from autotune.estimate.history import History
+from autotune.estimate.memory import prediction_class
 from autotune.export import beside_lines, make_export, render
-from autotune.history import History
-from autotune.memory import prediction_class
 from autotune.notes import compiled_notes
 from autotune.policy import ThroughputPolicy
 from autotune.preparation import training_state_bytes

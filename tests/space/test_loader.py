@@ -14,7 +14,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.memory import memory_class
+from autotune.estimate.memory import memory_class
 from autotune.preparation import prepare
 from autotune.runner.local import TrialJob
 from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data

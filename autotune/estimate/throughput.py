@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from autotune.core.statistics import quantile
 from autotune.core.trial import Arm, Measurement
-from autotune.history import History, Tried
-from autotune.judge import Judge, failed_without_verdict
+from autotune.estimate.feasibility import Judge, failed_without_verdict
+from autotune.estimate.history import History, Tried
 from autotune.space.space import Space
 
 # The GPU time that a sample takes falls by at most this factor from one batch to a larger one: 1.20 from 8 to 32 with

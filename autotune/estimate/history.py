@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
-from autotune.memory import MemoryModel, memory_class
-from autotune.pooling import Pool, Speed
-from autotune.pooling import Tried as Tried
+from autotune.estimate.memory import MemoryModel, memory_class
+from autotune.estimate.pooling import Pool, Speed
+from autotune.estimate.pooling import Tried as Tried
 from autotune.space.space import PRECISION_PREFERENCE
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from autotune.core.trial import Arm, Document
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
-from autotune.memory import MemoryModel, Question, prediction_class
+from autotune.estimate.memory import MemoryModel, Question, prediction_class
 
 # Two traces of a large model took 3 s on an idle core; ten times that on a busy machine is still no hang.
 _TIMEOUT_SECONDS = 180.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autotune.core.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
 from autotune.core.step_time import mean_step
 from autotune.core.trial import Candidate, Completed, Measurement, Outcome, distinct_processes, process_of
-from autotune.limits import HOST_BOUND, what_limits
+from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
 # Relative deviation between the means of processes, with the degrees of freedom that it is worth. Measured on H200
 # machines on 22 November 2026: 0.7 % with the GPU busy. Where it waits, the deviation over the share by which the GPU

@@ -14,9 +14,9 @@ from autotune.answers import KeptPredictions
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
-from autotune.forecast import Forecast, Target
+from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
+from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.loop import Search
-from autotune.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.runner.local import TrialJob
 from autotune.store import Store

@@ -13,8 +13,8 @@ from searching import ceiling_of
 
 from autotune.core.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.history import History, Tried, ran_in_full
-from autotune.memory import memory_class
+from autotune.estimate.history import History, Tried, ran_in_full
+from autotune.estimate.memory import memory_class
 
 CAP_BYTES = 20 * GIB
 BF16 = Arm("bf16")

@@ -9,7 +9,7 @@ import pytest
 from test_report import BASELINE, BF16, WORKLOAD, completed, report, trial
 
 from autotune.core.trial import Arm, Candidate, Completed, Measurement
-from autotune.limits import describe_limit, what_limits
+from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.notes import notes
 from autotune.report import Report
 from autotune.store import TrialRecord

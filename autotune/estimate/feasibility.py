@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune.core.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
-from autotune.history import History
-from autotune.pooling import Tried
+from autotune.estimate.history import History
+from autotune.estimate.pooling import Tried
 from autotune.space.space import Space
 
 # Failures at so many batches of an arm, with no success, make it doubtful. Each is looked for halfway between the last

@@ -10,9 +10,9 @@ from searching import ceiling_of
 
 from autotune.core.trial import Arm, Candidate, Completed
 from autotune.core.units import GIB
-from autotune.history import History, Tried
+from autotune.estimate.history import History, Tried
+from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
-from autotune.speed import Speeds
 
 BF16, TF32, FP32, FP16 = Arm("bf16"), Arm("tf32"), Arm("fp32"), Arm("fp16")
 CHECKPOINTED = Arm("bf16", gradient_checkpointing=True)
