@@ -14,12 +14,12 @@ from autotune.effort import effort_of, timeout_seconds
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.throughput import Speeds
+from autotune.execution.executor import TrialJob
 from autotune.optuna_study import Asked, OptunaStudy
 from autotune.plan import Plan
 from autotune.policy import make_policy
 from autotune.preparation import Prepared
 from autotune.reuse import Library
-from autotune.runner.local import TrialJob
 from autotune.sampler import candidate_of, distributions, make_sampler
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
 from autotune.study import no_result, open_study

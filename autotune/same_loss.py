@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
 from autotune.core.trial import Arm, Candidate, Document
-from autotune.runner.fresh import run_fresh
+from autotune.execution.oneshot import run_fresh
 from autotune.space.space import Batches
 from autotune.space.training_arguments import training_arguments
 from autotune.subject import Subject

@@ -9,8 +9,8 @@ from pathlib import Path
 from autotune.core.dataset_spec import DataFacts, describe_lengths
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import max_seq_len
+from autotune.execution import LocalRunner
 from autotune.request import SearchRequest
-from autotune.runner import LocalRunner
 
 
 def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:

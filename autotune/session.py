@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Self
 
 from autotune.core.errors import StorageError, TrainingSourceError, TrialServerError
 from autotune.devices import find_device
+from autotune.execution import LocalRunner
 from autotune.request import SearchRequest
-from autotune.runner import LocalRunner
 from autotune.store.location import resolve_location
 from autotune.turns import take_turn
 

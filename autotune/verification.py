@@ -16,9 +16,9 @@ from autotune.core.trial import Document
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits
+from autotune.execution import LocalRunner
+from autotune.execution.oneshot import run_fresh
 from autotune.promise import Interval, Verdict, compare, mean_speed, slack
-from autotune.runner import LocalRunner
-from autotune.runner.fresh import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.subject import Subject
 

@@ -30,11 +30,11 @@ from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
 from autotune.devices.cores import core_for, usable_core_numbers
 from autotune.estimate.history import cap_of
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
 from autotune.preparation import prepare
 from autotune.request import SearchRequest
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
 
 # As many steps as fit into so many seconds, so that what differs is the process and not the sample of its steps.
 _EFFORT = Effort(warmup_steps=5, min_steps=20, max_steps=100, target_spread=0.0, max_seconds=3.0, busy_steps=1)

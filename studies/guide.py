@@ -26,9 +26,9 @@ from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Outco
 from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
 from autotune.space.features import how_to_install, packages_of, require, version_of
 
 # The guide's batch: every row's optimizer step sees four samples, at once or one by one.

@@ -33,10 +33,10 @@ from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_docum
 from autotune.core.units import GIB
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, device_used_bytes, find_device
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
+from autotune.execution.process_environment import server_environment
 from autotune.models.resolve import resolve_model
-from autotune.runner import LocalRunner
-from autotune.runner.environment import server_environment
-from autotune.runner.local import TrialJob
 
 # All micro-steps are run, and two steps before the measured one: reserved memory no longer grows then.
 _EFFORT = Effort(warmup_steps=2, min_steps=1, max_steps=1, max_micro_steps=1024)

@@ -45,11 +45,11 @@ from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Fai
 from autotune.core.units import parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
 
 FINDERS = Path(__file__).resolve().parent / "finders"
 CONTENDERS: dict[str, list[str]] = {

@@ -20,8 +20,8 @@ from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_
 
 from autotune.core.trial import Document
 from autotune.devices import find_device
+from autotune.execution import LocalRunner
 from autotune.preparation import forecast_of
-from autotune.runner import LocalRunner
 
 
 class _Listener:

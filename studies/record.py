@@ -23,12 +23,12 @@ from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device
 from autotune.estimate.history import History, Tried
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
 from autotune.policy import MaxBatchPolicy
 from autotune.preparation import Prepared, prepare
 from autotune.request import MAX_BATCH_EFFORT, SearchRequest
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
 from autotune.space.space import Space
 
 _TIMES = frozenset(

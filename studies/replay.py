@@ -19,10 +19,10 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.devices.gpus import CHIPS
+from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
 from autotune.preparation import Prepared, prepare
 from autotune.request import SearchRequest
-from autotune.runner.local import TrialJob
 from autotune.space.space import Space
 
 ROOT = Path(__file__).resolve().parent.parent

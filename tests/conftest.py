@@ -12,7 +12,7 @@ import warm
 from machine import Machine, compile_library
 
 from autotune.devices import Device, find_device
-from autotune.runner import launch
+from autotune.execution import launch
 
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -19,9 +19,9 @@ from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request
 from autotune.core.errors import NothingFitsError
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
+from autotune.execution.executor import TrialJob
 from autotune.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.preparation import prepare
-from autotune.runner.local import TrialJob
 from autotune.sampler import distributions
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
 

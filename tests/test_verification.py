@@ -13,9 +13,9 @@ from autotune.core.errors import DifferentTrainingError, PromiseMissedError, Tri
 from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.core.units import GIB
 from autotune.devices import Ceiling, Device, Headroom
+from autotune.execution.oneshot import run_fresh
 from autotune.promise import Interval, Verdict
 from autotune.report import Report
-from autotune.runner.fresh import run_fresh
 from autotune.same_loss import LossComparison, reference_of
 from autotune.store import StudyRecord, TrialRecord
 from autotune.subject import Subject

@@ -14,8 +14,8 @@ from worlds import Machine, Summary, World, draw, play
 
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.trial import Outcome
+from autotune.execution.executor import TrialJob
 from autotune.loop import Search
-from autotune.runner.local import TrialJob
 from autotune.store import open_store
 
 

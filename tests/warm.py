@@ -112,7 +112,7 @@ def run(
 def start_module(
     module: str, result_fd: int, log: IO[bytes], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a worker process; takes the place of ``autotune.runner.launch.start_module``."""
+    """Start a worker process; takes the place of ``autotune.execution.launch.start_module``."""
     return Popen(
         [sys.executable, "-P", "-m", module, str(result_fd)],
         stdin=subprocess.PIPE,

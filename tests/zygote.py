@@ -259,7 +259,7 @@ def _have_zygote(fds: list[int], base: list[str], variables: dict[str, str]) -> 
     high = fcntl.fcntl(ours.detach(), fcntl.F_DUPFD_CLOEXEC, _HIGH_FD * 2)
     import warm
 
-    from autotune.runner import launch
+    from autotune.execution import launch
 
     warm.connect(Connection(socket.socket(fileno=high)), variables)
     launch.start_module = warm.start_module

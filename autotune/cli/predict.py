@@ -133,9 +133,9 @@ def _predicted(
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
+    from autotune.execution import LocalRunner
     from autotune.options import build_workload
     from autotune.preparation import most_predictions, prepare
-    from autotune.runner import LocalRunner
     from autotune.space.dataloader import usable_cores
 
     workload = build_workload(options)

@@ -12,7 +12,7 @@ from tiny import tiny_workload
 from autotune.core.dataset_folder import hold_data, publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in
 from autotune.devices import Device
-from autotune.runner import LocalRunner
+from autotune.execution import LocalRunner
 
 DATA = DataSpec("/no/such.jsonl", "json", "content")
 

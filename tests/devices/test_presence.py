@@ -14,10 +14,10 @@ from recorded import job_of, measurement
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
 from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.devices.presence import Presence, had_company
+from autotune.execution.executor import Progress, TrialJob
+from autotune.execution.gpu_monitor import SharedRunner
 from autotune.repeats import Repeats
-from autotune.runner.local import Progress, TrialJob
 from autotune.store import TrialRecord
-from autotune.watch import SharedRunner
 
 CANDIDATE = Candidate(Arm("bf16"), 8)
 COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))

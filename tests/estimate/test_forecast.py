@@ -16,9 +16,9 @@ from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
+from autotune.execution.executor import TrialJob
 from autotune.loop import Search
 from autotune.preparation import Prepared, forecast_of, prepare
-from autotune.runner.local import TrialJob
 from autotune.store import Store
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:

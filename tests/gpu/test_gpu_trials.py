@@ -29,9 +29,9 @@ from autotune.core.trial import (
 from autotune.core.trial import Precision as PrecisionName
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, list_devices, nvml_problem
-from autotune.runner import LocalRunner
-from autotune.runner.environment import server_environment
-from autotune.runner.local import TrialJob
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
+from autotune.execution.process_environment import server_environment
 
 # By NVML alone: this process must not hold a CUDA context beside the trials.
 GPUS = [device for device in list_devices() if device.kind == "cuda"]

@@ -15,8 +15,8 @@ from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, 
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.estimate.memory import memory_class
+from autotune.execution.executor import TrialJob
 from autotune.preparation import prepare
-from autotune.runner.local import TrialJob
 from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
 
 BEST = Candidate(Arm("bf16"), 8, 2)

@@ -16,7 +16,7 @@ from tiny import AMPLE_BYTES, QUICK
 from autotune.core.trial import Candidate, Completed, Document, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.runner.environment import server_environment
+from autotune.execution.process_environment import server_environment
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
 from autotune.core.trial import Arm, Candidate, Completed
 from autotune.core.workload import Task, Workload
 from autotune.devices import find_device
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
 

@@ -12,7 +12,7 @@ from fake_meter import FakeClock, FakeMeter
 from meter_contract import check_contract
 
 from autotune.devices import Device
-from autotune.runner.environment import server_environment
+from autotune.execution.process_environment import server_environment
 
 CONTRACT = Path(__file__).with_name("meter_contract.py")
 

@@ -13,7 +13,7 @@ import pytest
 
 from autotune.core.trial import Arm, Candidate
 from autotune.devices import Device
-from autotune.runner.environment import server_environment
+from autotune.execution.process_environment import server_environment
 from autotune.space.training_arguments import checkpointing_field
 
 SCRIPT = Path(__file__).with_name("print_arguments.py")

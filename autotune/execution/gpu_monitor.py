@@ -15,7 +15,7 @@ from autotune.core.trial import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes
 from autotune.devices import Condition, Device, busy_pids, device_condition
 from autotune.devices.presence import Presence, had_company
-from autotune.runner.local import Progress, TrialJob
+from autotune.execution.executor import Progress, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
 _INTERVAL_SECONDS = 0.2

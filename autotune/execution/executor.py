@@ -25,9 +25,9 @@ from autotune.core.trial import Candidate, Document, Effort, Failed, Outcome, Ou
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.host import oom_kills
-from autotune.runner import launch
-from autotune.runner.ending import check_own_code, how_it_ended, outcome_of, tail
-from autotune.runner.environment import server_environment
+from autotune.execution import launch
+from autotune.execution.process_environment import server_environment
+from autotune.execution.process_outcome import check_own_code, how_it_ended, outcome_of, tail
 
 Progress = Callable[[Document], None]
 

@@ -18,7 +18,7 @@ from tiny import ENDLESS, tiny_workload
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.devices import Device
-from autotune.runner import LocalRunner
+from autotune.execution import LocalRunner
 
 CONTROLLER = Path(__file__).with_name("controller.py")
 SERVER = "autotune.worker.server"

@@ -9,7 +9,7 @@ from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.devices import find_device
-from autotune.runner import LocalRunner
+from autotune.execution import LocalRunner
 
 
 def main() -> None:

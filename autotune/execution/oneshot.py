@@ -15,9 +15,9 @@ from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.scratch import make_scratch
 from autotune.core.trial import Document
 from autotune.devices import Device
-from autotune.runner import launch
-from autotune.runner.ending import tail
-from autotune.runner.environment import server_environment
+from autotune.execution import launch
+from autotune.execution.process_environment import server_environment
+from autotune.execution.process_outcome import tail
 
 
 def run_fresh(

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_workload
 
 from autotune.devices import Device
-from autotune.runner import LocalRunner
+from autotune.execution import LocalRunner
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 

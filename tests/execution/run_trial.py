@@ -8,8 +8,8 @@ from pathlib import Path
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.trial import Arm, Candidate, Document, Effort, Outcome
-from autotune.runner import LocalRunner
-from autotune.runner.local import TrialJob
+from autotune.execution import LocalRunner
+from autotune.execution.executor import TrialJob
 
 SMALL = Candidate(Arm(), 4)
 

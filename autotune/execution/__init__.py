@@ -1,5 +1,5 @@
 """The parent side of a trial: where trials run. Local processes today, other launchers beside them later."""
 
-from autotune.runner.local import LocalRunner
+from autotune.execution.executor import LocalRunner
 
 __all__ = ["LocalRunner"]

@@ -11,7 +11,7 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 
 from autotune.core.trial import Completed, Document, Failed
-from autotune.runner import LocalRunner
+from autotune.execution import LocalRunner
 
 
 def collect(runner: LocalRunner, count: int) -> dict[str, Document]:

@@ -21,9 +21,9 @@ from tiny import tiny_workload
 from autotune.core.errors import TrialServerError
 from autotune.core.trial import Completed, Document, Failed
 from autotune.devices import Device
-from autotune.runner import LocalRunner
-from autotune.runner.ending import tail
-from autotune.runner.fresh import run_fresh
+from autotune.execution import LocalRunner
+from autotune.execution.oneshot import run_fresh
+from autotune.execution.process_outcome import tail
 
 
 def server() -> int:
@@ -164,8 +164,8 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Lo
 
 
 def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.runner.local._GRACE_SECONDS", 0.5)
-    monkeypatch.setattr("autotune.runner.local._LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.executor._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.executor._LEAVE_SECONDS", 0.5)
     run_trial(stand_in_runner, "complete")
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
@@ -179,7 +179,7 @@ def test_closing_does_not_wait_for_imports(
     stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "300")
-    monkeypatch.setattr("autotune.runner.local._LEAVE_SECONDS", 100.0)
+    monkeypatch.setattr("autotune.execution.executor._LEAVE_SECONDS", 100.0)
     started = time.monotonic()
     with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         pid = server()

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from autotune.devices import Device
-from autotune.runner.environment import server_environment
+from autotune.execution.process_environment import server_environment
 
 
 def gpu(uuid: str) -> Device:
