@@ -13,8 +13,8 @@ from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.pooling import Pool, Speed, Tried
-from autotune.repeats import Repeats
 from autotune.store import Store, StudyRecord, TrialRecord, damaged
+from autotune.store.repeats import Repeats
 
 
 @dataclass(frozen=True)

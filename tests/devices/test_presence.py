@@ -16,8 +16,8 @@ from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.devices.presence import Presence, had_company
 from autotune.execution.executor import Progress, TrialJob
 from autotune.execution.gpu_monitor import SharedRunner
-from autotune.repeats import Repeats
 from autotune.store import TrialRecord
+from autotune.store.repeats import Repeats
 
 CANDIDATE = Candidate(Arm("bf16"), 8)
 COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))

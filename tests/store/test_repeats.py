@@ -21,8 +21,8 @@ from autotune.core.trial import (
     outcome_from_document,
 )
 from autotune.estimate.history import History, Tried
-from autotune.repeats import Repeats
 from autotune.store import Store, TrialRecord
+from autotune.store.repeats import Repeats
 
 BEST = Candidate(Arm("bf16"), 32, 2)
 OTHER = Candidate(Arm("bf16"), 16, 4)
