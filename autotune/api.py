@@ -23,21 +23,21 @@ from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
 from autotune.estimate.history import DEFAULT_TOLERANCE, History
 from autotune.export import make_export
-from autotune.keywords import as_options, refuse
-from autotune.loop import Observer
-from autotune.options import build_request
 from autotune.plot import plot_trials
-from autotune.policy import Objective, SamplerName
-from autotune.preparation import Prepared
 from autotune.report import Report, load_report, measurement, verdict
-from autotune.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
-from autotune.session import log_folder, run_search
 from autotune.space.features import LeverChoice
 from autotune.space.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
 from autotune.subject import check_can_be_verified, device_of, subject_of
 from autotune.summary import report_document, summary_lines, trial_document
+from autotune.tuning.keywords import as_options, refuse
+from autotune.tuning.loop import Observer
+from autotune.tuning.options import build_request
+from autotune.tuning.policy import Objective, SamplerName
+from autotune.tuning.prepare import Prepared
+from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
+from autotune.tuning.run import log_folder, run_search
 from autotune.verification import DEFAULT_STEPS, Verification, verify
 
 DEFAULT_STORAGE = "studies/autotune.db"

@@ -21,7 +21,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
 from autotune.dashboard_private import show_constraints
-from autotune.optuna_study import OBJECTIVE_NAMES
 from autotune.store import (
     LOCK_TIMEOUT_SECONDS,
     TRIAL_ID_ATTRIBUTE,
@@ -34,6 +33,7 @@ from autotune.store import (
     resolve_location,
 )
 from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
+from autotune.tuning.optuna_study import OBJECTIVE_NAMES
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -33,8 +33,8 @@ from autotune.estimate.history import cap_of
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
-from autotune.preparation import prepare
-from autotune.request import SearchRequest
+from autotune.tuning.prepare import prepare
+from autotune.tuning.request import SearchRequest
 
 # As many steps as fit into so many seconds, so that what differs is the process and not the sample of its steps.
 _EFFORT = Effort(warmup_steps=5, min_steps=20, max_steps=100, target_spread=0.0, max_seconds=3.0, busy_steps=1)

@@ -57,10 +57,10 @@ from rich.table import Table
 from autotune.core.trial import Candidate, Completed, Document, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.history import History
-from autotune.loop import Search
-from autotune.optuna_study import over_line_gib
-from autotune.preparation import Prepared, forecast_of
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.tuning.loop import Search
+from autotune.tuning.optuna_study import over_line_gib
+from autotune.tuning.prepare import Prepared, forecast_of
 
 # Of the machine whose GPU was recorded; half of them predict at once.
 _CORES = 16

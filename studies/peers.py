@@ -48,8 +48,8 @@ from autotune.devices import Device, find_device
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
-from autotune.preparation import Prepared, prepare
-from autotune.request import SearchRequest
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
 
 FINDERS = Path(__file__).resolve().parent / "finders"
 CONTENDERS: dict[str, list[str]] = {

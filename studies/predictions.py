@@ -21,7 +21,7 @@ from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_
 from autotune.core.trial import Document
 from autotune.devices import find_device
 from autotune.execution import LocalRunner
-from autotune.preparation import forecast_of
+from autotune.tuning.prepare import forecast_of
 
 
 class _Listener:

@@ -26,10 +26,10 @@ from autotune.estimate.history import History, Tried
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
-from autotune.policy import MaxBatchPolicy
-from autotune.preparation import Prepared, prepare
-from autotune.request import MAX_BATCH_EFFORT, SearchRequest
 from autotune.space.space import Space
+from autotune.tuning.policy import MaxBatchPolicy
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import MAX_BATCH_EFFORT, SearchRequest
 
 _TIMES = frozenset(
     {"trial_wall_seconds", "phase_seconds", "step_seconds", "optimizer_step_seconds", "first_step_seconds"}

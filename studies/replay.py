@@ -21,9 +21,9 @@ from autotune.devices import Ceiling, Device, Headroom
 from autotune.devices.gpus import CHIPS
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
-from autotune.preparation import Prepared, prepare
-from autotune.request import SearchRequest
 from autotune.space.space import Space
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "tests" / "landscapes", ROOT / "studies" / "landscapes")

@@ -34,14 +34,14 @@ from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Measu
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
-from autotune.effort import effort_of
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel, MemoryPrediction, prediction_class
-from autotune.plan import Plan
-from autotune.policy import make_policy
-from autotune.preparation import Prepared, prepare
-from autotune.request import SearchRequest
 from autotune.store import TrialRecord
+from autotune.tuning.effort import effort_of
+from autotune.tuning.plan import Plan
+from autotune.tuning.policy import make_policy
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
 
 _CONTEXT_BYTES = 600 * MIB
 _MOST_NOISE = 0.10

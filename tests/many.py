@@ -17,7 +17,7 @@ from recorded import ComputedRunner
 from searching import new_store, prepared, search
 
 from autotune.core.units import GIB
-from autotune.preparation import Prepared
+from autotune.tuning.prepare import Prepared
 
 TRIALS = 10_000
 STUDY = "many"

@@ -17,7 +17,7 @@ from replay import OOM_SECONDS, RecordedRunner, SimulatedRunner, job_of, measure
 from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.execution.executor import TrialJob
-from autotune.policy import Policy
+from autotune.tuning.policy import Policy
 
 __all__ = ["RecordedRunner", "job_of", "measurement", "out_of_memory"]
 

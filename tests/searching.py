@@ -16,11 +16,11 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
-from autotune.loop import Interruption, Search
-from autotune.preparation import Prepared, prepare
-from autotune.request import SearchRequest
 from autotune.space.space import choose_arms
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.tuning.loop import Interruption, Search
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
 
 CONTEXT_BYTES = 620 * MIB
 """The CUDA context that the landscapes were recorded with."""

@@ -28,7 +28,7 @@ HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchem
 # No guard around what runs, a thread that is not the main one, as a notebook has it.
 SCRIPT = """
 import json, os, sys, threading
-import autotune.loop
+import autotune.tuning.loop
 import autotune
 found = []
 def work():

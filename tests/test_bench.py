@@ -15,8 +15,8 @@ from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, pred
 from searching import new_store
 
 from autotune.core.trial import Arm, Candidate, Effort
-from autotune.preparation import forecast_of
 from autotune.store import Store
+from autotune.tuning.prepare import forecast_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.01

@@ -25,9 +25,9 @@ from optuna.trial import TrialState
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.dashboard import dashboard_app, dashboard_server, serve
 from autotune.devices import Ceiling
-from autotune.optuna_study import OptunaStudy
-from autotune.policy import Objective
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store
+from autotune.tuning.optuna_study import OptunaStudy
+from autotune.tuning.policy import Objective
 
 SPACE: dict[str, optuna.distributions.BaseDistribution] = {"batch": optuna.distributions.IntDistribution(1, 64)}
 

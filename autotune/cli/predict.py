@@ -15,13 +15,13 @@ from autotune.cli.workload_options import workload_options
 from autotune.core.errors import InvalidRequestError, did_you_mean
 
 if TYPE_CHECKING:
-    from autotune.answers import AnswersBeside
     from autotune.core.workload import Workload
     from autotune.devices.gpus import Chip
     from autotune.estimate.memory import MemoryModel, Question
-    from autotune.preparation import Prepared
-    from autotune.request import SearchRequest
     from autotune.space.space import Space
+    from autotune.tuning.answers import AnswersBeside
+    from autotune.tuning.prepare import Prepared
+    from autotune.tuning.request import SearchRequest
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
 ACCURACY = (
@@ -83,7 +83,7 @@ def predict(
     if options["model"] is None:
         raise click.MissingParameter(ctx=ctx, param_hint="--model", param_type="option")
     targets = _chips(gpus, options["memory_limit"])
-    from autotune.answers import AnswersBeside
+    from autotune.tuning.answers import AnswersBeside
 
     with AnswersBeside(storage) as answers:
         documents = _predicted(targets, options, answers)
@@ -129,14 +129,14 @@ def _predicted(
     targets: list[tuple[Chip, int]], options: dict[str, Any], answers: AnswersBeside
 ) -> list[dict[str, Any]]:
     """What is predicted for each chip, as a document; asked of one process for all, as far as it is not known."""
-    from autotune.answers import KeptPredictions, inspection_key
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
     from autotune.execution import LocalRunner
-    from autotune.options import build_workload
-    from autotune.preparation import most_predictions, prepare
     from autotune.space.dataloader import usable_cores
+    from autotune.tuning.answers import KeptPredictions, inspection_key
+    from autotune.tuning.options import build_workload
+    from autotune.tuning.prepare import most_predictions, prepare
 
     workload = build_workload(options)
     requests = [_request(workload, chip, limit_bytes, options) for chip, limit_bytes in targets]
@@ -172,7 +172,7 @@ def _predicted(
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
     """A search on the chip, as if it were here."""
     from autotune.devices import Device, Headroom
-    from autotune.request import DEFAULT_OPTIM, SearchRequest
+    from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
     stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     return SearchRequest(

@@ -27,7 +27,7 @@ def report(study: str, page: Path | None, storage: str) -> None:
     from autotune.html_report import html_page
     from autotune.report import load_report
     from autotune.store import open_store
-    from autotune.stored_predictions import stored_prediction
+    from autotune.tuning.stored_predictions import stored_prediction
 
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)

@@ -41,8 +41,8 @@ def resume(
       autotune resume STUDY --trials 50
     """
     from autotune.cli.search import search_and_print
-    from autotune.resumption import Budget, recorded_request
     from autotune.store import open_store
+    from autotune.tuning.resumption import Budget, recorded_request
 
     with open_store(storage, create=False) as store:
         request = recorded_request(store, study, device, Budget(trials, time_budget, trial_timeout))

@@ -23,7 +23,7 @@ from autotune.cli.workload_options import workload_options
 from autotune.core.dataset_spec import DATA_OPTIONS
 
 if TYPE_CHECKING:
-    from autotune.request import SearchRequest
+    from autotune.tuning.request import SearchRequest
 
 
 class _SearchCommand(SectionedCommand):
@@ -170,7 +170,7 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
       autotune search --trainer train.py:build --effective-batch 64
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
-    from autotune.options import build_request
+    from autotune.tuning.options import build_request
 
     verifies = options.pop("verify")
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}

@@ -9,8 +9,8 @@ import click
 
 from autotune.cli.options import print_json
 from autotune.cli.view import open_view
-from autotune.request import SearchRequest
-from autotune.session import run_search as run_observed_search
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.run import run_search as run_observed_search
 
 if TYPE_CHECKING:
     from autotune.report import Report
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
-    """Run the search to its end, shown on stderr; see ``autotune.session.run_search``."""
+    """Run the search to its end, shown on stderr; see ``autotune.tuning.run.run_search``."""
     with open_view() as view:
         return run_observed_search(request, storage, view, wait=wait)
 

@@ -93,7 +93,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
 
 
 def _verified(subject: Subject, steps: int, storage: str) -> Verification:
-    from autotune.session import log_folder
+    from autotune.tuning.run import log_folder
     from autotune.verification import check_steps, verify
 
     check_steps(steps)
@@ -109,7 +109,7 @@ def _verified(subject: Subject, steps: int, storage: str) -> Verification:
 def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
     """Compare losses, print the finding, and raise where the two do not train alike."""
     from autotune.same_loss import DEFAULT_STEPS, check_can_compare, compare_losses
-    from autotune.session import log_folder
+    from autotune.tuning.run import log_folder
 
     check_can_compare(subject)
     name = subject.report.study.name

@@ -16,8 +16,8 @@ from autotune.core.units import format_bytes, format_count, format_rate, format_
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
-    from autotune.preparation import Prepared
     from autotune.store import Stage, StudyRecord, TrialRecord
+    from autotune.tuning.prepare import Prepared
 
 # Eighty columns hold a line of the widest default arm.
 _ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"

@@ -29,7 +29,7 @@ class Submitter(Protocol):
 
 
 class Kept(Protocol):
-    """Where predictions are looked up before anybody is asked; see ``autotune.answers``."""
+    """Where predictions are looked up before anybody is asked; see ``autotune.tuning.answers``."""
 
     def find(self, question: Document) -> Document | None:
         """What was predicted for ``Question.identity``, if anything was."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autotune.cli.main import cli
 from autotune.cli.search import search
 from autotune.core.errors import AutotuneError
-from autotune.options import build_request
+from autotune.tuning.options import build_request
 
 ODD_WORDS = [
     "",

@@ -14,11 +14,11 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device
 from autotune.estimate.history import History, Tried
-from autotune.policy import Objective
-from autotune.preparation import Prepared
-from autotune.request import SearchRequest
 from autotune.space.space import Space, choose_arms
 from autotune.store import Stage, StudyRecord, TrialRecord
+from autotune.tuning.policy import Objective
+from autotune.tuning.prepare import Prepared
+from autotune.tuning.request import SearchRequest
 
 CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
 DEVICE = Device("cuda", 0, "GPU-0", "NVIDIA H200", 141 * GIB, None, None, None)

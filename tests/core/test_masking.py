@@ -13,9 +13,9 @@ from autotune.core.masking import mask_secrets, masked_options
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.preparation import Prepared, changes_since
-from autotune.resumption import recorded_request
-from autotune.study import open_study
+from autotune.tuning.prepare import Prepared, changes_since
+from autotune.tuning.resumption import recorded_request
+from autotune.tuning.studies import open_study
 
 HUB_TOKEN = "hf_" + "aB3" * 10
 

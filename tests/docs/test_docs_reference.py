@@ -15,8 +15,8 @@ from pages import blocks, commands, pages, read
 from autotune.api import Result
 from autotune.cli.main import cli
 from autotune.core.trial import Arm, Candidate
-from autotune.environment import _VARIABLE_PREFIXES, _VARIABLES
 from autotune.space.training_arguments import training_arguments
+from autotune.tuning.environment import _VARIABLE_PREFIXES, _VARIABLES
 
 DOCUMENTED = sorted(
     {line for page in pages() for line in commands(page.read_text(encoding="utf-8")) if line.startswith("autotune ")}

@@ -10,16 +10,16 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
-from autotune.answers import KeptPredictions
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
-from autotune.loop import Search
-from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.store import Store
+from autotune.tuning.answers import KeptPredictions
+from autotune.tuning.loop import Search
+from autotune.tuning.prepare import Prepared, forecast_of, prepare
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
 # intercept and slope of the peak of allocated MiB, as the recorded landscape has them above its floor.

@@ -21,8 +21,8 @@ from searching import BERT_LARGE, H200
 from autotune.cli.main import cli, main
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.trial import Document
-from autotune.request import SearchRequest
-from autotune.resumption import request_from_document, workload_from_document
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.resumption import request_from_document, workload_from_document
 
 FEW, MANY = 150, 10_000
 counts = pytest.mark.parametrize(

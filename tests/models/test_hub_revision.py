@@ -19,7 +19,7 @@ from autotune.core import dataset_spec as data_module
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.models.hub_revision import commit_of
-from autotune.preparation import changes_since
+from autotune.tuning.prepare import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = "import sys; from autotune.core.dataset_spec import locate; print(locate(sys.argv[1], None)[2])"

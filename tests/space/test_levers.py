@@ -27,8 +27,6 @@ from autotune.estimate.history import History
 from autotune.estimate.memory import prediction_class
 from autotune.export import beside_lines, make_export, render
 from autotune.notes import compiled_notes
-from autotune.policy import ThroughputPolicy
-from autotune.preparation import training_state_bytes
 from autotune.space.features import (
     EXTRAS,
     allocator_settings,
@@ -42,6 +40,8 @@ from autotune.space.features import (
     with_expandable_segments,
 )
 from autotune.space.space import Batches, Space, choose_arms
+from autotune.tuning.policy import ThroughputPolicy
+from autotune.tuning.prepare import training_state_bytes
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)

@@ -16,8 +16,8 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.estimate.memory import memory_class
 from autotune.execution.executor import TrialJob
-from autotune.preparation import prepare
 from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
+from autotune.tuning.prepare import prepare
 
 BEST = Candidate(Arm("bf16"), 8, 2)
 

@@ -17,11 +17,11 @@ from searching import search
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.trial import Arm, Candidate, Failed
-from autotune.environment import _FIRST_VARIABLES
 from autotune.report import load_report
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
 from autotune.summary import report_document, summary_lines
+from autotune.tuning.environment import _FIRST_VARIABLES
 
 FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))
 
@@ -47,7 +47,7 @@ def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable that torch reads was set where they were written, and trials measured as they did then."""
     for name in _FIRST_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("autotune.preparation._measurement_revision", lambda request: 1)
+    monkeypatch.setattr("autotune.tuning.prepare._measurement_revision", lambda request: 1)
 
 
 @pytest.fixture(params=FROZEN, ids=lambda path: path.stem)
@@ -89,7 +89,7 @@ def test_an_old_search_is_gone_on_with(frozen: Path) -> None:
 
 
 def test_an_old_search_whose_trials_measured_otherwise_is_not(frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.preparation._measurement_revision", lambda request: 99)
+    monkeypatch.setattr("autotune.tuning.prepare._measurement_revision", lambda request: 99)
     with open_store(str(frozen)) as store, pytest.raises(InvalidRequestError) as refused:
         search(store, RecordedRunner(EFFECTIVE_64))
     assert "another version of autotune, whose trials differ: measurement revision 1, now 99" in refused.value.message

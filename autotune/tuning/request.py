@@ -13,13 +13,13 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.policy import Objective, SamplerName
 from autotune.space.features import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
 from autotune.space.space import Batches, CheckpointingChoice, choose_precisions
+from autotune.tuning.policy import Objective, SamplerName
 
 if TYPE_CHECKING:
     # Imports Optuna, which a request that is refused, or only predicted, does without.
-    from autotune.policy import SamplerName
+    from autotune.tuning.policy import SamplerName
 
 # What TrainingArguments itself defaults to.
 DEFAULT_OPTIM = "adamw_torch_fused"

@@ -10,7 +10,7 @@ from autotune.core.dataset_spec import DataFacts, describe_lengths
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import max_seq_len
 from autotune.execution import LocalRunner
-from autotune.request import SearchRequest
+from autotune.tuning.request import SearchRequest
 
 
 def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:

@@ -14,8 +14,8 @@ from searching import CONTEXT_BYTES, arms, ceiling_of
 from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History
-from autotune.policy import MaxBatchPolicy
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.tuning.policy import MaxBatchPolicy
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 

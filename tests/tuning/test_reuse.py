@@ -34,10 +34,10 @@ from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.notes import notes
 from autotune.report import load_report
-from autotune.request import MAX_BATCH_EFFORT
-from autotune.reuse import Library, derive, holds_under
 from autotune.store import PastTrial, Store, TrialRecord
 from autotune.summary import report_document, summary_lines
+from autotune.tuning.request import MAX_BATCH_EFFORT
+from autotune.tuning.reuse import Library, derive, holds_under
 
 BF16 = Arm("bf16")
 CAP_BYTES = 20 * GIB

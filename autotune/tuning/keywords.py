@@ -15,9 +15,9 @@ from autotune.core.training_source import locate_function
 from autotune.core.units import parse_bytes, parse_seconds, parse_share
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom, parse_headroom
-from autotune.policy import Objective, SamplerName
 from autotune.space.features import LEVERS, LeverChoice
 from autotune.space.space import CheckpointingChoice
+from autotune.tuning.policy import Objective, SamplerName
 
 # More than any device holds, as on the command line.
 _MOST = 2**31 - 1

@@ -1,6 +1,6 @@
 """Decide what a search runs next, from what is known: the baseline, what the policy proposes, what is measured again.
 
-No processes, no database and no Optuna: ``autotune.loop`` carries out what is decided here.
+No processes, no database and no Optuna: ``autotune.tuning.loop`` carries out what is decided here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from autotune.core.trial import Candidate
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full
-from autotune.finals import finals, needs_another
-from autotune.policy import Policy
-from autotune.preparation import Prepared
 from autotune.space.dataloader import next_loader, usable_cores
 from autotune.store import NOTHING_LEFT, Stage, TrialRecord
 from autotune.store.repeats import Repeats
+from autotune.tuning.finals import finals, needs_another
+from autotune.tuning.policy import Policy
+from autotune.tuning.prepare import Prepared
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REFUSALS = 64

@@ -21,9 +21,9 @@ from tiny import tiny_workload
 from autotune.core.errors import DeviceError, StorageError, TrialServerError
 from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
-from autotune.request import SearchRequest
-from autotune.session import run_search
-from autotune.turns import Turn, take_turn
+from autotune.tuning.exclusive import Turn, take_turn
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.run import run_search
 
 HOLD = """
 import sys, time

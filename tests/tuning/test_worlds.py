@@ -15,8 +15,8 @@ from worlds import Machine, Summary, World, draw, play
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.trial import Outcome
 from autotune.execution.executor import TrialJob
-from autotune.loop import Search
 from autotune.store import open_store
+from autotune.tuning.loop import Search
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_one_more_process_runs_as_was_promised(summary: Summary) -> None:
 
 def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that is done after one proposal leaves regret and unanswered worlds behind."""
-    from autotune.policy import ThroughputPolicy
+    from autotune.tuning.policy import ThroughputPolicy
 
     whole = ThroughputPolicy.next
     monkeypatch.setattr(ThroughputPolicy, "next", lambda self, h: whole(self, h) if len(h.tried) < 2 else None)

@@ -15,8 +15,9 @@ from searching import arms, ceiling_of
 from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB
 from autotune.estimate.history import History
-from autotune.policy import Objective, ThroughputPolicy, make_policy
-from autotune.sampler import (
+from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.tuning.policy import Objective, ThroughputPolicy, make_policy
+from autotune.tuning.sampler import (
     SAMPLERS,
     PolicySampler,
     SamplerName,
@@ -25,7 +26,6 @@ from autotune.sampler import (
     make_sampler,
     params_of,
 )
-from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 
 SPACE = Space(arms("bf16", "tf32"), Batches(64))
 BASELINE = SPACE.baseline("sdpa")

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Self
 from autotune.core.errors import StorageError, TrainingSourceError, TrialServerError
 from autotune.devices import find_device
 from autotune.execution import LocalRunner
-from autotune.request import SearchRequest
 from autotune.store.location import resolve_location
-from autotune.turns import take_turn
+from autotune.tuning.exclusive import take_turn
+from autotune.tuning.request import SearchRequest
 
 if TYPE_CHECKING:
-    from autotune.loop import Observer
     from autotune.report import Report
     from autotune.store import Store, StudyRecord
+    from autotune.tuning.loop import Observer
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -74,7 +74,7 @@ def run_search(
         if store is None or request.fresh:
             # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
             runner.start()
-        from autotune.conduct import conduct
+        from autotune.tuning.conduct import conduct
 
         return conduct(request, runner, store, storage, observer, folder)
 

@@ -12,7 +12,7 @@ from searching import ceiling_of
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Source
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
-from autotune.finals import finals
+from autotune.tuning.finals import finals
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)

@@ -12,8 +12,8 @@ from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
 from autotune.devices import Device, Headroom, find_device
 from autotune.models.resolve import ModelSource, resolve_model
-from autotune.request import DEFAULT_OPTIM, SearchRequest
 from autotune.space.features import LeverChoice, segments_expand
+from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
 def build_request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:

@@ -25,8 +25,8 @@ from autotune.core.errors import StorageError
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.environment import library_versions
 from autotune.store import AnswerKind, Answers, open_answers
+from autotune.tuning.environment import library_versions
 
 if TYPE_CHECKING:
     from autotune.store import Store

@@ -9,18 +9,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from autotune.answers import KeptPredictions, inspection_key
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.trial import Document
 from autotune.devices.presence import Presence
 from autotune.execution import LocalRunner
 from autotune.execution.gpu_monitor import SharedRunner, WatchedRunner
-from autotune.loop import Interruption, Observer, Search
-from autotune.preparation import Prepared, forecast_of, prepare
 from autotune.report import Report, load_report
-from autotune.request import SearchRequest
-from autotune.samples import read_data
 from autotune.store import Store, StudyRecord, open_store
+from autotune.tuning.answers import KeptPredictions, inspection_key
+from autotune.tuning.dataset import read_data
+from autotune.tuning.loop import Interruption, Observer, Search
+from autotune.tuning.prepare import Prepared, forecast_of, prepare
+from autotune.tuning.request import SearchRequest
 
 
 def conduct(

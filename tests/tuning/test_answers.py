@@ -14,7 +14,6 @@ import pytest
 from searching import BERT_LARGE, H200, ceiling_of, new_store
 
 import autotune
-from autotune.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.training_source import find_trainer
 from autotune.core.trial import Arm, Document
@@ -23,6 +22,7 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import Question
 from autotune.store import open_store
+from autotune.tuning.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
 
 PACKAGE = Path(autotune.__file__).parent
 QUESTION = Question(Arm("bf16"), ((8, True), (64, False)), 8)

@@ -15,21 +15,21 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
 from autotune.devices.gpus import Chip
 from autotune.devices.host import host_memory
-from autotune.environment import (
+from autotune.estimate.memory import questions
+from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
+from autotune.models.hub_revision import commit_of
+from autotune.space.dataloader import usable_cores
+from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
+from autotune.space.space import Batches, CheckpointingChoice, Space, choose_arms
+from autotune.tuning.dataset import check_own_samples
+from autotune.tuning.environment import (
     comparable_environment,
     describe_environment,
     environment_fingerprint,
     measured_environment,
     records_host,
 )
-from autotune.estimate.memory import questions
-from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
-from autotune.models.hub_revision import commit_of
-from autotune.request import SearchRequest, differences
-from autotune.samples import check_own_samples
-from autotune.space.dataloader import usable_cores
-from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
-from autotune.space.space import Batches, CheckpointingChoice, Space, choose_arms
+from autotune.tuning.request import SearchRequest, differences
 
 
 @dataclass(frozen=True)

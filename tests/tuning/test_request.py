@@ -14,7 +14,7 @@ from searching import H200, request
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.trial import Effort
 from autotune.devices import Headroom
-from autotune.request import MAX_BATCH_EFFORT, check_study_name, differences
+from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 
 
 class TestChecked:

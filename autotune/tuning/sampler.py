@@ -13,9 +13,9 @@ from optuna.trial import FrozenTrial
 
 from autotune.core.trial import Arm, Candidate
 from autotune.estimate.history import History
-from autotune.policy import SAMPLERS as SAMPLERS
-from autotune.policy import Policy, SamplerName
 from autotune.space.space import Space
+from autotune.tuning.policy import SAMPLERS as SAMPLERS
+from autotune.tuning.policy import Policy, SamplerName
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024

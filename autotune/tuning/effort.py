@@ -9,10 +9,10 @@ from autotune.core.statistics import CONFIDENCE
 from autotune.core.trial import Candidate, Effort
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
-from autotune.request import SearchRequest
 from autotune.space.dataloader import patience
 from autotune.space.features import compiles
 from autotune.store import Stage
+from autotune.tuning.request import SearchRequest
 
 # A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
 _BASELINE_SPREAD = 0.03

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from autotune.answers import KeptPredictions, inspection_key
 from autotune.core.errors import AutotuneError
 from autotune.core.trial import Candidate, Document
 from autotune.devices import Device
 from autotune.estimate.memory import MemoryPrediction
-from autotune.preparation import forecast_of, prepare
 from autotune.report import Report
-from autotune.resumption import request_from_document, workload_from_document
 from autotune.store import AnswerKind
+from autotune.tuning.answers import KeptPredictions, inspection_key
+from autotune.tuning.prepare import forecast_of, prepare
+from autotune.tuning.resumption import request_from_document, workload_from_document
 
 
 class Answers(Protocol):

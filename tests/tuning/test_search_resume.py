@@ -32,9 +32,9 @@ from searching import (
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.trial import Arm, Candidate, Completed, Failed
 from autotune.core.units import GIB, MIB
-from autotune.optuna_study import OptunaStudy
-from autotune.preparation import Prepared, prepare
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, open_store
+from autotune.tuning.optuna_study import OptunaStudy
+from autotune.tuning.prepare import Prepared, prepare
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from autotune.core.trial import Arm, Candidate, Completed, Precision
 from autotune.core.units import GIB, MIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
-from autotune.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
+from autotune.tuning.policy import ExhaustivePolicy, MaxBatchPolicy, ThroughputPolicy
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()

@@ -16,9 +16,9 @@ from optuna.trial import TrialState
 from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
-from autotune.policy import Objective
-from autotune.sampler import params_of
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
+from autotune.tuning.policy import Objective
+from autotune.tuning.sampler import params_of
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
 CONSTRAINT = "memory_over_line_gib"

@@ -20,10 +20,10 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.execution.executor import TrialJob
-from autotune.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
-from autotune.preparation import prepare
-from autotune.sampler import distributions
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
+from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
+from autotune.tuning.prepare import prepare
+from autotune.tuning.sampler import distributions
 
 FOREIGN = ["tpe", "random"]
 Pair = tuple[TrialRecord, FrozenTrial]

@@ -11,11 +11,11 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.trial import PRECISIONS, Document
 from autotune.core.workload import DTYPES, TASKS, Workload
 from autotune.devices import Device, Headroom, find_device, list_devices
-from autotune.policy import Objective, SamplerName
-from autotune.request import SearchRequest
 from autotune.space.features import LEVERS, LeverChoice
 from autotune.space.space import CheckpointingChoice
 from autotune.store import Store
+from autotune.tuning.policy import Objective, SamplerName
+from autotune.tuning.request import SearchRequest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,19 +10,19 @@ from typing import Protocol, runtime_checkable
 
 from autotune.core.errors import AutotuneError
 from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
-from autotune.effort import effort_of, timeout_seconds
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.throughput import Speeds
 from autotune.execution.executor import TrialJob
-from autotune.optuna_study import Asked, OptunaStudy
-from autotune.plan import Plan
-from autotune.policy import make_policy
-from autotune.preparation import Prepared
-from autotune.reuse import Library
-from autotune.sampler import candidate_of, distributions, make_sampler
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
-from autotune.study import no_result, open_study
+from autotune.tuning.effort import effort_of, timeout_seconds
+from autotune.tuning.optuna_study import Asked, OptunaStudy
+from autotune.tuning.plan import Plan
+from autotune.tuning.policy import make_policy
+from autotune.tuning.prepare import Prepared
+from autotune.tuning.reuse import Library
+from autotune.tuning.sampler import candidate_of, distributions, make_sampler
+from autotune.tuning.studies import no_result, open_study
 
 _INTERRUPTED = "interrupted"
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from searching import BERT_LARGE, FACTS, H200, prepared, request
 
-from autotune import environment as module
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy
-from autotune.environment import library_versions, measured_environment, measured_variables
-from autotune.preparation import Prepared, changes_since, prepare
+from autotune.tuning import environment as module
+from autotune.tuning.environment import library_versions, measured_environment, measured_variables
+from autotune.tuning.prepare import Prepared, changes_since, prepare
 
 FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
 """Of environments, what the first releases did not record."""
@@ -91,7 +91,7 @@ class TestKey:
 
 
 def test_no_library_is_imported_to_know_its_version() -> None:
-    code = "import sys, autotune.environment as e; e.library_versions(); print('torch' in sys.modules)"
+    code = "import sys, autotune.tuning.environment as e; e.library_versions(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
     assert all(isinstance(version, str) for version in library_versions().values())
 

@@ -12,10 +12,10 @@ from autotune.core.trial import Failed, source_of
 from autotune.core.units import format_bytes, plural
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried
-from autotune.optuna_study import OptunaStudy
-from autotune.preparation import Prepared, changes_since
-from autotune.request import SearchRequest
 from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.tuning.optuna_study import OptunaStudy
+from autotune.tuning.prepare import Prepared, changes_since
+from autotune.tuning.request import SearchRequest
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The search: prepare, propose, run, record, repeat."""
