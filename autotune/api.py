@@ -22,15 +22,15 @@ from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
 from autotune.estimate.history import DEFAULT_TOLERANCE, History
-from autotune.export import make_export
-from autotune.plot import plot_trials
-from autotune.report import Report, load_report, measurement, verdict
+from autotune.results.export import make_export
+from autotune.results.plot import plot_trials
+from autotune.results.report import Report, load_report, measurement, verdict
+from autotune.results.text import report_document, summary_lines, trial_document
 from autotune.space.features import LeverChoice
 from autotune.space.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
 from autotune.subject import check_can_be_verified, device_of, subject_of
-from autotune.summary import report_document, summary_lines, trial_document
 from autotune.tuning.keywords import as_options, refuse
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request

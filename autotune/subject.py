@@ -10,9 +10,9 @@ from typing import Any
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.trial import Document, Measurement
 from autotune.devices import Device, list_devices
-from autotune.export import make_export
 from autotune.promise import Interval
-from autotune.report import Report, load_report
+from autotune.results.export import make_export
+from autotune.results.report import Report, load_report
 from autotune.store import Store, TrialRecord
 
 

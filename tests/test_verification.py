@@ -15,7 +15,7 @@ from autotune.core.units import GIB
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
 from autotune.promise import Interval, Verdict
-from autotune.report import Report
+from autotune.results.report import Report
 from autotune.same_loss import LossComparison, reference_of
 from autotune.store import StudyRecord, TrialRecord
 from autotune.subject import Subject

@@ -12,6 +12,6 @@ from autotune.cli.options import storage_option
 @storage_option
 def dashboard(port: int, storage: str) -> None:
     """Serve the Optuna dashboard over the studies, read-only, on 127.0.0.1."""
-    from autotune.dashboard import serve
+    from autotune.results.dashboard import serve
 
     serve(storage, port=port, ready=lambda url: click.echo(f"the dashboard is at {url}; Ctrl-C ends it", err=True))

@@ -24,8 +24,8 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
       autotune export STUDY --format cli
       env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
     """
-    from autotune.export import FORMATS, beside_lines, make_export, render
-    from autotune.report import load_report
+    from autotune.results.export import FORMATS, beside_lines, make_export, render
+    from autotune.results.report import load_report
     from autotune.store import open_store
 
     with open_store(storage, create=False) as store:

@@ -13,7 +13,7 @@ from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search as run_observed_search
 
 if TYPE_CHECKING:
-    from autotune.report import Report
+    from autotune.results.report import Report
     from autotune.store import StudyRecord
 
 
@@ -25,8 +25,8 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """The result on stdout, with the commands that come next; ``storage`` where they need to be told."""
-    from autotune.report import is_script
-    from autotune.summary import report_document, summary_lines
+    from autotune.results.report import is_script
+    from autotune.results.text import report_document, summary_lines
 
     if as_json:
         print_json(report_document(report))

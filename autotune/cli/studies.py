@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.cli.options import json_option, print_json, storage_option
 from autotune.cli.table import print_table
 from autotune.core.trial import Completed
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 
 if TYPE_CHECKING:
-    from autotune.report import Report
+    from autotune.results.report import Report
 
 
 @click.command()
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @json_option
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
-    from autotune.report import load_report
+    from autotune.results.report import load_report
+    from autotune.results.text import report_document
     from autotune.store import open_store
-    from autotune.summary import report_document
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
@@ -35,8 +35,8 @@ def show(study: str, storage: str, as_json: bool) -> None:
 
 def print_report(report: Report) -> None:
     """Print the winner and a line for each trial."""
-    from autotune.report import describe_data, verdict
-    from autotune.summary import summary_lines
+    from autotune.results.report import describe_data, verdict
+    from autotune.results.text import summary_lines
 
     workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]
@@ -72,7 +72,7 @@ def print_report(report: Report) -> None:
 def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate
-    from autotune.report import measurement
+    from autotune.results.report import measurement
     from autotune.store import open_store
 
     with open_store(storage, create=False) as store:

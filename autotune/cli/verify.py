@@ -11,7 +11,7 @@ from autotune.cli.options import COUNT, json_option, print_json, storage_option
 
 if TYPE_CHECKING:
     from autotune.promise import Interval
-    from autotune.report import Report
+    from autotune.results.report import Report
     from autotune.subject import Subject
     from autotune.verification import Verification
 
@@ -56,7 +56,7 @@ def verify(target: str, steps: int, same_loss: bool, study: str | None, storage:
 
 def _subject(store: object, target: str, study: str | None) -> Subject:
     from autotune.core.errors import InvalidRequestError
-    from autotune.report import load_report
+    from autotune.results.report import load_report
     from autotune.store import Store
     from autotune.subject import device_of, find_exported, read_arguments, subject_of
 
@@ -77,8 +77,8 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
+    from autotune.results.text import report_document
     from autotune.subject import device_of, subject_of
-    from autotune.summary import report_document
     from autotune.verification import DEFAULT_STEPS, verification_document
 
     if not as_json:

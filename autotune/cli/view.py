@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.core.trial import Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
@@ -120,7 +120,7 @@ class View:
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
-    from autotune.report import describe_data
+    from autotune.results.report import describe_data
 
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
     workload = request.workload
@@ -152,7 +152,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
     """How fast it is against the baseline, and whether it is the best so far."""
-    from autotune.report import times
+    from autotune.results.report import times
 
     outcome = trial.outcome
     if isinstance(outcome, Failed):

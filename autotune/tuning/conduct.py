@@ -14,7 +14,7 @@ from autotune.core.trial import Document
 from autotune.devices.presence import Presence
 from autotune.execution import LocalRunner
 from autotune.execution.gpu_monitor import SharedRunner, WatchedRunner
-from autotune.report import Report, load_report
+from autotune.results.report import Report, load_report
 from autotune.store import Store, StudyRecord, open_store
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.dataset import read_data

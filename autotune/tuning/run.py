@@ -24,7 +24,7 @@ from autotune.tuning.exclusive import take_turn
 from autotune.tuning.request import SearchRequest
 
 if TYPE_CHECKING:
-    from autotune.report import Report
+    from autotune.results.report import Report
     from autotune.store import Store, StudyRecord
     from autotune.tuning.loop import Observer
 

@@ -9,7 +9,7 @@ from autotune.core.errors import AutotuneError
 from autotune.core.trial import Candidate, Document
 from autotune.devices import Device
 from autotune.estimate.memory import MemoryPrediction
-from autotune.report import Report
+from autotune.results.report import Report
 from autotune.store import AnswerKind
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import forecast_of, prepare

@@ -12,7 +12,7 @@ import optuna_dashboard._serializer
 import pytest
 from optuna.trial import FrozenTrial
 
-from autotune.dashboard_private import CONSTRAINTS_KEY, show_constraints
+from autotune.results.dashboard_private import CONSTRAINTS_KEY, show_constraints
 from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
 
 

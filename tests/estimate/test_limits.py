@@ -10,10 +10,10 @@ from test_report import BASELINE, BF16, WORKLOAD, completed, report, trial
 
 from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.notes import notes
-from autotune.report import Report
+from autotune.results.report import Report
+from autotune.results.text import summary_lines, trial_document
+from autotune.results.warnings import notes
 from autotune.store import TrialRecord
-from autotune.summary import summary_lines, trial_document
 
 COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.replace(BF16, cpu_affinity=True)
 

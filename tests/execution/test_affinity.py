@@ -21,7 +21,7 @@ from autotune.devices import find_device
 from autotune.devices.cores import can_pin
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import memory_class, questions
-from autotune.export import Export, beside_lines, make_export, render
+from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
 PLAIN = Arm("bf16")

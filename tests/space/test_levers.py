@@ -25,8 +25,8 @@ from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.estimate.history import History
 from autotune.estimate.memory import prediction_class
-from autotune.export import beside_lines, make_export, render
-from autotune.notes import compiled_notes
+from autotune.results.export import beside_lines, make_export, render
+from autotune.results.warnings import compiled_notes
 from autotune.space.features import (
     EXTRAS,
     allocator_settings,

@@ -17,10 +17,10 @@ from searching import search
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.trial import Arm, Candidate, Failed
-from autotune.report import load_report
+from autotune.results.report import load_report
+from autotune.results.text import report_document, summary_lines
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
-from autotune.summary import report_document, summary_lines
 from autotune.tuning.environment import _FIRST_VARIABLES
 
 FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))

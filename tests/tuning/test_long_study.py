@@ -14,9 +14,9 @@ from many import STUDY, prepared_many, runner, write_many
 from searching import search
 from sqlalchemy import event
 
-from autotune.report import load_report
+from autotune.results.report import load_report
+from autotune.results.text import report_document
 from autotune.store import Store, open_store
-from autotune.summary import report_document
 
 TRIALS = 2000
 

@@ -32,10 +32,10 @@ from autotune.core.trial import (
 from autotune.core.units import GIB, MIB
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.notes import notes
-from autotune.report import load_report
+from autotune.results.report import load_report
+from autotune.results.text import report_document, summary_lines
+from autotune.results.warnings import notes
 from autotune.store import PastTrial, Store, TrialRecord
-from autotune.summary import report_document, summary_lines
 from autotune.tuning.request import MAX_BATCH_EFFORT
 from autotune.tuning.reuse import Library, derive, holds_under
 

@@ -16,8 +16,8 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import new_store, search
 
 from autotune.core.errors import AutotuneError
-from autotune.dashboard import serve
-from autotune.report import load_report
+from autotune.results.dashboard import serve
+from autotune.results.report import load_report
 from autotune.store import open_store
 
 forks = multiprocessing.get_context("fork")

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
-from autotune.report import Report, data_facts, measurement
+from autotune.results.report import Report, data_facts, measurement
 from autotune.store import NOTHING_LEFT, TrialRecord
 
 # Half the interval of the next run's speed, relative, above which a promise says little.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from autotune.core.trial import Arm, Candidate, Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
-from autotune.report import Report, measurement, verdict
+from autotune.results.report import Report, measurement, verdict
 from autotune.store import TrialRecord
 
 Mark = Literal["best", "baseline"]

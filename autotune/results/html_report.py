@@ -6,9 +6,13 @@ import shlex
 from collections.abc import Callable
 
 from autotune import __version__
-from autotune.cells import batch_cell, peak_cell, speed_cell, took_cell
-from autotune.chart_data import SpeedChart, speed_chart, step_chart
-from autotune.charts import (
+from autotune.core.trial import Document, Measurement
+from autotune.core.units import format_bytes, format_rate, format_seconds, plural
+from autotune.estimate.bottleneck import describe_limit, what_limits
+from autotune.estimate.memory import MemoryPrediction
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
+from autotune.results.chart_data import SpeedChart, speed_chart, step_chart
+from autotune.results.charts import (
     BarMark,
     Part,
     cross,
@@ -18,16 +22,12 @@ from autotune.charts import (
     marker,
     series_class,
 )
-from autotune.core.trial import Document, Measurement
-from autotune.core.units import format_bytes, format_rate, format_seconds, plural
-from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.estimate.memory import MemoryPrediction
-from autotune.export import beside_lines, make_export, render
-from autotune.html_style import SCRIPT, STYLE
-from autotune.markup import Child, Markup, element, joined
-from autotune.report import Report, describe_data, measurement, times, verdict
+from autotune.results.export import beside_lines, make_export, render
+from autotune.results.html_style import SCRIPT, STYLE
+from autotune.results.markup import Child, Markup, element, joined
+from autotune.results.report import Report, describe_data, measurement, times, verdict
+from autotune.results.text import counts_line, detail_lines, report_document, tokens_per_second
 from autotune.store import TrialRecord
-from autotune.summary import counts_line, detail_lines, report_document, tokens_per_second
 
 # Of the page's column and of a phone; style.html_style shows one of the two.
 _WIDTHS = (("wide", 920.0), ("narrow", 358.0))

@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 from typing import Any
 
-from autotune.chart_data import SpeedChart, SpeedPoint, speed_chart
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB, format_bytes
-from autotune.report import Report
+from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart
+from autotune.results.report import Report
 
 _MARKERS = "os^Dp"
 

@@ -23,8 +23,8 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.core.errors import InvalidRequestError, StorageError
-from autotune.dashboard import dashboard_app, dashboard_server, serve
 from autotune.devices import Ceiling
+from autotune.results.dashboard import dashboard_app, dashboard_server, serve
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.policy import Objective

@@ -14,10 +14,10 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
-from autotune.notes import notes
-from autotune.report import Report, describe_data, load_report, times, verdict
+from autotune.results.report import Report, describe_data, load_report, times, verdict
+from autotune.results.text import report_document, summary_lines, trial_document
+from autotune.results.warnings import notes
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now, open_store
-from autotune.summary import report_document, summary_lines, trial_document
 
 CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
 WORKLOAD: dict[str, Any] = {

@@ -7,8 +7,8 @@ import dataclasses
 from autotune.core.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.notes import notes
-from autotune.report import Report, data_facts, lengths_of, measurement, verdict
+from autotune.results.report import Report, data_facts, lengths_of, measurement, verdict
+from autotune.results.warnings import notes
 from autotune.space.dataloader import LOADER_BOUND, waits_for_data
 from autotune.store import StudyRecord, TrialRecord
 

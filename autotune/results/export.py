@@ -13,7 +13,7 @@ from autotune.core.trial import Candidate, Completed
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
-from autotune.report import Report, describe_data, is_script, measurement
+from autotune.results.report import Report, describe_data, is_script, measurement
 from autotune.space.features import allocator_variable
 from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 

@@ -20,7 +20,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
-from autotune.dashboard_private import show_constraints
+from autotune.results.dashboard_private import show_constraints
 from autotune.store import (
     LOCK_TIMEOUT_SECONDS,
     TRIAL_ID_ATTRIBUTE,

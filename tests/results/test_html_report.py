@@ -17,18 +17,18 @@ from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, always
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
-from autotune.axes import text_width
 from autotune.core.errors import NothingFitsError
 from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryPrediction
-from autotune.export import make_export
-from autotune.html_report import html_page
-from autotune.report import Report, load_report
+from autotune.results.axes import text_width
+from autotune.results.export import make_export
+from autotune.results.html_report import html_page
+from autotune.results.report import Report, load_report
+from autotune.results.text import report_document, summary_lines
 from autotune.store import Store
-from autotune.summary import report_document, summary_lines
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import Prepared, forecast_of, prepare
 from autotune.tuning.stored_predictions import stored_prediction

@@ -24,8 +24,8 @@ from autotune.core.errors import NoResultError
 from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling
-from autotune.export import FORMATS, Export, beside_lines, make_export, render
-from autotune.report import Report
+from autotune.results.export import FORMATS, Export, beside_lines, make_export, render
+from autotune.results.report import Report
 from autotune.space.training_arguments import TF32_UNSET_REVISION, checkpointing_field
 from autotune.store import StudyRecord, TrialRecord
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotune.axes import Box, Scale, place_label, shortened, text_width
-from autotune.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
 from autotune.core.units import GIB, MIB, format_bytes, format_rate
-from autotune.markup import Child, Markup, element
+from autotune.results.axes import Box, Scale, place_label, shortened, text_width
+from autotune.results.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
+from autotune.results.markup import Child, Markup, element
 
 COLORS = 8
 _SHAPES = ("circle", "square", "triangle", "diamond", "pentagon")

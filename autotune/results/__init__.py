@@ -1,0 +1,1 @@
+"""A study for its readers: report, text, JSON, plots, exports, the Optuna dashboard."""
