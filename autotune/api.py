@@ -30,7 +30,6 @@ from autotune.space.features import LeverChoice
 from autotune.space.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
-from autotune.subject import check_can_be_verified, device_of, subject_of
 from autotune.tuning.keywords import as_options, refuse
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
@@ -38,7 +37,8 @@ from autotune.tuning.policy import Objective, SamplerName
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.tuning.run import log_folder, run_search
-from autotune.verification import DEFAULT_STEPS, Verification, verify
+from autotune.verify.target import check_can_be_verified, device_of, subject_of
+from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
 
 DEFAULT_STORAGE = "studies/autotune.db"
 

@@ -177,7 +177,7 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
     request = build_request(options, given)
     request.check()
     if verifies:
-        from autotune.subject import check_can_be_verified
+        from autotune.verify.target import check_can_be_verified
 
         check_can_be_verified(request.workload.document())
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)

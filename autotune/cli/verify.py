@@ -10,10 +10,10 @@ import click
 from autotune.cli.options import COUNT, json_option, print_json, storage_option
 
 if TYPE_CHECKING:
-    from autotune.promise import Interval
     from autotune.results.report import Report
-    from autotune.subject import Subject
-    from autotune.verification import Verification
+    from autotune.verify.comparison import Interval
+    from autotune.verify.target import Subject
+    from autotune.verify.throughput import Verification
 
 
 @click.command()
@@ -39,7 +39,7 @@ def verify(target: str, steps: int, same_loss: bool, study: str | None, storage:
     between them (in a temporary folder); their memory is told apart and their time is left out.
     """
     from autotune.store import open_store
-    from autotune.verification import verification_document
+    from autotune.verify.throughput import verification_document
 
     with open_store(storage, create=False) as store:
         subject = _subject(store, target, study)
@@ -58,7 +58,7 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
     from autotune.core.errors import InvalidRequestError
     from autotune.results.report import load_report
     from autotune.store import Store
-    from autotune.subject import device_of, find_exported, read_arguments, subject_of
+    from autotune.verify.target import device_of, find_exported, read_arguments, subject_of
 
     assert isinstance(store, Store)
     path = Path(target)
@@ -78,8 +78,8 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.text import report_document
-    from autotune.subject import device_of, subject_of
-    from autotune.verification import DEFAULT_STEPS, verification_document
+    from autotune.verify.target import device_of, subject_of
+    from autotune.verify.throughput import DEFAULT_STEPS, verification_document
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
@@ -94,7 +94,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
 
 def _verified(subject: Subject, steps: int, storage: str) -> Verification:
     from autotune.tuning.run import log_folder
-    from autotune.verification import check_steps, verify
+    from autotune.verify.throughput import check_steps, verify
 
     check_steps(steps)
     click.echo(
@@ -108,8 +108,8 @@ def _verified(subject: Subject, steps: int, storage: str) -> Verification:
 
 def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
     """Compare losses, print the finding, and raise where the two do not train alike."""
-    from autotune.same_loss import DEFAULT_STEPS, check_can_compare, compare_losses
     from autotune.tuning.run import log_folder
+    from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
     check_can_compare(subject)
     name = subject.report.study.name
@@ -129,7 +129,7 @@ def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
 def verification_lines(verification: Verification) -> list[str]:
     """Promised and obtained, side by side, and what is to be known of it."""
     from autotune.core.units import format_bytes, format_seconds
-    from autotune.verification import notes
+    from autotune.verify.throughput import notes
 
     subject, obtained = verification.subject, verification.obtained
     promised, promise, speed = subject.promised, verification.promise, verification.speed

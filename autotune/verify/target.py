@@ -10,10 +10,10 @@ from typing import Any
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.trial import Document, Measurement
 from autotune.devices import Device, list_devices
-from autotune.promise import Interval
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
 from autotune.store import Store, TrialRecord
+from autotune.verify.comparison import Interval
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from autotune.core.trial import Arm, Candidate, Document
 from autotune.execution.oneshot import run_fresh
 from autotune.space.space import Batches
 from autotune.space.training_arguments import training_arguments
-from autotune.subject import Subject
+from autotune.verify.target import Subject
 
 DEFAULT_STEPS = 8
 # Unit roundoffs: half the distance from 1 to the next number of 24, 11, 11 and 8 significant bits.

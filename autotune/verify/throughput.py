@@ -1,6 +1,6 @@
 """The proof: a stock ``Trainer`` in a process of its own against what a study promises of its winner.
 
-``verify`` compares speed and memory, ``compare_losses`` in ``autotune.same_loss`` the training itself.
+``verify`` compares speed and memory, ``compare_losses`` in ``autotune.verify.loss`` the training itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits
 from autotune.execution import LocalRunner
 from autotune.execution.oneshot import run_fresh
-from autotune.promise import Interval, Verdict, compare, mean_speed, slack
 from autotune.space.training_arguments import EVALUATION_BATCH
-from autotune.subject import Subject
+from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
+from autotune.verify.target import Subject
 
 DEFAULT_STEPS = 100
 LEAST_STEPS = 20

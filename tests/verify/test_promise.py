@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autotune.promise import Interval, Verdict, compare, mean_speed, slack
+from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
 
 
 def around(mean: float, share: float) -> Interval:

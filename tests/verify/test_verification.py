@@ -14,12 +14,12 @@ from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.core.units import GIB
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
-from autotune.promise import Interval, Verdict
 from autotune.results.report import Report
-from autotune.same_loss import LossComparison, reference_of
 from autotune.store import StudyRecord, TrialRecord
-from autotune.subject import Subject
-from autotune.verification import Verification, verification_document
+from autotune.verify.comparison import Interval, Verdict
+from autotune.verify.loss import LossComparison, reference_of
+from autotune.verify.target import Subject
+from autotune.verify.throughput import Verification, verification_document
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 

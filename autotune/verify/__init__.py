@@ -1,0 +1,1 @@
+"""A stock ``Trainer`` run against what a study promised."""
