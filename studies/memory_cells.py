@@ -231,7 +231,7 @@ def trace(path: Path) -> None:
     """Run one trial of a job given on standard input and write what the allocator did in it."""
     import torch
 
-    from autotune.worker.trial import Trial
+    from autotune.worker.trial.run import Trial
 
     steps: list[int] = []
 
@@ -272,8 +272,8 @@ def _rows(path: Path, models: list[str]) -> Iterator[dict[str, Any]]:
     Fake training patches torch for good, so that this belongs in a process of its own.
     """
     from autotune.devices.gpus import CHIPS
+    from autotune.worker.fake.predict import Limits
     from autotune.worker.fake.step import FakeTraining
-    from autotune.worker.predict import Limits
 
     cells = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     measured = [

@@ -83,7 +83,7 @@ def train_epoch(job_path: str) -> None:
         TrainingArguments,
     )
 
-    from autotune.worker.meter import open_meter
+    from autotune.worker.trial.meter import open_meter
 
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     meter = open_meter(job["device_kind"], job["device_uuid"])

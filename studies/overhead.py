@@ -24,12 +24,12 @@ from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device
 from autotune.models.resolve import resolve_model
 from autotune.space.training_arguments import training_arguments
-from autotune.worker.build import build_model
-from autotune.worker.data import synthetic_dataset
 from autotune.worker.facts import package_versions
-from autotune.worker.losses import LossWatch
-from autotune.worker.measure import MeasureCallback
-from autotune.worker.meter import Meter, open_meter
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.losses import LossWatch
+from autotune.worker.trial.measure import MeasureCallback
+from autotune.worker.trial.meter import Meter, open_meter
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 _WARMUP_STEPS = 3
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from autotune.models import catalog
-from autotune.worker.meter import CpuMeter
+from autotune.worker.trial.meter import CpuMeter
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ _STREAMS = (
 _MODULES = (
     "autotune.api", "autotune.cli.search", "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.studies",
     "autotune.cli.export", "autotune.cli.verify", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
-    "autotune.tuning.conduct", "autotune.results.text", "autotune.store.migrate", "autotune.worker.reading",
-    "autotune.worker.own", "autotune.worker.feed", "autotune.worker.private.datasets",
+    "autotune.tuning.conduct", "autotune.results.text", "autotune.store.migrate", "autotune.worker.dataset.reading",
+    "autotune.worker.user.trainer_trial", "autotune.worker.dataset.epoch_sample", "autotune.worker.private.datasets",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
 

@@ -62,7 +62,7 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
 
 
 def prediction_key(question: Document, workload: Workload) -> str:
-    """The same exactly while ``autotune.worker.predict`` would answer the same.
+    """The same exactly while ``autotune.worker.fake.predict`` would answer the same.
 
     ``question`` is all that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
     """

@@ -47,7 +47,7 @@ class Subject:
         return None if ceiling.limit_bytes is None else ceiling.cap_bytes
 
     def job(self, steps: int, **more: Any) -> Document:
-        """What a process of ``autotune.worker.stock`` is told."""
+        """What a process of ``autotune.worker.verify.stock`` is told."""
         return {
             "workload": self.report.workload,
             "arguments": self.arguments,

@@ -39,7 +39,7 @@ class Verification:
     subject: Subject
     steps: int
     obtained: Document
-    """The answer of ``autotune.worker.stock``."""
+    """The answer of ``autotune.worker.verify.stock``."""
 
     def __str__(self) -> str:
         """What came of it in a line, for a notebook."""
@@ -255,7 +255,9 @@ def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * subject.promised.step_seconds
     folder = _data_folder(subject, log_path.parent.parent)
     job = subject.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
-    obtained = run_fresh("autotune.worker.stock", job, subject.device, log_path, timeout_seconds, subject.variables)
+    obtained = run_fresh(
+        "autotune.worker.verify.stock", job, subject.device, log_path, timeout_seconds, subject.variables
+    )
     if obtained["state"] == "failed":
         raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
     return Verification(subject, steps, obtained)

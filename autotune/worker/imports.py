@@ -101,10 +101,10 @@ def import_everything(preload: dict[str, Any] | None) -> int:
     hidden = ((), ()) if workload is None else (_NO_STEP_NEEDS, _not_used_by(workload))
     with _cuda_not_started(), _without(*hidden):
         import autotune.worker.facts
-        import autotune.worker.trial  # noqa: F401
+        import autotune.worker.trial.run  # noqa: F401
 
         if workload is not None:
-            from autotune.worker.build import model_class
+            from autotune.worker.trial.build import model_class
 
             # Only a head start: what is wrong with the workload is told by the inspect job.
             with contextlib.suppress(Exception):

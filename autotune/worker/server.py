@@ -218,7 +218,7 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
     import torch
 
     from autotune.worker.facts import inspect
-    from autotune.worker.trial import run_trial
+    from autotune.worker.trial.run import run_trial
 
     def send(kind: str, document: dict[str, Any]) -> None:
         data = json.dumps({kind: document}).encode() + b"\n"
@@ -228,15 +228,15 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
     torch.set_num_threads(torch_threads)
     if job["kind"] == "predict":
         # Patches torch for good, so it is imported where it is used: in this process alone.
-        from autotune.worker.predict import predict
+        from autotune.worker.fake.predict import predict
 
         send("result", predict(job))
     elif job["kind"] == "read_data":
-        from autotune.worker.reading import read_data
+        from autotune.worker.dataset.reading import read_data
 
         send("result", read_data(job))
     elif job["workload"].get("source"):
-        from autotune.worker.own import run_own
+        from autotune.worker.user.trainer_trial import run_own
 
         run_own(job, send)
     elif job["kind"] == "inspect":

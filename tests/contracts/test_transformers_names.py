@@ -13,11 +13,11 @@ from tiny import tiny_workload
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from autotune.worker.build import build_model
-from autotune.worker.data import synthetic_dataset
 from autotune.worker.private import accelerate as accelerate_names
 from autotune.worker.private import datasets as datasets_names
 from autotune.worker.private import transformers as names
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 WORKLOAD = tiny_workload("bert-tiny", seq_len=8)
 

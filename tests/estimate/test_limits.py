@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from test_report import BASELINE, BF16, WORKLOAD, completed, report, trial
+from reported import BASELINE, BF16, WORKLOAD, completed, report, trial
 
 from autotune.core.trial import Arm, Candidate, Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from recorded import measurement
+from reported import OLD_FIELDS, report_of
 from searching import ceiling_of, prepared, request
-from test_export import OLD_FIELDS, report_of
 
 from autotune.core.errors import DeviceError
 from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document, outcome_from_document

@@ -51,7 +51,7 @@ def watched(trials, cap_gib=20):
 
 def ask(machine: Machine, code: str, **settings: str) -> Any:
     """What ``answer`` holds after the code ran with a watched runner at hand."""
-    return machine.ask(SET_UP.format(tests=str(Path(__file__).parent)) + code, **settings)
+    return machine.ask(SET_UP.format(tests=str(Path(__file__).parents[1])) + code, **settings)
 
 
 def disturbed(machine: Machine, changes: str, outcome: str = "COMPLETED", **settings: str) -> list[str]:

@@ -138,7 +138,7 @@ def run_job(job: Document, result_fd: int, torch_threads: int) -> None:
         misbehave(behaviour, result_fd)
     time.sleep(float(os.environ.get("FAULTS_SECONDS", "0.02")))
     if is_real:
-        from autotune.worker.trial import run_trial
+        from autotune.worker.trial.run import run_trial
 
         document = run_trial(job, lambda record: send("progress", record))
         if document["state"] != "completed":

@@ -9,7 +9,7 @@ import tempfile
 import torch
 
 from autotune.core.trial import Arm, Candidate, Effort
-from autotune.worker.trial import trainer_arguments
+from autotune.worker.trial.run import trainer_arguments
 
 
 def main() -> None:

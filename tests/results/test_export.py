@@ -17,20 +17,17 @@ import yaml
 from arbitrary import WORDS, candidates
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reported import OLD_FIELDS, report_of
 from tiny import tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement
+from autotune.core.trial import Arm, Candidate, Failed
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render
-from autotune.results.report import Report
-from autotune.space.training_arguments import TF32_UNSET_REVISION, checkpointing_field
-from autotune.store import StudyRecord, TrialRecord
+from autotune.space.training_arguments import checkpointing_field
 
 LOADER = Path(__file__).with_name("load_exports.py")
-OLD_FIELDS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu")
 
 WINNERS: dict[str, tuple[str, Candidate]] = {
     "cpu-fp32": ("cpu", Candidate(Arm("fp32"), 8)),
@@ -41,24 +38,6 @@ WINNERS: dict[str, tuple[str, Candidate]] = {
     "cuda-bf16": ("cuda", Candidate(Arm("bf16"), 32, 2)),
     "cuda-fp16-checkpointing": ("cuda", Candidate(Arm("fp16", gradient_checkpointing=True), 16)),
 }
-
-
-def report_of(
-    candidate: Candidate, device_kind: str, fields: tuple[str, ...], workload: Workload | None = None
-) -> Report:
-    """What the store would hold of a study that this candidate won."""
-    completed = Completed(Measurement(0.5, (0.5, 0.5), 0.0, 16.0, 1000, 2000))
-    trial = TrialRecord("study", 0, candidate, "workload", "environment", outcome=completed)
-    ceiling = Ceiling(None, 2**34, 0)
-    study = StudyRecord("a study", "workload", "environment", {}, ceiling.document(), "0.1.0", best_trial_id=trial.id)
-    environment = {
-        "device_kind": device_kind,
-        "device_name": "A Device",
-        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
-        "training_arguments_fields": list(fields),
-        "measurement_revision": TF32_UNSET_REVISION,
-    }
-    return Report(study, (workload or tiny_workload("bert-tiny")).document(), environment, ceiling, (trial,))
 
 
 def export_of(name: str, fields: tuple[str, ...], workload: Workload | None = None) -> Export:

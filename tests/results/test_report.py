@@ -9,73 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.errors import StorageError, UnknownStudyError
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, OutOfMemory
 from autotune.core.units import GIB
-from autotune.devices import Ceiling
 from autotune.results.report import Report, describe_data, load_report, times, verdict
 from autotune.results.text import report_document, summary_lines, trial_document
 from autotune.results.warnings import notes
-from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now, open_store
-
-CEILING = Ceiling(limit_bytes=24 * GIB, free_bytes=140 * GIB, context_bytes=GIB)
-WORKLOAD: dict[str, Any] = {
-    "model": "bert-large-uncased",
-    "task": "sequence-classification",
-    "seq_len": 512,
-    "padding": 0.0,
-    "dtype": "float32",
-}
-ENVIRONMENT: dict[str, Any] = {
-    "device_kind": "cuda",
-    "device_name": "NVIDIA H200",
-    "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
-    "training_arguments_fields": ["bf16"],
-}
-REQUEST: dict[str, Any] = {
-    "effective_batch": 64,
-    "world_size": 1,
-    "batch_multiple": None,
-    "objective": "throughput",
-    "measure_baseline": True,
-    "seed": 42,
-}
-BF16, FP16, FP32 = Arm("bf16"), Arm("fp16"), Arm("fp32")
-
-
-def completed(rate: float, peak_gib: float = 10.0, spread: float = 0.003, micro_steps: int = 2) -> Completed:
-    peak = int(peak_gib * GIB)
-    return Completed(Measurement(64 / rate, (64 / rate,) * 3, spread, rate, peak, peak, micro_steps_run=micro_steps))
-
-
-def trial(number: int, arm: Arm, batch: int, outcome: Outcome | None, stage: Stage = "search") -> TrialRecord:
-    candidate = Candidate(arm, batch, max(1, 64 // batch))
-    return TrialRecord("s", number, candidate, "w", "e", stage, f"trial-{number}", outcome=outcome, seconds=2.0)
-
-
-def report(*trials: TrialRecord, best: int | None = 1, baseline: int | None = 0, **changes: Any) -> Report:
-    """A finished study of these trials; ``changes`` go into the request, ``state`` into the study."""
-    study = StudyRecord(
-        "a-study",
-        "w",
-        "e",
-        {**REQUEST, **{key: value for key, value in changes.items() if key != "state"}},
-        CEILING.document(),
-        "0.1.0",
-        state=changes.get("state", "finished"),
-        stopped_because="the budget of 3 trials is spent",
-        best_trial_id=None if best is None else f"trial-{best}",
-        baseline_trial_id=None if baseline is None else f"trial-{baseline}",
-        ended_at=now(),
-        seconds=30.0,
-    )
-    return Report(study, WORKLOAD, ENVIRONMENT, CEILING, trials)
-
-
-BASELINE = trial(0, FP32, 8, completed(41.7), "baseline")
-WINNER = trial(1, BF16, 32, completed(310.7, 22.2))
-OVER = trial(2, BF16, 64, OutOfMemory("CUDA out of memory", peak_reserved_bytes=23 * GIB))
+from autotune.store import NOTHING_LEFT, Store, open_store
 
 
 def test_verdicts() -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import ComputedRunner, measurement, out_of_memory, run_policy
+from reported import OLD_FIELDS, report_of
 from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request, search
-from test_export import OLD_FIELDS, report_of
 from test_history import history_of, ran_out
 from tiny import tiny_workload
 
@@ -207,7 +207,7 @@ class TestPackages:
         assert caught.value.hint == "pip install 'autotune[bitsandbytes]'"
 
     def test_every_extra_that_is_named_is_there(self) -> None:
-        extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
         for package, extra in EXTRAS.items():
             assert extras["optional-dependencies"][extra][0].startswith(package)
 

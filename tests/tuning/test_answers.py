@@ -85,7 +85,7 @@ def test_another_question_has_another_key(other: Document) -> None:
 
 
 def test_the_users_own_code_is_not_remembered() -> None:
-    source = find_trainer(f"{Path(__file__).parent}/own_code/build_trainer.py:build")
+    source = find_trainer(f"{Path(__file__).parents[1]}/own_code/build_trainer.py:build")
     assert inspection_key(H200, Workload.of_source(source)) is None
     assert inspection_key(H200, BERT_LARGE) != inspection_key(replace(H200, driver="1"), BERT_LARGE)
 

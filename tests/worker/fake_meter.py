@@ -30,7 +30,7 @@ class Allocation:
 
 
 class FakeMeter:
-    """Keeps the contract of ``autotune.worker.meter.Meter``; reserves a tenth more than is allocated."""
+    """Keeps the contract of ``autotune.worker.trial.meter.Meter``; reserves a tenth more than is allocated."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.device = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 
 from autotune.core.trial import OutOfMemory
 from autotune.core.units import MIB
-from autotune.worker.failures import classify
-from autotune.worker.meter import Meter, open_meter
+from autotune.worker.trial.failures import classify
+from autotune.worker.trial.meter import Meter, open_meter
 
 CAP_BYTES = 512 * MIB
 # Pages that the interpreter itself touches meanwhile.

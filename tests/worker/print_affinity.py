@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autotune.worker.affinity import pin_to_one_core
+from autotune.worker.trial.affinity import pin_to_one_core
 
 PROGRAM = "import os; print(sorted(os.sched_getaffinity(0)))"
 

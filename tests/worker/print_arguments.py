@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 from autotune.core.trial import Candidate, Effort
-from autotune.worker.trial import trainer_arguments
+from autotune.worker.trial.run import trainer_arguments
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
 from autotune.core.trial import Arm, Candidate, Effort, Measurement
-from autotune.worker import gpu_busy, measure
-from autotune.worker.feed import Schedule
-from autotune.worker.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals
-from autotune.worker.measure import micro_steps_to_run
+from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.trial import gpu_busy, measure
+from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals
+from autotune.worker.trial.measure import micro_steps_to_run
 
 ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
 

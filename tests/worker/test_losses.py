@@ -10,8 +10,8 @@ from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.trial import Arm, Candidate, Completed, Failed
-from autotune.worker.loss_curve import without_dropout
-from autotune.worker.losses import LossWatch, skipped_steps
+from autotune.worker.trial.losses import LossWatch, skipped_steps
+from autotune.worker.verify.loss_curve import without_dropout
 
 
 class _Trainer:
@@ -73,7 +73,7 @@ def test_a_trial_without_a_scaler_skips_nothing(trial_server: ServerClient) -> N
 def test_dropout_is_off_whatever_its_name(model: str) -> None:
     """No module of the model that is built then drops anything."""
     from autotune.core.workload import Workload
-    from autotune.worker.build import build_model
+    from autotune.worker.trial.build import build_model
 
     built = build_model(Workload.from_document(without_dropout(tiny_workload(model))), "eager", torch.device("cpu"))
     dropouts = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]

@@ -271,7 +271,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     """``from_pretrained`` would try for most of a minute."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    from autotune.worker import reading
+    from autotune.worker.dataset import reading
 
     asked = []
 

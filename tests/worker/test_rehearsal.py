@@ -14,9 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from autotune.core.training_source import find_trainer
 from autotune.core.trial import Arm, Candidate, Document, Effort
 from autotune.core.workload import Workload
-from autotune.worker.meter import CpuMeter
-from autotune.worker.own import _OwnTrial
-from autotune.worker.rehearsal import Rehearsing
+from autotune.worker.trial.meter import CpuMeter
+from autotune.worker.user.rehearsal import Rehearsing
+from autotune.worker.user.trainer_trial import _OwnTrial
 
 
 def batch(*lengths: int) -> dict[str, torch.Tensor]:

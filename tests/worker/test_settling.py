@@ -11,11 +11,11 @@ from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
 from autotune.core.trial import Arm, Candidate, Effort
-from autotune.worker import measure
-from autotune.worker.feed import Schedule
-from autotune.worker.losses import ScalerWatch
-from autotune.worker.measure import MOST_SKIPPED_STEPS, most_steps
-from autotune.worker.own import _WholeStepsCallback
+from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.trial import measure
+from autotune.worker.trial.losses import ScalerWatch
+from autotune.worker.trial.measure import MOST_SKIPPED_STEPS, most_steps
+from autotune.worker.user.trainer_trial import _WholeStepsCallback
 
 FP16 = Candidate(Arm("fp16"), 8)
 # A skipped step takes a second, any other one two.

@@ -14,7 +14,7 @@ from tiny import tiny_workload
 
 from autotune.core.trial import Arm, Candidate
 from autotune.devices.cores import can_pin, usable_core_numbers
-from autotune.worker import stock
+from autotune.worker.verify import stock
 
 pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")
 

@@ -9,7 +9,7 @@ import torch
 from tiny import ONE_OF_EACH_TASK, tiny_workload
 
 from autotune.core.workload import DTYPES, TASKS, DTypeName, Task
-from autotune.worker.build import build_config, build_model, model_class
+from autotune.worker.trial.build import build_config, build_model, model_class
 
 CPU = torch.device("cpu")
 

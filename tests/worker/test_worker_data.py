@@ -9,8 +9,8 @@ import torch
 from tiny import ONE_OF_EACH_TASK, tiny_workload
 
 from autotune.core.workload import TASKS, Task, Workload
-from autotune.worker.build import build_model
-from autotune.worker.data import Sample, real_tokens, synthetic_dataset
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.synthetic import Sample, real_tokens, synthetic_dataset
 
 
 def samples_of(workload: Workload, count: int = 64, seed: int = 1) -> list[Sample]:

@@ -13,14 +13,14 @@ from transformers import TrainingArguments
 from autotune.core.trial import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import Chip
-from autotune.worker.build import build_model
-from autotune.worker.data import synthetic_dataset
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode
 from autotune.worker.private.transformers import optimizer_class
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -26,16 +26,16 @@ from autotune.core.trial import (
 )
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import training_arguments
-from autotune.worker.affinity import pin_to_one_core
-from autotune.worker.build import build_model, check_liger_knows
-from autotune.worker.data import synthetic_dataset
-from autotune.worker.failures import classify
-from autotune.worker.feed import BatchShape, Feed, Schedule
-from autotune.worker.gpu_busy import BusyStep, busy_step
-from autotune.worker.inputs import LeftOutInputs
-from autotune.worker.losses import LossWatch
-from autotune.worker.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
-from autotune.worker.meter import Meter, expand_segments, open_meter
+from autotune.worker.dataset.epoch_sample import BatchShape, Feed, Schedule
+from autotune.worker.trial.affinity import pin_to_one_core
+from autotune.worker.trial.build import build_model, check_liger_knows
+from autotune.worker.trial.failures import classify
+from autotune.worker.trial.gpu_busy import BusyStep, busy_step
+from autotune.worker.trial.inputs import LeftOutInputs
+from autotune.worker.trial.losses import LossWatch
+from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
+from autotune.worker.trial.meter import Meter, expand_segments, open_meter
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 Send = Callable[[Document], None]
 

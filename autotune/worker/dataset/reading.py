@@ -25,9 +25,8 @@ from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths,
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
-from autotune.worker.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
-from autotune.worker.failures import first_line
-from autotune.worker.feed import (
+from autotune.worker.dataset.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
+from autotune.worker.dataset.epoch_sample import (
     IMAGE,
     LENGTHS_FILE,
     SAMPLES_FOLDER,
@@ -35,8 +34,9 @@ from autotune.worker.feed import (
     TOKENIZER_FOLDER,
     grouped_order,
 )
-from autotune.worker.loading import load
+from autotune.worker.dataset.loading import load
 from autotune.worker.private.datasets import dataset_of_table
+from autotune.worker.trial.failures import first_line
 
 _HUB_TIMEOUT_SECONDS = 10.0
 _TARGET_NAMES = ("target", "summary", "labels", "label")

@@ -1,8 +1,8 @@
-"""A process of its own that trains as a user will: a stock ``Trainer`` with exported arguments, hardly looked at.
+"""Train with a stock ``Trainer`` and exported arguments in a process of its own, as a user will.
 
-Started as ``python -m autotune.worker.stock RESULT_FD`` with one job, a line of JSON, on standard input; writes one
-line of JSON to the file descriptor. Nothing of the trials is in its way: no forked process, no measuring callback,
-no cap on memory unless the job names one.
+Started as ``python -m autotune.worker.verify.stock RESULT_FD`` with one job, a line of JSON, on standard input. It
+writes one line of JSON to the file descriptor. Unlike a trial it is not forked, has no measuring callback, and no cap
+on memory unless the job names one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
 from autotune.worker import process
-from autotune.worker.affinity import pin_to_one_core
-from autotune.worker.build import build_model
-from autotune.worker.data import synthetic_dataset
+from autotune.worker.dataset.epoch_sample import Feed
 from autotune.worker.facts import package_versions
-from autotune.worker.failures import classify
-from autotune.worker.feed import Feed
-from autotune.worker.losses import LossWatch, on_each_micro_step, skipped_steps
-from autotune.worker.meter import Meter, open_meter
+from autotune.worker.trial.affinity import pin_to_one_core
+from autotune.worker.trial.build import build_model
+from autotune.worker.trial.failures import classify
+from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
+from autotune.worker.trial.meter import Meter, open_meter
+from autotune.worker.trial.synthetic import synthetic_dataset
 
 # Batches of the one evaluation, at the Trainer's default size; its memory is that of a single batch.
 _EVALUATION_BATCHES = 4

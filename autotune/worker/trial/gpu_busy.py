@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autotune.worker.meter import Meter
+from autotune.worker.trial.meter import Meter
 
 _NS = 1e-9
 

@@ -12,8 +12,8 @@ import transformers
 from transformers import AutoConfig
 
 from autotune.core.workload import Workload
-from autotune.worker.adapters import adapt, quantization_config
 from autotune.worker.private.transformers import class_for_config
+from autotune.worker.trial.adapters import adapt, quantization_config
 
 _AUTO_CLASS_OF_TASK = {
     "sequence-classification": "AutoModelForSequenceClassification",

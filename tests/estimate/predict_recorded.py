@@ -14,8 +14,8 @@ from autotune.core.trial import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
+from autotune.worker.fake.predict import Limits
 from autotune.worker.fake.step import FakeTraining
-from autotune.worker.predict import Limits
 
 MIB = 1024**2
 _ARM_FIELDS = ("precision", "gradient_checkpointing", "attn_implementation", "optim")

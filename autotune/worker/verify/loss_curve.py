@@ -1,7 +1,8 @@
-"""A process of its own that trains a few steps without dropout and tells loss and gradient norm of each.
+"""Train a few steps without dropout in a process of its own, and report the loss and gradient norm of each.
 
-Started as ``python -m autotune.worker.loss_curve RESULT_FD``; spoken to as ``autotune.worker.stock`` is. With one
-seed, two candidates of the same samples a step begin with the same weights and see the same samples in the same order.
+Started as ``python -m autotune.worker.verify.loss_curve RESULT_FD``; it takes its job as ``stock`` beside it does.
+With one seed, two candidates of the same samples a step begin with the same weights and see the same samples in the
+same order.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from transformers import TrainerCallback
 
 from autotune.core.trial import Document
 from autotune.core.workload import Workload
-from autotune.worker.build import build_config
-from autotune.worker.failures import classify
-from autotune.worker.losses import on_each_micro_step, skipped_steps
-from autotune.worker.meter import open_meter
-from autotune.worker.stock import build_trainer, serve
+from autotune.worker.trial.build import build_config
+from autotune.worker.trial.failures import classify
+from autotune.worker.trial.losses import on_each_micro_step, skipped_steps
+from autotune.worker.trial.meter import open_meter
+from autotune.worker.verify.stock import build_trainer, serve
 
 # fp16's scaler begins at 65536 and leaves updates out until gradients no longer overflow; begun here, it need not.
 _MODEST_SCALE = 2.0**7
