@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Outcome
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Effort, Outcome
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device
 from autotune.devices.cores import core_for, usable_core_numbers

@@ -54,7 +54,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from autotune.core.trial import Candidate, Completed, Document, OutOfMemory
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.history import History
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store

@@ -21,8 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.errors import InvalidRequestError
-from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Outcome, Precision
+from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device

@@ -28,8 +28,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
-from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document
+from autotune.core.outcome import Completed, Effort, outcome_document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, device_used_bytes, find_device

@@ -19,7 +19,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort, Measurement
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device
 from autotune.models.resolve import resolve_model

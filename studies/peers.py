@@ -41,7 +41,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Failed
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.units import parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import Device, find_device

@@ -18,7 +18,7 @@ from typing import Any
 
 from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_for
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 from autotune.devices import find_device
 from autotune.execution import LocalRunner
 from autotune.tuning.prepare import forecast_of

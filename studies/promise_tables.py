@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from autotune.core.trial import Candidate, Document
+from autotune.core.candidate import Candidate, Document
 from autotune.core.units import plural
 
 MISSED_EXIT_CODE = 11

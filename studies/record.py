@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload, choose_seq_len, infer_task
 from autotune.devices import find_device

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.core.trial import Arm, Candidate, Completed, Document, Effort, Measurement, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from replay import OOM_SECONDS, RecordedRunner, SimulatedRunner, job_of, measurement, micro_steps_run, out_of_memory
 
-from autotune.core.trial import Candidate, Completed, Effort, Failed, Outcome, OutOfMemory
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.execution.executor import TrialJob
 from autotune.tuning.policy import Policy

@@ -6,7 +6,8 @@ from typing import Any
 
 from tiny import tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed, Measurement, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling

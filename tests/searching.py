@@ -11,7 +11,7 @@ from typing import Any
 
 from recorded import ComputedRunner, RecordedRunner
 
-from autotune.core.trial import Arm, Candidate, Document, Precision
+from autotune.core.candidate import Arm, Candidate, Document, Precision
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom

@@ -14,7 +14,8 @@ from bench import OURS, Run, search
 from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
 from searching import new_store
 
-from autotune.core.trial import Arm, Candidate, Effort
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort
 from autotune.store import Store
 from autotune.tuning.prepare import forecast_of
 

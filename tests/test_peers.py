@@ -11,7 +11,7 @@ import pytest
 import warm
 from peers import CONTENDERS, FINDERS, candidates_of, print_table, schedule
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.models.resolve import resolve_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autotune.core.trial import Effort
+from autotune.core.outcome import Effort
 from autotune.core.units import GIB
 from autotune.core.workload import Task, Workload, choose_seq_len, infer_task
 from autotune.models import catalog

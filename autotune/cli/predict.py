@@ -200,7 +200,7 @@ def _questions(space: Space) -> list[Question]:
 
 def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
     """One chip's predictions."""
-    from autotune.core.trial import PREDICTION_MARGIN
+    from autotune.core.ceiling import PREDICTION_MARGIN
 
     space, ceiling = prepared.space, prepared.ceiling
     return {
@@ -221,7 +221,7 @@ def _batches(space: Space) -> list[int]:
 
 
 def _arm_document(arm: Any, space: Space, model: MemoryModel) -> dict[str, Any]:
-    from autotune.core.trial import Candidate
+    from autotune.core.candidate import Candidate
     from autotune.estimate.memory import reserved_interval
 
     largest = model.largest_batch(arm)
@@ -297,7 +297,7 @@ def _largest_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool) -> list[
 
 
 def _describe(arm: dict[str, Any]) -> str:
-    from autotune.core.trial import Arm
+    from autotune.core.candidate import Arm
 
     return Arm(arm["precision"], arm["gradient_checkpointing"], arm["attn_implementation"], arm["optim"]).describe()
 

@@ -8,7 +8,7 @@ import click
 
 from autotune.cli.options import json_option, print_json, storage_option
 from autotune.cli.table import print_table
-from autotune.core.trial import Completed
+from autotune.core.outcome import Completed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 
 if TYPE_CHECKING:

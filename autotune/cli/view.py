@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from autotune.core.trial import Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
-from autotune.core.trial import Effort
 
 # Of so many steps and more, one that took so many times as long as any other was delayed from outside: it is left out.
 _DELAY_FROM = 5

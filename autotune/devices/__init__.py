@@ -7,9 +7,9 @@ Importing this loads nothing but the standard library; NVML is opened by the fir
 
 from __future__ import annotations
 
-from autotune.devices.ceiling import Ceiling, Headroom, parse_headroom
+from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
+from autotune.core.device import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.devices.condition import Condition, GpuPolicy
-from autotune.devices.device import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.devices.host import processor_name
 from autotune.devices.listing import find_device, list_devices
 from autotune.devices.nvml import (

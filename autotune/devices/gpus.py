@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.core.device import Precision, precisions_of
 from autotune.core.units import MIB
-from autotune.devices.device import Precision, precisions_of
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one for each thread that
 # multiplies matrices, larger on Hopper and datacentre Blackwell.

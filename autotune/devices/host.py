@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from autotune.devices.device import CPU_UUID, Device
+from autotune.core.device import CPU_UUID, Device
 
 ROOT = Path("/")
 

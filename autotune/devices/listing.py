@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.devices.device import Device
 from autotune.devices.host import cpu_device
 from autotune.devices.nvml import current_session, nvml_problem
 

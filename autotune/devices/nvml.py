@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from autotune.core.device import Device, Neighbour
 from autotune.devices.condition import Condition, GpuPolicy
-from autotune.devices.device import Device, Neighbour
 from autotune.devices.host import host_memory
 
 # nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlReturn_t.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autotune.core.trial import Candidate, Measurement
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Measurement
 from autotune.space.dataloader import LOADER_BOUND, waits_for_data
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotune.core.trial import Arm, Candidate, Failed, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.space import Space

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, memory_class
 from autotune.estimate.pooling import Pool, Speed

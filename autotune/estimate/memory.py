@@ -8,7 +8,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autotune.core.trial import PREDICTION_MARGIN, Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
 from autotune.space.dataloader import plain_loader

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.core.trial import Arm, Document
+from autotune.core.candidate import Arm, Document
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
 from autotune.estimate.memory import MemoryModel, Question, prediction_class

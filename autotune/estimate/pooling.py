@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
 from autotune.core.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
 from autotune.core.step_time import mean_step
-from autotune.core.trial import Candidate, Completed, Measurement, Outcome, distinct_processes, process_of
 from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
 # Relative deviation between the means of processes, with the degrees of freedom that it is worth. Measured on H200

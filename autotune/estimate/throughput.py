@@ -18,8 +18,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune.core.candidate import Arm
+from autotune.core.outcome import Measurement
 from autotune.core.statistics import quantile
-from autotune.core.trial import Arm, Measurement
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from autotune.core.candidate import Candidate, Document
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import LineReader, wait_until_ready, write_all
-from autotune.core.trial import Candidate, Document, Effort, Failed, Outcome, OutOfMemory
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.host import oom_kills

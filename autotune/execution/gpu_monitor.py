@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from autotune.core.errors import DeviceError
-from autotune.core.trial import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes
 from autotune.devices import Condition, Device, busy_pids, device_condition
 from autotune.devices.presence import Presence, had_company

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
 from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.scratch import make_scratch
-from autotune.core.trial import Document
 from autotune.devices import Device
 from autotune.execution import launch
 from autotune.execution.process_environment import server_environment

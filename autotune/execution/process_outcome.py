@@ -6,8 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+from autotune.core.candidate import Document
 from autotune.core.errors import TrainingSourceError
-from autotune.core.trial import Document, Failed, Outcome, outcome_from_document
+from autotune.core.outcome import Failed, Outcome, outcome_from_document
 
 
 def tail(path: str | Path, lines: int = 3) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune.core.trial import Candidate, Completed, Failed, Outcome, OutOfMemory
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune.core.trial import Arm, Candidate, Measurement, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.results.report import Report, measurement, verdict
 from autotune.store import TrialRecord

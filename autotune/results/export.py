@@ -7,9 +7,10 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autotune.core.candidate import Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
-from autotune.core.trial import Candidate, Completed
+from autotune.core.outcome import Completed
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of

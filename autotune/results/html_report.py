@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable
 
 from autotune import __version__
-from autotune.core.trial import Document, Measurement
+from autotune.core.candidate import Document
+from autotune.core.outcome import Measurement
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.estimate.memory import MemoryPrediction

@@ -6,9 +6,10 @@ import functools
 import math
 from dataclasses import dataclass
 
+from autotune.core.candidate import PRECISIONS, Document
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, facts_from_document
 from autotune.core.errors import StorageError
-from autotune.core.trial import PRECISIONS, Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full

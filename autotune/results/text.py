@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autotune.core.trial import Completed, Document, Failed, Measurement, OutOfMemory, source_of
+from autotune.core.candidate import Document
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.report import Report, data_facts, lengths_of, measurement, verdict

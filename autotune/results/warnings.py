@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement

@@ -6,7 +6,8 @@ import dataclasses
 import os
 from collections.abc import Collection
 
-from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort, Measurement
 
 LOADER_BOUND = 0.1
 """Waiting longer than this for data, as a share of a step, is worth a remedy."""

@@ -6,8 +6,8 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal
 
+from autotune.core.candidate import Arm
 from autotune.core.errors import InvalidRequestError
-from autotune.core.trial import Arm
 from autotune.core.workload import Workload
 
 LeverChoice = Literal["auto", "on", "off"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.core.trial import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
 from autotune.space.features import LeverChoice

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.trial import Arm, Candidate
 
 EVALUATION_BATCH = "per_device_eval_batch_size"
 # transformers 5.18 and later spell gradient checkpointing anew and deprecate the old name.

@@ -11,8 +11,8 @@ from typing import Literal
 from sqlalchemy import Engine, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
-from autotune.core.trial import Document
 from autotune.store.engine import build_engine, storage_errors, transaction
 from autotune.store.location import resolve_location
 from autotune.store.records import now

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from autotune.core.trial import Candidate, Document, Outcome
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Outcome
 
 StudyState = Literal["running", "finished", "interrupted"]
 Stage = Literal["search", "final", "baseline", "reused"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autotune.core.trial import TRANSIENT, Candidate, Completed, Failed, OutOfMemory
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import TRANSIENT, Completed, Failed, OutOfMemory
 from autotune.store import Stage, TrialRecord
 
 # The search was killed: hardly ever the candidate's doing, but one that takes the machine down must not do so for ever.

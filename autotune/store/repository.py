@@ -13,8 +13,9 @@ from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
-from autotune.core.trial import Candidate, Document, Failed, Outcome, outcome_document, outcome_from_document
+from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import autotune
+from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
-from autotune.core.trial import Document
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.store import AnswerKind, Answers, open_answers

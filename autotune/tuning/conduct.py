@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from autotune.core.candidate import Document
 from autotune.core.errors import NoResultError, NothingFitsError
-from autotune.core.trial import Document
 from autotune.devices.presence import Presence
 from autotune.execution import LocalRunner
 from autotune.execution.gpu_monitor import SharedRunner, WatchedRunner

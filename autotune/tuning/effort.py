@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Effort
 from autotune.core.statistics import CONFIDENCE
-from autotune.core.trial import Candidate, Effort
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.dataloader import patience

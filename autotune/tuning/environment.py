@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.core.trial import Arm, Document
+from autotune.core.candidate import Arm, Document
 from autotune.core.workload import Workload
 from autotune.devices import Device, gpu_policy, processor_name
 from autotune.space.dataloader import usable_cores

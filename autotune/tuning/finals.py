@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autotune.core.trial import Candidate
+from autotune.core.candidate import Candidate
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 

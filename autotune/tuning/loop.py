@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import AutotuneError
-from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, Outcome, process_of
+from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.throughput import Speeds

@@ -13,7 +13,8 @@ from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import TrialState
 
-from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory, source_of
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors

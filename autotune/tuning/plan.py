@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autotune.core.trial import Candidate
+from autotune.core.candidate import Candidate
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full

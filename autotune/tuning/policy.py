@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from autotune.core.trial import Candidate
+from autotune.core.candidate import Candidate
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.memory import memory_class

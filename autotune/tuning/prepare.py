@@ -8,8 +8,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.core.trial import Candidate, Document
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autotune.core.candidate import Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.core.trial import Effort, Precision
+from autotune.core.outcome import Effort
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom

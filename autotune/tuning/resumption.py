@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
+from autotune.core.candidate import PRECISIONS, Document
 from autotune.core.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.core.masking import masked_options
 from autotune.core.training_source import TrainingSource
-from autotune.core.trial import PRECISIONS, Document
 from autotune.core.workload import DTYPES, TASKS, Workload
 from autotune.devices import Device, Headroom, find_device, list_devices
 from autotune.space.features import LEVERS, LeverChoice

@@ -23,7 +23,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
-from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome, OutOfMemory, Source
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory, Source
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
@@ -74,7 +75,7 @@ class Library:
 
         ``in_full`` asks for a measurement of whole steps, micro-step for micro-step. ``not_from`` names trials that
         may not answer: for a second measurement, those that the candidate's outcomes so far are from (see
-        ``autotune.core.trial.process_of``). A second measurement is never derived from a trial of another candidate.
+        ``autotune.core.outcome.process_of``). A second measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)
         exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]

@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.estimate.history import History
 from autotune.space.space import Space
 from autotune.tuning.policy import SAMPLERS as SAMPLERS

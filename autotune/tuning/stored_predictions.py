@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import AutotuneError
-from autotune.core.trial import Candidate, Document
 from autotune.devices import Device
 from autotune.estimate.memory import MemoryPrediction
 from autotune.results.report import Report

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
-from autotune.core.trial import Failed, source_of
+from autotune.core.outcome import Failed, source_of
 from autotune.core.units import format_bytes, plural
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
-from autotune.core.trial import Arm, Candidate, Document
 from autotune.execution.oneshot import run_fresh
 from autotune.space.space import Batches
 from autotune.space.training_arguments import training_arguments

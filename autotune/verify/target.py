@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
-from autotune.core.trial import Document, Measurement
+from autotune.core.outcome import Measurement
 from autotune.devices import Device, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from autotune.core.candidate import Document
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.trial import Document
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits

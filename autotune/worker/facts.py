@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker.context import context_bytes
+from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_implementations, optimizer_names
 from autotune.worker.trial.build import build_config, build_model, model_class
-from autotune.worker.trial.failures import first_line
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from autotune.cli.view import View
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine import PROJECT, STAND_INS, Machine, uuid_of
 
+from autotune.core.candidate import PRECISIONS
+from autotune.core.candidate import Precision as TrialPrecision
+from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
-from autotune.core.trial import PRECISIONS
-from autotune.core.trial import Precision as TrialPrecision
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, device_used_bytes, find_device
-from autotune.devices.device import Precision as DevicePrecision
 from autotune.devices.nvml import visible_gpus
 
 

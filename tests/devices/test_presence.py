@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from recorded import job_of, measurement
 
-from autotune.core.trial import Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.devices.presence import Presence, had_company
 from autotune.execution.executor import Progress, TrialJob

@@ -14,7 +14,7 @@ from pages import blocks, commands, pages, read
 
 from autotune.api import Result
 from autotune.cli.main import cli
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.space.training_arguments import training_arguments
 from autotune.tuning.environment import _VARIABLE_PREFIXES, _VARIABLES
 

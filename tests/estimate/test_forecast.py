@@ -10,7 +10,8 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
-from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
 from searching import ceiling_of
 
-from autotune.core.trial import PRECISIONS, Arm, Candidate, Completed, Outcome, OutOfMemory
+from autotune.core.candidate import PRECISIONS, Arm, Candidate
+from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.estimate.memory import memory_class

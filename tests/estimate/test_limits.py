@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from reported import BASELINE, BF16, WORKLOAD, completed, report, trial
 
-from autotune.core.trial import Arm, Candidate, Completed, Measurement
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.report import Report
 from autotune.results.text import summary_lines, trial_document

@@ -8,7 +8,8 @@ import pytest
 from recorded import measurement
 from searching import ceiling_of
 
-from autotune.core.trial import Arm, Candidate, Completed
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
 from autotune.estimate.throughput import Speeds

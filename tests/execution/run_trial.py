@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tiny import AMPLE_BYTES, QUICK
 
-from autotune.core.trial import Arm, Candidate, Document, Effort, Outcome
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Effort, Outcome
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.core.trial import Completed, Measurement, outcome_document
+from autotune.core.outcome import Completed, Measurement, outcome_document
 from autotune.worker import server
 
 CHATTER_BYTES = 100 * 1024**2

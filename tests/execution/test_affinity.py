@@ -14,8 +14,9 @@ from recorded import measurement
 from reported import OLD_FIELDS, report_of
 from searching import ceiling_of, prepared, request
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError
-from autotune.core.trial import Arm, Candidate, Completed, Effort, outcome_document, outcome_from_document
+from autotune.core.outcome import Completed, Effort, outcome_document, outcome_from_document
 from autotune.core.units import GIB
 from autotune.devices import find_device
 from autotune.devices.cores import can_pin

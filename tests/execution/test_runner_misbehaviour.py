@@ -18,8 +18,9 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload
 
+from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
-from autotune.core.trial import Completed, Document, Failed
+from autotune.core.outcome import Completed, Failed
 from autotune.devices import Device
 from autotune.execution import LocalRunner
 from autotune.execution.oneshot import run_fresh

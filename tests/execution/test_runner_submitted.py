@@ -10,7 +10,8 @@ from pathlib import Path
 from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 
-from autotune.core.trial import Completed, Document, Failed
+from autotune.core.candidate import Document
+from autotune.core.outcome import Completed, Failed
 from autotune.execution import LocalRunner
 
 

@@ -15,7 +15,8 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.devices import Device
 from autotune.execution import LocalRunner

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.core.trial import Candidate, Completed, Document, Measurement, Outcome, OutOfMemory, outcome_document
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory, outcome_document
 from autotune.worker import server
 
 MIB = 1024**2

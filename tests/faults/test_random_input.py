@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from searching import BERT_LARGE, H200
 
 from autotune.cli.main import cli, main
+from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError
-from autotune.core.trial import Document
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.resumption import request_from_document, workload_from_document
 

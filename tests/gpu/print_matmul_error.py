@@ -8,7 +8,8 @@ import tempfile
 
 import torch
 
-from autotune.core.trial import Arm, Candidate, Effort
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort
 from autotune.worker.trial.run import trainer_arguments
 
 

@@ -15,18 +15,9 @@ import pytest
 from processes import all_gone, children, processes_named
 from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
-from autotune.core.trial import (
-    PRECISIONS,
-    Arm,
-    Candidate,
-    Completed,
-    Document,
-    Effort,
-    Measurement,
-    Outcome,
-    OutOfMemory,
-)
-from autotune.core.trial import Precision as PrecisionName
+from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
+from autotune.core.candidate import Precision as PrecisionName
+from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, list_devices, nvml_problem
 from autotune.execution import LocalRunner

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from reported import OLD_FIELDS, report_of
 from tiny import tiny_workload
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
-from autotune.core.trial import Arm, Candidate, Failed
+from autotune.core.outcome import Failed
 from autotune.core.workload import Workload
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render
 from autotune.space.training_arguments import checkpointing_field

@@ -17,8 +17,9 @@ from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, always
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import NothingFitsError
-from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, OutOfMemory
+from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WINNER, WORKLOAD, completed, report, trial
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, UnknownStudyError
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.units import GIB
 from autotune.results.report import Report, describe_data, load_report, times, verdict
 from autotune.results.text import report_document, summary_lines, trial_document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.core.trial import PRECISIONS, Arm, Candidate, Precision
+from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 
 OLD = {"gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu"}

@@ -18,8 +18,9 @@ from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request,
 from test_history import history_of, ran_out
 from tiny import tiny_workload
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.core.trial import Arm, Candidate, Completed
+from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import find_device

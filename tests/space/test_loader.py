@@ -9,9 +9,10 @@ from typing import Any
 from recorded import ComputedRunner
 from searching import BERT_LARGE, Run, facts, new_store, request, search
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.outcome import Completed, Effort, Measurement, Outcome
 from autotune.core.training_source import TrainingSource
-from autotune.core.trial import Arm, Candidate, Completed, Effort, Measurement, Outcome
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.estimate.memory import memory_class

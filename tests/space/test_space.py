@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, arms
 
+from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
-from autotune.core.trial import Arm, Candidate, Precision
 from autotune.core.workload import DTypeName
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space, choose_arms, choose_precisions
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
 
 

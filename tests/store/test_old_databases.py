@@ -15,8 +15,9 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
-from autotune.core.trial import Arm, Candidate, Failed
+from autotune.core.outcome import Failed
 from autotune.results.report import load_report
 from autotune.results.text import report_document, summary_lines
 from autotune.store import current_revision, migrations_folder, open_store

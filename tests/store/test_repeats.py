@@ -10,16 +10,8 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory
 from searching import new_store, search
 
-from autotune.core.trial import (
-    Arm,
-    Candidate,
-    Completed,
-    Failed,
-    Outcome,
-    OutOfMemory,
-    outcome_document,
-    outcome_from_document,
-)
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory, outcome_document, outcome_from_document
 from autotune.estimate.history import History, Tried
 from autotune.store import Store, TrialRecord
 from autotune.store.repeats import Repeats

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
-from autotune.core.trial import Document
 from autotune.store import Store, open_answers, open_store
 
 PREDICTED: Document = {"batches": [], "largest_batch": 64}

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import optuna
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
-from autotune.core.trial import Arm, Candidate, OutOfMemory
+from autotune.core.outcome import OutOfMemory
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
 
 NewStudy = Callable[[str], StudyRecord]

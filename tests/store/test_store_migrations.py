@@ -18,8 +18,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 
 import autotune
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
-from autotune.core.trial import Arm, Candidate
 from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location

@@ -18,8 +18,9 @@ from arbitrary import candidates, outcomes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, TrialRecord, new_id, open_store
 
 NewStudy = Callable[[str], StudyRecord]

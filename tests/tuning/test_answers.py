@@ -14,9 +14,9 @@ import pytest
 from searching import BERT_LARGE, H200, ceiling_of, new_store
 
 import autotune
+from autotune.core.candidate import Arm, Document
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.training_source import find_trainer
-from autotune.core.trial import Arm, Document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from searching import BERT_LARGE, FACTS, H200, prepared, request
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy
 from autotune.tuning import environment as module

@@ -9,7 +9,8 @@ import pytest
 from recorded import measurement
 from searching import ceiling_of
 
-from autotune.core.trial import Arm, Candidate, Completed, Failed, Source
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed, Source
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
 from autotune.tuning.finals import finals

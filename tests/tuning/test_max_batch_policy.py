@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import BATCHES, ComputedRunner, RecordedRunner, fault, ooms, run_policy
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space

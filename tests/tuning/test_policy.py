@@ -18,7 +18,8 @@ from recorded import (
 )
 from searching import CONTEXT_BYTES, arms, ceiling_of
 
-from autotune.core.trial import Arm, Candidate, Completed, Precision
+from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.outcome import Completed
 from autotune.core.units import GIB, MIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.training_source import TrainingSource
-from autotune.core.trial import Arm, Candidate
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Headroom

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from searching import H200, request
 
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.core.trial import Effort
+from autotune.core.outcome import Effort
 from autotune.devices import Headroom
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, measurement, out_of_memory
 from searching import ceiling_of, new_store, prepared, search, with_environment
 
-from autotune.core.trial import (
-    Arm,
-    Candidate,
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import (
     Completed,
     Effort,
     Failed,

@@ -12,7 +12,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from recorded import ComputedRunner, run_candidate
 from searching import arms, ceiling_of
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.units import GIB
 from autotune.estimate.history import History
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space

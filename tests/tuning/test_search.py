@@ -9,8 +9,9 @@ import pytest
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault, out_of_memory
 from searching import interrupt_after, new_store, request, search
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NoResultError, NothingFitsError, TrialServerError
-from autotune.core.trial import Arm, Candidate, Failed, OutOfMemory
+from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.store import Store
 

@@ -16,8 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import NothingFitsError
-from autotune.core.trial import Arm, Candidate, Completed, Document, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.execution.executor import TrialJob
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord

@@ -29,8 +29,9 @@ from searching import (
     with_environment,
 )
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError, StorageError
-from autotune.core.trial import Arm, Candidate, Completed, Failed
+from autotune.core.outcome import Completed, Failed
 from autotune.core.units import GIB, MIB
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, open_store
 from autotune.tuning.optuna_study import OptunaStudy

@@ -13,7 +13,7 @@ from searching import RecordingObserver
 from worlds import Machine, Summary, World, draw, play
 
 from autotune.core.errors import NoResultError, NothingFitsError
-from autotune.core.trial import Outcome
+from autotune.core.outcome import Outcome
 from autotune.execution.executor import TrialJob
 from autotune.store import open_store
 from autotune.tuning.loop import Search

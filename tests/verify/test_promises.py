@@ -11,7 +11,7 @@ import pytest
 from promise_tables import read_interval, read_records, read_search, read_verification, table
 from promises import PROMISES, RECORDED, environment_of, run, schedule
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.workload import TASKS
 from autotune.models import catalog
 

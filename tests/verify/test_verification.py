@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
-from autotune.core.trial import Arm, Candidate, Completed, Measurement
+from autotune.core.outcome import Completed, Measurement
 from autotune.core.units import GIB
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh

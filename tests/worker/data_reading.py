@@ -8,8 +8,9 @@ from typing import Any
 from server_client import ServerClient
 from tiny import QUICK
 
+from autotune.core.candidate import Candidate
 from autotune.core.dataset_spec import DataSpec, facts_from_document, locate
-from autotune.core.trial import Candidate, Effort
+from autotune.core.outcome import Effort
 from autotune.core.workload import Workload
 
 

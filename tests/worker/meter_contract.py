@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from autotune.core.trial import OutOfMemory
+from autotune.core.outcome import OutOfMemory
 from autotune.core.units import MIB
-from autotune.worker.trial.failures import classify
+from autotune.worker.failures import classify
 from autotune.worker.trial.meter import Meter, open_meter
 
 CAP_BYTES = 512 * MIB

@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 
-from autotune.core.trial import Candidate, Effort
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Effort
 from autotune.worker.trial.run import trainer_arguments
 
 

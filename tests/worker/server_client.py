@@ -13,7 +13,8 @@ from typing import Any
 import warm
 from tiny import AMPLE_BYTES, QUICK
 
-from autotune.core.trial import Candidate, Completed, Document, Effort, Failed, Outcome, outcome_from_document
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed
 from autotune.core.workload import Task, Workload
 from autotune.devices import find_device
 from autotune.execution import LocalRunner

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autotune.core.trial import Failed, OutOfMemory
-from autotune.worker.trial.failures import classify, first_line
+from autotune.core.outcome import Failed, OutOfMemory
+from autotune.worker.failures import classify, first_line
 
 MEMORY: dict[str, Any] = {"peak_allocated_bytes": 70, "peak_reserved_bytes": 80, "cap_bytes": 100}
 NEAR_THE_CAP = {**MEMORY, "peak_reserved_bytes": 95}

@@ -11,7 +11,8 @@ import torch
 from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
-from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort, Measurement
 from autotune.worker.dataset.epoch_sample import Schedule
 from autotune.worker.trial import gpu_busy, measure
 from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals

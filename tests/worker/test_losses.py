@@ -9,7 +9,8 @@ import torch
 from server_client import ServerClient
 from tiny import tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed, Failed
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed
 from autotune.worker.trial.losses import LossWatch, skipped_steps
 from autotune.worker.verify.loss_curve import without_dropout
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from fake_meter import FakeClock, FakeMeter
 
-from autotune.core.trial import Arm, Candidate, Effort, Measurement
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
 from autotune.worker.dataset.epoch_sample import Schedule
 from autotune.worker.trial import measure
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
-from autotune.worker.user.rehearsal import Rehearsing
+from autotune.worker.trial.rehearsal import Rehearsing
 
 STEADY = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=4, max_seconds=1000.0)
 

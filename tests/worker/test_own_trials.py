@@ -13,8 +13,9 @@ from server_client import Answer, ServerClient
 from texts import write_texts
 from tiny import QUICK
 
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.training_source import find_script, find_trainer
-from autotune.core.trial import Arm, Candidate, Document, Effort, Failed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 

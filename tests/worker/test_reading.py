@@ -25,7 +25,8 @@ from own_data import (
 from server_client import ServerClient
 from tiny import QUICK, attention_of_task, tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.core.workload import Task, Workload
 from autotune.devices.gpus import CHIPS

@@ -11,11 +11,12 @@ import torch
 from tiny import AMPLE_BYTES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Effort
 from autotune.core.training_source import find_trainer
-from autotune.core.trial import Arm, Candidate, Document, Effort
 from autotune.core.workload import Workload
 from autotune.worker.trial.meter import CpuMeter
-from autotune.worker.user.rehearsal import Rehearsing
+from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.trainer_trial import _OwnTrial
 
 

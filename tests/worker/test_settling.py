@@ -10,7 +10,8 @@ import torch
 from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 
-from autotune.core.trial import Arm, Candidate, Effort
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Effort
 from autotune.worker.dataset.epoch_sample import Schedule
 from autotune.worker.trial import measure
 from autotune.worker.trial.losses import ScalerWatch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 from autotune.space.training_arguments import checkpointing_field

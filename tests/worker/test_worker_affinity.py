@@ -12,7 +12,7 @@ import pytest
 from server_client import ServerClient
 from tiny import tiny_workload
 
-from autotune.core.trial import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.devices.cores import can_pin, usable_core_numbers
 from autotune.worker.verify import stock
 

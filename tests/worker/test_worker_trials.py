@@ -9,7 +9,8 @@ import pytest
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, QUICK, attention_of_task, tiny_workload
 
-from autotune.core.trial import Arm, Candidate, Completed, Effort, Failed, Measurement, OutOfMemory
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory
 from autotune.core.units import MIB
 from autotune.core.workload import TASKS, Task
 

@@ -12,8 +12,8 @@ from autotune.core.dataset_spec import DataSpec, data_files, under_plain_names
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import in_one_line
 from autotune.models.hub_revision import commit_of
+from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import in_stored_order
-from autotune.worker.trial.failures import first_line
 
 # How datasets says of files without rows that there are none.
 _NO_DATA = "corresponds to no data"

@@ -20,10 +20,10 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
+from autotune.core.candidate import Document
 from autotune.core.dataset_folder import publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
 from autotune.core.errors import AutotuneError, InvalidRequestError
-from autotune.core.trial import Document
 from autotune.core.workload import Workload
 from autotune.worker.dataset.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
 from autotune.worker.dataset.epoch_sample import (
@@ -35,8 +35,8 @@ from autotune.worker.dataset.epoch_sample import (
     grouped_order,
 )
 from autotune.worker.dataset.loading import load
+from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table
-from autotune.worker.trial.failures import first_line
 
 _HUB_TIMEOUT_SECONDS = 10.0
 _TARGET_NAMES = ("target", "summary", "labels", "label")

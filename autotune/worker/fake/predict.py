@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autotune.core.trial import PREDICTION_MARGIN, Arm, Document
+from autotune.core.candidate import Arm, Document
+from autotune.core.ceiling import PREDICTION_MARGIN
 from autotune.core.workload import Workload
 from autotune.devices.gpus import Chip
 from autotune.worker.fake.allocator import OutOfCapError, replay

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.core.trial import Arm
+from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import Chip
 from autotune.worker.fake.scaling import ScalableStep, telling_batch

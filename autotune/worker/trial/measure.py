@@ -11,15 +11,16 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Effort, Measurement
 from autotune.core.step_time import is_enough, mean_step
-from autotune.core.trial import Candidate, Effort, Measurement
 from autotune.space.dataloader import batches_ahead
 from autotune.space.features import compiles
 from autotune.worker.dataset.epoch_sample import Schedule
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.meter import Meter
-from autotune.worker.user.rehearsal import Rehearsing
+from autotune.worker.trial.rehearsal import Rehearsing
 
 # Rehearsals of three steps and more may take so many times as long as the measured steps, and no longer.
 _REHEARSAL_PATIENCE = 3.0

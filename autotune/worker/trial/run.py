@@ -14,22 +14,14 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments, set_seed
 
-from autotune.core.trial import (
-    Candidate,
-    Completed,
-    Document,
-    Effort,
-    Failed,
-    Measurement,
-    OutOfMemory,
-    outcome_document,
-)
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import training_arguments
 from autotune.worker.dataset.epoch_sample import BatchShape, Feed, Schedule
+from autotune.worker.failures import classify
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows
-from autotune.worker.trial.failures import classify
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch

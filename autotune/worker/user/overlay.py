@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.

@@ -14,29 +14,21 @@ from typing import Any, NoReturn
 
 from transformers import Trainer
 
+from autotune.core.candidate import Candidate, Document
+from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.core.training_source import TrainingSource
-from autotune.core.trial import (
-    Candidate,
-    Completed,
-    Document,
-    Effort,
-    Failed,
-    Measurement,
-    OutOfMemory,
-    outcome_document,
-)
 from autotune.core.workload import BYTES_PER_ELEMENT, Workload
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
+from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
 from autotune.worker.process import in_fork, leave
-from autotune.worker.trial.failures import first_line
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
+from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.run import Trial
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script, trim
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
-from autotune.worker.user.rehearsal import Rehearsing
 
 SendMessage = Callable[[str, Document], None]
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]

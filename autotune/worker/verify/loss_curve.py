@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 from autotune.core.workload import Workload
+from autotune.worker.failures import classify
 from autotune.worker.trial.build import build_config
-from autotune.worker.trial.failures import classify
 from autotune.worker.trial.losses import on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import open_meter
 from autotune.worker.verify.stock import build_trainer, serve

@@ -16,14 +16,14 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.core.trial import Document
+from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker import process
 from autotune.worker.dataset.epoch_sample import Feed
 from autotune.worker.facts import package_versions
+from autotune.worker.failures import classify
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model
-from autotune.worker.trial.failures import classify
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset

@@ -1,4 +1,4 @@
-"""How many bytes a trial may reach: the allocator's cap, the headroom below it, and the line between."""
+"""Compute how many bytes a trial may reserve: the allocator's cap, the headroom below it, the line between them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.units import format_bytes, parse_bytes
-from autotune.devices.device import Device
+
+PREDICTION_MARGIN = 0.01
+"""What is predicted to fit stays so much below the line: of 44 arms of eleven models, recorded on an H200, the largest
+batch is then right or one multiple too small in 40, one too large in two, and three or four too small in two."""
 
 DEFAULT_HEADROOM_FRACTION = 0.03
 """A choice, not a measurement: room for what a short trial does not show of a long run, such as fragmentation."""

@@ -79,7 +79,7 @@ class Device:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """What the device computes natively, in the order of ``autotune.core.trial.PRECISIONS``."""
+        """What the device computes natively, in the order of ``autotune.core.candidate.PRECISIONS``."""
         if self.kind == "cpu":
             return ("fp32", "bf16") if self.native_bf16 else ("fp32",)
         return precisions_of(self.capability or (0, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from autotune.core.trial import Failed, FailureReason, OutOfMemory
+from autotune.core.outcome import Failed, FailureReason, OutOfMemory
 
 # Lower-case fragments of messages, each seen in the wild; the exception's type alone does not tell,
 # because cuBLAS, cuDNN and asynchronous kernels raise plain RuntimeErrors.

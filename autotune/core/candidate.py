@@ -1,0 +1,98 @@
+"""Name what is tried: an arm of the search space, and a candidate, which is an arm with its batch.
+
+Both are frozen values that cross the process border and the database as plain JSON documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.device import Precision as Precision
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A candidate without its batch. Names are those of ``TrainingArguments`` where it has them."""
+
+    precision: Precision = "fp32"
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+    optim: str = "adamw_torch_fused"
+    expandable_segments: bool = False
+    """A setting of CUDA's caching allocator, not of the Trainer: what is freed can be put together again."""
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_prefetch_factor: int | None = None
+    cpu_affinity: bool = False
+    """Run all threads of the training process on one CPU core; loading processes stay free."""
+
+    def describe(self) -> str:
+        """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
+        words: list[str] = [self.precision]
+        if self.gradient_checkpointing:
+            words.append("checkpointing")
+        if self.attn_implementation != "sdpa":
+            words.append(self.attn_implementation)
+        if self.optim != "adamw_torch_fused":
+            words.append(self.optim)
+        if self.expandable_segments:
+            words.append("expandable segments")
+        if self.use_liger_kernel:
+            words.append("liger")
+        if self.torch_compile:
+            words.append("compiled")
+        if self.dataloader_num_workers:
+            words.append(f"{self.dataloader_num_workers} loaders")
+        if self.dataloader_prefetch_factor:
+            words.append(f"prefetch {self.dataloader_prefetch_factor}")
+        if self.cpu_affinity:
+            words.append("pinned to one core")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One assignment of everything that is searched; ``batch × accumulation`` is per device."""
+
+    arm: Arm
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int = 1
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one device sees in one optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def accumulates(self) -> bool:
+        """Gradients then outlive a micro-step, so that peak memory is of another class."""
+        return self.gradient_accumulation_steps > 1
+
+    def describe(self) -> str:
+        """``32 × 2  bf16, checkpointing``."""
+        return f"{self.per_device_train_batch_size} × {self.gradient_accumulation_steps}  {self.arm.describe()}"
+
+    def parameters(self) -> Document:
+        """Flat, under the fixed names that records, Optuna and ``--json`` share."""
+        return {
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            **dataclasses.asdict(self.arm),
+        }
+
+    @classmethod
+    def from_parameters(cls, parameters: Document) -> Candidate:
+        """The inverse of ``parameters``; unknown keys are ignored."""
+        names = [f.name for f in dataclasses.fields(Arm)]
+        return cls(
+            Arm(**{name: parameters[name] for name in names if name in parameters}),
+            int(parameters["per_device_train_batch_size"]),
+            int(parameters["gradient_accumulation_steps"]),
+        )
