@@ -127,6 +127,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("autotune: interrupted", err=True)
+        _forget_interrupt()
         return INTERRUPTED
     except BrokenPipeError:
         _forget_output()
@@ -135,6 +136,16 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
         _forget_output()
         return AutotuneError.exit_code
+
+
+def _forget_interrupt() -> None:
+    """Let the interpreter exit with our code after a Ctrl-C that reached code which ``exec`` runs.
+
+    CPython remembers a ``KeyboardInterrupt`` that leaves ``exec`` of a text, as dataclasses and SQLAlchemy run while
+    they are imported, and with ``python -m`` then ends by the signal, whoever handled it (``run_eval_code_obj`` in
+    Python/pythonrun.c and ``Py_RunMain`` in Modules/main.c, 3.11 to 3.14). Each ``exec`` starts by forgetting it.
+    """
+    exec("")
 
 
 def _forget_output() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -127,10 +127,27 @@ def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
     """There is nothing to wait for."""
     search.await_line("starting a process")
     search.await_server()
-    # While the controller still imports, Python itself may end by the signal; the server imports for seconds longer.
-    time.sleep(2.5)
     search.interrupt()
     code, stdout = search.end()
     assert (code, stdout) == (130, "")
     assert not list(search.folder.iterdir())
     assert not any("Traceback" in line for line in search.lines)
+
+
+def test_within_code_that_an_import_executes(tmp_path: Path) -> None:
+    """Python would end by the signal itself, whatever the command made of it."""
+    code = (
+        "import autotune.cli.devices as devices\n"
+        "def interrupted(*_, **__): exec('raise KeyboardInterrupt')\n"
+        "devices.devices.callback = interrupted\n"
+        "from autotune.cli.main import main\n"
+        "main(['devices'])\n"
+    )
+    (tmp_path / "interrupted.py").write_text(code)
+    variables = environment()
+    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "interrupted"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.split("\n")[-2] == "autotune: interrupted"
