@@ -27,13 +27,14 @@ from typing import Any, TextIO
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.outcome import Completed, Effort, Outcome
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
 from autotune.devices.cores import core_for, usable_core_numbers
 from autotune.estimate.history import cap_of
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 

@@ -25,11 +25,12 @@ from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, format_bytes
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import how_to_install, packages_of, require, version_of
 
 # The guide's batch: every row's optimizer step sees four samples, at once or one by one.

@@ -32,12 +32,13 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
 from autotune.core.outcome import Completed, Effort, outcome_document
 from autotune.core.units import GIB
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import Device, device_used_bytes, find_device
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.execution.process_environment import server_environment
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 
 # All micro-steps are run, and two steps before the measured one: reserved memory no longer grows then.
 _EFFORT = Effort(warmup_steps=2, min_steps=1, max_steps=1, max_micro_steps=1024)

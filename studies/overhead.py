@@ -21,9 +21,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.training_arguments import training_arguments
 from autotune.worker.facts import package_versions
 from autotune.worker.trial.build import build_model

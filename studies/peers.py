@@ -44,11 +44,12 @@ from rich.table import Table
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.units import parse_bytes
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 

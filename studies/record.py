@@ -21,12 +21,13 @@ from typing import Any
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, parse_bytes
-from autotune.core.workload import Workload, choose_seq_len, infer_task
+from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.estimate.history import History, Tried
 from autotune.execution import LocalRunner
 from autotune.execution.executor import TrialJob
 from autotune.models.resolve import resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.space import Space
 from autotune.tuning.policy import MaxBatchPolicy
 from autotune.tuning.prepare import Prepared, prepare

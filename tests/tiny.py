@@ -7,8 +7,9 @@ from typing import Any
 
 from autotune.core.outcome import Effort
 from autotune.core.units import GIB
-from autotune.core.workload import Task, Workload, choose_seq_len, infer_task
+from autotune.core.workload import Task, Workload
 from autotune.models import catalog
+from autotune.models.tasks import choose_seq_len, infer_task
 
 AMPLE_BYTES = 16 * GIB
 """A cap that no tiny model meets."""

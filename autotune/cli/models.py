@@ -13,8 +13,8 @@ from autotune.cli.table import print_table
 def models(as_json: bool) -> None:
     """List the catalog: architectures that need no download."""
     from autotune.core.units import format_count
-    from autotune.core.workload import infer_task
     from autotune.models.catalog import entries
+    from autotune.models.tasks import infer_task
 
     if as_json:
         print_json(

@@ -29,6 +29,7 @@ from autotune.devices.host import oom_kills
 from autotune.execution import launch
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import check_own_code, how_it_ended, outcome_of, tail
+from autotune.models.dataset_files import check_unchanged
 
 Progress = Callable[[Document], None]
 
@@ -360,7 +361,7 @@ class LocalRunner:
     def _read_anew(self, folder: Path) -> None:
         assert self._workload.data is not None
         # Its folder is named after what the data held when it was looked at.
-        self._workload.data.check_unchanged()
+        check_unchanged(self._workload.data)
         log_path = self._log_folder / "read_data.log"
         job = {
             "id": "read_data",

@@ -33,7 +33,7 @@ from autotune.store import (
     resolve_location,
 )
 from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
-from autotune.tuning.optuna_study import OBJECTIVE_NAMES
+from autotune.store.records import OBJECTIVE_NAMES
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -17,6 +17,9 @@ TrialState = Literal["running", "completed", "out_of_memory", "failed"]
 TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
 """The Optuna trial user attribute that holds ``TrialRecord.id``; Optuna reuses its own ids, a UUID is never reused."""
 
+OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
+"""What the value of a trial is in Optuna, by the study's objective; dashboards label their axes with it."""
+
 
 def new_id() -> str:
     """A fresh identifier: 32 hexadecimal digits."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from autotune.core.dataset_spec import DataFacts, describe_lengths
 from autotune.core.errors import InvalidRequestError
-from autotune.core.workload import max_seq_len
 from autotune.execution import LocalRunner
+from autotune.models.tasks import max_seq_len
 from autotune.tuning.request import SearchRequest
 
 

@@ -6,12 +6,14 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from autotune.core.dataset_spec import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec, locate, tokenizer_content
+from autotune.core.dataset_spec import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.training_source import find_script, find_trainer
-from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload, choose_seq_len, infer_task
+from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload
 from autotune.devices import Device, Headroom, find_device
+from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.resolve import ModelSource, resolve_model
+from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import LeverChoice, segments_expand
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 

@@ -18,14 +18,13 @@ from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
+from autotune.store.records import OBJECTIVE_NAMES
 from autotune.tuning.policy import Objective
 from autotune.tuning.sampler import params_of
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
 CONSTRAINT = "memory_over_line_gib"
 _THIS_MODULE = re.escape(__name__) + r"\Z"
-OBJECTIVE_NAMES: dict[Objective, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
-"""What the value of a trial is, by the study's objective; dashboards label their axes with it."""
 
 
 @dataclass(frozen=True)

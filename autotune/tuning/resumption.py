@@ -11,6 +11,7 @@ from autotune.core.masking import masked_options
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, TASKS, Workload
 from autotune.devices import Device, Headroom, find_device, list_devices
+from autotune.models.dataset_files import check_unchanged
 from autotune.space.features import LEVERS, LeverChoice
 from autotune.space.space import CheckpointingChoice
 from autotune.store import Store
@@ -51,7 +52,7 @@ def recorded_request(
         today = dataclasses.replace(workload, source=workload.source.as_it_is_now())
         request = dataclasses.replace(request, workload=today)
     if workload.data is not None:
-        workload.data.check_unchanged()
+        check_unchanged(workload.data)
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
     return dataclasses.replace(request, **spent)
 

@@ -10,17 +10,10 @@ import pytest
 from own_data import samples, write_jsonl, write_saved
 from tiny import tiny_workload
 
-from autotune.core.dataset_spec import (
-    DataFacts,
-    DataSpec,
-    Lengths,
-    data_files,
-    describe_lengths,
-    locate,
-    tokenizer_content,
-)
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, describe_lengths
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
+from autotune.models.dataset_files import check_unchanged, data_files, locate, tokenizer_content
 
 LENGTHS = Lengths(5, 40, 90, 101, 43.5, 0.02, 0.4, (10, 40, 20, 5))
 SPEC = DataSpec("/data/train.jsonl", "json", "abc", text_columns=("a", "b"), tokenizer="/tok", pad_to_multiple_of=8)
@@ -145,10 +138,10 @@ def test_train_is_all_only_where_nobody_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--split train"):
         locate(str(tmp_path), "train")
     found = DataSpec(source, kind, content)
-    found.check_unchanged()
+    check_unchanged(found)
     (tmp_path / "a.csv").write_text("c")
     with pytest.raises(InvalidRequestError, match="has changed"):
-        found.check_unchanged()
+        check_unchanged(found)
 
 
 def test_many_files_are_not_all_named(tmp_path: Path) -> None:

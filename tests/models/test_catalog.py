@@ -14,8 +14,8 @@ import pytest
 import warm
 
 import autotune
-from autotune.core.workload import choose_seq_len, infer_task, max_seq_len
 from autotune.models import catalog
+from autotune.models.tasks import choose_seq_len, infer_task, max_seq_len
 
 PACKAGE = Path(autotune.__file__).parent
 

@@ -18,6 +18,7 @@ from searching import BERT_LARGE, prepared
 from autotune.core import dataset_spec as data_module
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
+from autotune.models.dataset_files import check_unchanged
 from autotune.models.hub_revision import commit_of
 from autotune.tuning.prepare import changes_since
 
@@ -104,9 +105,9 @@ def test_a_study_goes_on_unless_the_dataset_has_changed(
     monkeypatch.setattr(data_module, "hub_content", lambda name: today)
     if has_changed:
         with pytest.raises(InvalidRequestError, match="has changed since"):
-            spec(recorded).check_unchanged()
+            check_unchanged(spec(recorded))
     else:
-        spec(recorded).check_unchanged()
+        check_unchanged(spec(recorded))
     given = prepared()
     workload = dataclasses.replace(BERT_LARGE, data=spec(today))
     given = dataclasses.replace(given, request=dataclasses.replace(given.request, workload=workload))

@@ -9,9 +9,10 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Candidate
-from autotune.core.dataset_spec import DataSpec, facts_from_document, locate
+from autotune.core.dataset_spec import DataSpec, facts_from_document
 from autotune.core.outcome import Effort
 from autotune.core.workload import Workload
+from autotune.models.dataset_files import locate
 
 
 def spec(path: Path, tokenizer: str | None, **changes: Any) -> DataSpec:

@@ -8,9 +8,10 @@ from typing import Any
 from datasets import DatasetDict, load_dataset, load_from_disk
 from huggingface_hub import constants
 
-from autotune.core.dataset_spec import DataSpec, data_files, under_plain_names
+from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import in_one_line
+from autotune.models.dataset_files import data_files, under_plain_names
 from autotune.models.hub_revision import commit_of
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import in_stored_order

@@ -1,0 +1,106 @@
+"""Infer from a model's config which task it is for and how long its sequences are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.workload import TASKS, Task
+
+# Class-name endings, as transformers spells them, in the order in which they are looked for.
+# An encoder that was pretrained with a masked-lm head is fine-tuned for classification far more
+# often than it is pretrained again, so that is what its name means here; --task says otherwise.
+_TASK_OF_ENDING: tuple[tuple[str, Task], ...] = (
+    ("ForImageClassification", "image-classification"),
+    ("ForMaskedImageModeling", "image-classification"),
+    ("ForSequenceClassification", "sequence-classification"),
+    ("ForMaskedLM", "sequence-classification"),
+    ("ForPreTraining", "sequence-classification"),
+    ("ForCausalLM", "causal-lm"),
+    ("LMHeadModel", "causal-lm"),
+)
+_SPEECH_TYPES = frozenset({"whisper", "speech_to_text", "moonshine"})
+_IMAGE_TYPES = frozenset(
+    {"vit", "deit", "beit", "swin", "swinv2", "convnext", "convnextv2", "resnet", "dinov2", "mobilevit"}
+)
+# Encoders of which the hub has configs without any ``architectures`` (deberta-v3, the small BERTs).
+_ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "electra", "deberta", "deberta-v2"})
+
+
+def infer_task(config: dict[str, Any]) -> Task:
+    """The task that a config's ``architectures`` and ``model_type`` speak of.
+
+    Raises ``InvalidRequestError`` when they do not say; ``--task`` then has to.
+    """
+    model_type = str(config.get("model_type", ""))
+    if model_type in _SPEECH_TYPES:
+        return "speech-seq2seq"
+    if model_type in _IMAGE_TYPES:
+        return "image-classification"
+    if config.get("is_encoder_decoder"):
+        return "seq2seq-lm"
+    architectures = config.get("architectures") or ()
+    if not architectures and model_type in _ENCODER_TYPES:
+        return "sequence-classification"
+    for architecture in architectures:
+        for ending, task in _TASK_OF_ENDING:
+            if str(architecture).endswith(ending):
+                return task
+        if str(architecture).endswith("Model"):
+            return "sequence-classification"
+    raise InvalidRequestError(
+        f"the task of model type {model_type!r} cannot be told from its architectures {list(architectures)}",
+        f"name it with --task, one of {', '.join(TASKS)}",
+    )
+
+
+# Where configs keep the longest sequence that position embeddings allow.
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+# RoBERTa-like models offset positions by padding_idx + 1, so two of them are not for tokens
+# (transformers, create_position_ids_from_input_ids).
+_OFFSET_POSITION_TYPES = frozenset({"roberta", "xlm-roberta", "camembert", "longformer", "mpnet"})
+# Positions enter these as biases of relative distance, in buckets: the number in the config is the
+# length of pretraining, and longer sequences run (transformers, T5Attention).
+_RELATIVE_POSITION_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
+DEFAULT_SEQ_LEN = 512
+
+
+def max_seq_len(config: dict[str, Any]) -> int | None:
+    """The most tokens that the architecture's position embeddings allow; ``None`` where it sets no limit."""
+    # DeBERTa-v2 and -v3 have relative distances in buckets too, and a table of positions only if this is true.
+    relative_only = config.get("relative_attention") is True and config.get("position_biased_input") is False
+    if relative_only or config.get("model_type") in _RELATIVE_POSITION_TYPES:
+        return None
+    return _stated_seq_len(config)
+
+
+def _stated_seq_len(config: dict[str, Any]) -> int | None:
+    """The length that the config speaks of, a limit or not."""
+    for key in _POSITION_KEYS:
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            return value - 2 if config.get("model_type") in _OFFSET_POSITION_TYPES else value
+    return None
+
+
+def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int:
+    """The sequence length to measure: what was asked, else 512 or what the config speaks of, if shorter.
+
+    Raises ``InvalidRequestError`` when more was asked than the model can do.
+    """
+    if task in ("image-classification",):
+        return 1
+    if task == "speech-seq2seq":
+        limit: int | None = int(config.get("max_target_positions", 448))
+        usual = limit
+    else:
+        limit = max_seq_len(config)
+        usual = _stated_seq_len(config)
+    if asked is None:
+        return min(DEFAULT_SEQ_LEN, usual or DEFAULT_SEQ_LEN)
+    if limit is not None and asked > limit:
+        raise InvalidRequestError(
+            f"--seq-len {asked} is longer than the {limit} positions of this model",
+            f"use --seq-len {limit} or less",
+        )
+    return asked
