@@ -38,10 +38,10 @@ from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel, MemoryPrediction, prediction_class
 from autotune.store import TrialRecord
-from autotune.tuning.effort import effort_of
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.remeasure import effort_of
 from autotune.tuning.request import SearchRequest
 
 _CONTEXT_BYTES = 600 * MIB

@@ -18,7 +18,8 @@ from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.space.space import choose_arms
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
-from autotune.tuning.loop import Interruption, Search
+from autotune.tuning.interruption import Interruption
+from autotune.tuning.loop import Search
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 

@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", 
 # With what a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
 # What the worker uses besides itself to predict; a test compares this with its imports.
-PREDICTING_MODULES = ("data.py", "device/chips.py", "trial.py", "workload.py")
+PREDICTING_MODULES = ("core/candidate.py", "core/ceiling.py", "core/dataset_spec.py", "core/workload.py", "devices/gpus.py")
 
 # Whoever predicts does not stand in line behind a search that writes.
 _LOCK_TIMEOUT_SECONDS = 2.0
@@ -51,7 +51,7 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
     return _digest(
         {
             "device": [device.kind, device.uuid, device.name, device.memory_total_bytes, device.driver],
-            "worker": _code_digest("worker/*.py", "worker/private/*.py"),
+            "worker": _code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py"),
             "workload": workload.document(),
             "libraries": library_versions(),
             # Where other builds of cuDNN and cuBLAS may be loaded from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -16,11 +16,12 @@ from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.throughput import Speeds
 from autotune.execution.executor import TrialJob
 from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
-from autotune.tuning.effort import effort_of, timeout_seconds
+from autotune.tuning.interruption import Interruption
 from autotune.tuning.optuna_study import Asked, OptunaStudy
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared
+from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.sampler import candidate_of, distributions, make_sampler
 from autotune.tuning.studies import no_result, open_study
@@ -53,13 +54,6 @@ class Observer(Protocol):
 
     def note(self, text: str) -> None:
         """Something a person should know."""
-
-
-@dataclass
-class Interruption:
-    """Set from outside (a signal handler, say) to end the search after the running trial."""
-
-    asked: bool = False
 
 
 class Search:

@@ -16,9 +16,9 @@ from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader, usable_cores
 from autotune.store import NOTHING_LEFT, Stage, TrialRecord
 from autotune.store.repeats import Repeats
-from autotune.tuning.finals import finals, needs_another
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
+from autotune.tuning.remeasure import finals, needs_another
 
 # Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
 _MOST_REFUSALS = 64

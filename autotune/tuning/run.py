@@ -1,6 +1,7 @@
-"""From a request to its result, for command and function: whose turn it is, where logs go, what is left behind.
+"""Run a search from its request to its report: take the locks, start the trial server, prepare, search.
 
-What takes long to import is imported once a process for trials has been started, which has more to import.
+Optuna, SQLAlchemy and what uses them are imported within functions, after the trial server was started: both processes
+then import at the same time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,17 +18,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from autotune.core.errors import StorageError, TrainingSourceError, TrialServerError
+from autotune.core.candidate import Document
+from autotune.core.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
 from autotune.devices import find_device
+from autotune.devices.presence import Presence
 from autotune.execution import LocalRunner
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import take_turn
+from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.request import SearchRequest
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
     from autotune.store import Store, StudyRecord
     from autotune.tuning.loop import Observer
+    from autotune.tuning.prepare import Prepared
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -34,7 +40,7 @@ _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 def run_search(
     request: SearchRequest, storage: str, observer: Observer, *, wait: bool = False
 ) -> tuple[StudyRecord, Report]:
-    """Run the search to its end; the study as it stands then, and all that is recorded of it.
+    """Run the search to its end; return the study as it stands then, and its report.
 
     A database that is there is opened first, so that one that is no good costs no start of a
     process. One that is not there is made last, when the request is known to be one that can be
@@ -74,9 +80,74 @@ def run_search(
         if store is None or request.fresh:
             # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
             runner.start()
-        from autotune.tuning.conduct import conduct
+        return _prepare_and_search(request, runner, store, storage, observer, folder)
 
-        return conduct(request, runner, store, storage, observer, folder)
+
+def _prepare_and_search(
+    request: SearchRequest,
+    runner: LocalRunner,
+    store: Store | None,
+    storage: str,
+    observer: Observer,
+    folder: Path,
+) -> tuple[StudyRecord, Report]:
+    """Read the data, inspect the machine and the model, and search; return the study at its end and its report.
+
+    A ``store`` that is not there yet is made at ``storage`` once the request is known to be one that can be run. Logs
+    are kept in ``folder``.
+    """
+    from autotune.results.report import load_report
+    from autotune.store import open_store
+    from autotune.tuning.answers import inspection_key
+    from autotune.tuning.dataset import read_data
+    from autotune.tuning.prepare import prepare
+
+    with contextlib.ExitStack() as stack:
+        presence = stack.enter_context(Presence(request.device.uuid))
+        request = read_data(request, runner, folder.parent, observer.note)
+        key = inspection_key(request.device, request.workload)
+        remembered = store.answers.find(key) if store is not None and key is not None else None
+        facts = remembered or _inspect(request, runner, observer)
+        prepared = prepare(request, facts)
+        store = store or stack.enter_context(open_store(storage))
+        if remembered is None and key is not None:
+            store.answers.keep(key, "inspection", facts)
+        record = _search(prepared, runner, store, observer, folder, presence)
+        return record, load_report(store, record.name)
+
+
+def _inspect(request: SearchRequest, runner: LocalRunner, observer: Observer) -> Document:
+    """Return what a process with torch says of the machine and the model; the user's own code runs up to training."""
+    source = request.workload.source
+    if source is None:
+        return runner.inspect()
+    observer.note(f"running {source.name} up to its training …")
+    return runner.inspect(request.trial_timeout_seconds)
+
+
+def _search(
+    prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path, presence: Presence
+) -> StudyRecord:
+    """Search; where that ends without a result, say where the recorded trials are."""
+    from autotune.execution.gpu_monitor import SharedRunner, WatchedRunner
+    from autotune.tuning.answers import KeptPredictions
+    from autotune.tuning.loop import Search
+    from autotune.tuning.prepare import forecast_of
+
+    interruption = Interruption()
+    try:
+        with interrupted_by_signals(interruption, observer.note):
+            forecast = forecast_of(prepared, runner, KeptPredictions(store.answers, prepared.request.workload))
+            device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
+            watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
+            trials = watched if device.kind == "cuda" else SharedRunner(runner, presence)
+            return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
+    except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
+        study = shlex.quote(str(prepared.request.study))
+        on = f"autotune resume {study} goes on with it"
+        next_step = on if isinstance(error, KeyboardInterrupt) else f"autotune show {study} lists them"
+        observer.note(f"every trial is recorded in the study {study}; {next_step}")
+        raise
 
 
 def _opened(stack: contextlib.ExitStack, storage: str) -> Store:

@@ -346,11 +346,15 @@ def test_near_names_are_as_many_as_asked_and_none_if_nothing_is_near() -> None:
 def test_importing_reads_nothing_and_the_data_is_found_inside_an_archive(tmp_path: Path) -> None:
     archive = tmp_path / "autotune.zip"
     with zipfile.ZipFile(archive, "w") as whole:
-        for file in (PACKAGE / "__init__.py", *(PACKAGE / "catalog").rglob("*.*")):
+        for file in (
+            PACKAGE / "__init__.py",
+            PACKAGE / "models" / "__init__.py",
+            *(PACKAGE / "models" / "catalog").rglob("*.*"),
+        ):
             if file.suffix in (".py", ".json"):
                 whole.write(file, file.relative_to(PACKAGE.parent))
     script = (
-        "import sys; from autotune import catalog; print(catalog.__file__); "
+        "import sys; from autotune.models import catalog; print(catalog.__file__); "
         "print(catalog.entries.cache_info().currsize, len(catalog.entries())); "
         "print(*{'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
     )

@@ -13,7 +13,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Source
 from autotune.core.units import GIB
 from autotune.estimate.history import History, Tried
-from autotune.tuning.finals import finals
+from autotune.tuning.remeasure import finals
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)

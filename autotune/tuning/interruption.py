@@ -1,0 +1,47 @@
+"""Let a signal end a search: Ctrl-C after the running trial, a second one, SIGTERM or SIGHUP at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class Interruption:
+    """Set from outside, by a signal handler for example, to end the search after the running trial."""
+
+    asked: bool = False
+
+
+@contextlib.contextmanager
+def interrupted_by_signals(interruption: Interruption, note: Callable[[str], None]) -> Iterator[None]:
+    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
+
+    What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once. Only the main thread may
+    take signals; a search in another one is ended by whoever started that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        asked += 1 if number == signal.SIGINT or asked > 1 else 2 - asked
+        interruption.asked = True
+        if asked == 1:
+            # Where the signal came in the middle of a print, another one is refused.
+            with contextlib.suppress(RuntimeError):
+                note("ending after the running trial; press Ctrl-C again to end at once")
+        elif asked == 2:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
