@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
-from autotune.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
 from checkout import ROOT
 
 from autotune import api
 from autotune.cli.search import search as command
+from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
 from autotune.models.resolve import resolve_model
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"
@@ -319,7 +319,7 @@ VERIFIED = """
 import dataclasses, json
 import autotune
 from autotune import api
-from autotune.errors import PromiseMissedError
+from autotune.core.errors import PromiseMissedError
 options = dict(model="bert-tiny", effective_batch=8, seq_len=16, device="cpu", trials=1, study="v", storage="v.db")
 shown, real = [], api.verify
 def breaks(*words):

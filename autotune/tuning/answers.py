@@ -35,7 +35,13 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", 
 # With what a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
 # What the worker uses besides itself to predict; a test compares this with its imports.
-PREDICTING_MODULES = ("core/candidate.py", "core/ceiling.py", "core/dataset_spec.py", "core/workload.py", "devices/gpus.py")
+PREDICTING_MODULES = (
+    "core/candidate.py",
+    "core/ceiling.py",
+    "core/dataset_spec.py",
+    "core/workload.py",
+    "devices/gpus.py",
+)
 
 # Whoever predicts does not stand in line behind a search that writes.
 _LOCK_TIMEOUT_SECONDS = 2.0

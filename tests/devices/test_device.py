@@ -253,7 +253,7 @@ class TestFindDevice:
     @pytest.mark.parametrize("text", ["cuda:1", "cuda:007", "GPU-00000001", "MIG-5"])
     def test_an_absent_one_is_named_with_what_there_is(self, machine: Machine, text: str) -> None:
         code = f"""
-from autotune.errors import DeviceError
+from autotune.core.errors import DeviceError
 try: find_device({text!r})
 except DeviceError as error: answer = [error.message, error.hint]"""
         message, hint = machine.ask(code, STAND_IN_GPUS="2", CUDA_VISIBLE_DEVICES="0")
@@ -263,14 +263,14 @@ except DeviceError as error: answer = [error.message, error.hint]"""
 
     def test_an_ambiguous_one_is_refused(self, machine: Machine) -> None:
         code = """
-from autotune.errors import DeviceError
+from autotune.core.errors import DeviceError
 try: find_device("GPU-0")
 except DeviceError as error: answer = error.message"""
         assert machine.ask(code, STAND_IN_GPUS="2") == "GPU-0 means 2 devices"
 
     def test_the_error_tells_of_a_gpu_that_is_lost(self, machine: Machine) -> None:
         code = """
-from autotune.errors import DeviceError
+from autotune.core.errors import DeviceError
 try: find_device("cuda:0")
 except DeviceError as error: answer = error.hint"""
         assert "GPU 0: GPU is lost" in machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetHandleByIndex_v2=15")

@@ -25,7 +25,7 @@ COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))
 
 STAY = """
 import sys
-from autotune.device.presence import Presence
+from autotune.devices.presence import Presence
 with Presence("cpu"):
     print("here", flush=True)
     sys.stdin.read()

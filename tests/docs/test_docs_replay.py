@@ -24,7 +24,7 @@ OWN = ("--no-baseline", "--device", "cpu", *BRIEFLY)
 
 MAKE_TINY_MODEL = """
 import sys
-from autotune import catalog
+from autotune.models import catalog
 from transformers import AutoConfig, AutoModelForSequenceClassification
 settings = dict(catalog.find("bert-tiny").config)
 config = AutoConfig.for_model(settings.pop("model_type"), **settings)

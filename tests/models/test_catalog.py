@@ -150,8 +150,8 @@ TASK_OF_TYPE = {
 BUILD_ALL = """
 import json, sys
 import torch, transformers
-from autotune import catalog
-from autotune.workload import infer_task
+from autotune.models import catalog
+from autotune.models.tasks import infer_task
 
 AUTO = {
     "sequence-classification": transformers.AutoModelForSequenceClassification,

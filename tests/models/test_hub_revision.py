@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from searching import BERT_LARGE, prepared
 
-from autotune.core import dataset_spec as data_module
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
+from autotune.models import dataset_files as data_module
 from autotune.models.dataset_files import check_unchanged
 from autotune.models.hub_revision import commit_of
 from autotune.tuning.prepare import changes_since
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ASK = "import sys; from autotune.core.dataset_spec import locate; print(locate(sys.argv[1], None)[2])"
+ASK = "import sys; from autotune.models.dataset_files import locate; print(locate(sys.argv[1], None)[2])"
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -96,15 +96,15 @@ def test_the_gradient_of_an_embedding_is_summed_beside_it() -> None:
 
 _SCALED = """
 import json
-from autotune.device.chips import CHIPS
-from autotune.model_source import resolve_model
-from autotune.trial import Arm
+from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
+from autotune.core.candidate import Arm
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import StorageTracer
-from autotune.worker.predict import anatomy
-from autotune.workload import Workload
+from autotune.worker.fake.predict import anatomy
+from autotune.core.workload import Workload
 
 chip = CHIPS["h200"]
 repeat = StorageTracer.repeat_micro_step

@@ -14,10 +14,11 @@ SET_UP = """
 import dataclasses, sys, time
 sys.path.insert(0, {tests!r})
 from recorded import job_of, measurement, out_of_memory
-from autotune import watch
-from autotune.errors import DeviceError
-from autotune.trial import Arm, Candidate, Completed, Failed
-from autotune.watch import WatchedRunner
+from autotune.execution import gpu_monitor as watch
+from autotune.core.errors import DeviceError
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Failed
+from autotune.execution.gpu_monitor import WatchedRunner
 watch._INTERVAL_SECONDS = 0.01
 watch._RETURN_SECONDS, watch._NEIGHBOUR_SECONDS = 0.1, 0.3
 CANDIDATE = Candidate(Arm("bf16"), 8, 1)

@@ -27,7 +27,7 @@ from autotune.tuning.run import run_search
 
 HOLD = """
 import sys, time
-from autotune.device.lock import Lock
+from autotune.devices.lock import Lock
 lock = Lock(sys.argv[1])
 assert lock.acquire("theirs") is None
 print("held", flush=True)

@@ -177,8 +177,8 @@ def test_what_cannot_be_a_repository_is_refused_in_one_clean_line(name: str) -> 
 
 ASK = """
 import json, sys, time
-from autotune import model_source
-from autotune.errors import UnknownModelError
+from autotune.models import resolve as model_source
+from autotune.core.errors import UnknownModelError
 model_source._HUB_TIMEOUT_SECONDS, model_source._HUB_DEADLINE_SECONDS = json.loads(sys.argv[2])
 answers = []
 for name in json.loads(sys.argv[1]):
