@@ -1,1 +1,1 @@
-"""Values that every other package uses. Only the standard library is imported here."""
+"""Hold the values that every other package uses. Imports the standard library only."""

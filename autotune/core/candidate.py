@@ -1,6 +1,6 @@
-"""Name what is tried: an arm of the search space, and a candidate, which is an arm with its batch.
+"""Define what is tried: an arm of the search space, and a candidate, which is an arm with its batch.
 
-Both are frozen values that cross the process border and the database as plain JSON documents.
+Both are frozen values. They cross process borders and are stored as plain JSON documents.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A candidate without its batch. Names are those of ``TrainingArguments`` where it has them."""
+    """A candidate without its batch. Fields are named as in ``TrainingArguments`` where it has them."""
 
     precision: Precision = "fp32"
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     optim: str = "adamw_torch_fused"
     expandable_segments: bool = False
-    """A setting of CUDA's caching allocator, not of the Trainer: what is freed can be put together again."""
+    """A setting of CUDA's caching allocator, not of the Trainer: its segments grow, which avoids fragmentation."""
     torch_compile: bool = False
     use_liger_kernel: bool = False
     dataloader_num_workers: int = 0
     dataloader_prefetch_factor: int | None = None
     cpu_affinity: bool = False
-    """Run all threads of the training process on one CPU core; loading processes stay free."""
+    """Run all threads of the training process on one CPU core. Data loader workers stay free."""
 
     def describe(self) -> str:
-        """A few words for a person: ``bf16, checkpointing, eager, adafactor`` (defaults unsaid)."""
+        """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
         words: list[str] = [self.precision]
         if self.gradient_checkpointing:
             words.append("checkpointing")
@@ -59,7 +59,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One assignment of everything that is searched; ``batch × accumulation`` is per device."""
+    """One choice of every option that is searched; batch and accumulation are per device."""
 
     arm: Arm
     per_device_train_batch_size: int
@@ -67,20 +67,20 @@ class Candidate:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one device sees in one optimizer step."""
+        """Samples that one device trains on in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def accumulates(self) -> bool:
-        """Gradients then outlive a micro-step, so that peak memory is of another class."""
+        """Whether gradients are accumulated. They then outlive a micro-step, which raises peak memory."""
         return self.gradient_accumulation_steps > 1
 
     def describe(self) -> str:
-        """``32 × 2  bf16, checkpointing``."""
+        """Return ``32 × 2  bf16, checkpointing``."""
         return f"{self.per_device_train_batch_size} × {self.gradient_accumulation_steps}  {self.arm.describe()}"
 
     def parameters(self) -> Document:
-        """Flat, under the fixed names that records, Optuna and ``--json`` share."""
+        """Return a flat document, with the names that records, Optuna and ``--json`` share."""
         return {
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -89,7 +89,7 @@ class Candidate:
 
     @classmethod
     def from_parameters(cls, parameters: Document) -> Candidate:
-        """The inverse of ``parameters``; unknown keys are ignored."""
+        """Return the candidate of a document from ``parameters``; unknown keys are ignored."""
         names = [f.name for f in dataclasses.fields(Arm)]
         return cls(
             Arm(**{name: parameters[name] for name in names if name in parameters}),

@@ -1,4 +1,8 @@
-"""Compute how many bytes a trial may reserve: the allocator's cap, the headroom below it, the line between them."""
+"""Compute how many bytes a trial may reserve.
+
+The cap is what the allocator may reserve. The headroom is what has to stay free below it. The line is the cap less the
+headroom: a trial is feasible where its peak is at or under the line.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,18 @@ from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.units import format_bytes, parse_bytes
 
 PREDICTION_MARGIN = 0.01
-"""What is predicted to fit stays so much below the line: of 44 arms of eleven models, recorded on an H200, the largest
-batch is then right or one multiple too small in 40, one too large in two, and three or four too small in two."""
+"""How far below the line a predicted peak has to be, relative to the line, to count as fitting.
+
+With it, the largest batch was right or one multiple too small in 40 of 44 arms of eleven models recorded on an H200,
+one multiple too large in two, and three or four too small in two."""
 
 DEFAULT_HEADROOM_FRACTION = 0.03
-"""A choice, not a measurement: room for what a short trial does not show of a long run, such as fragmentation."""
+"""A choice, not a measurement: reserve for what a short trial does not show of a long run, such as fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What is kept free below the cap: a fraction of it, or a size, which then goes before the fraction."""
+    """Memory kept free below the cap: a fraction of it or, where given, a size."""
 
     fraction: float = DEFAULT_HEADROOM_FRACTION
     size_bytes: int | None = None
@@ -34,11 +40,11 @@ class Headroom:
             raise InvalidRequestError(f"a headroom of {self.size_bytes} bytes is below 0", _WRITE)
 
     def of_cap(self, cap_bytes: int) -> int:
-        """Bytes to keep free below a cap; a fraction is rounded up."""
+        """Return the bytes to keep free below a cap; a fraction is rounded up."""
         return math.ceil(self.fraction * cap_bytes) if self.size_bytes is None else self.size_bytes
 
     def describe(self) -> str:
-        """``3 %`` or ``1.0 GiB``."""
+        """Return ``3 %`` or ``1.0 GiB``."""
         return f"{self.fraction * 100:.3g} %" if self.size_bytes is None else format_bytes(self.size_bytes)
 
 
@@ -46,10 +52,10 @@ _WRITE = "write --headroom as 5%, 0.05 or 1GiB"
 
 
 def parse_headroom(text: str) -> Headroom:
-    """A headroom written as a percentage (``5%``), a fraction below 1 (``0.05``) or a size (``1GiB``).
+    """Parse a headroom written as a percentage (``5%``), a fraction below 1 (``0.05``) or a size (``1GiB``).
 
-    Raises ``InvalidRequestError`` for anything else. A bare number from 1 up is refused, for it could be meant
-    as a percentage as well as bytes; bytes are written ``1048576B``.
+    Raises ``InvalidRequestError`` for anything else. A bare number of 1 or more is refused, since it could mean a
+    percentage or bytes; bytes are written ``1048576B``.
     """
     written = text.strip()
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", written, flags=re.ASCII)
@@ -66,18 +72,18 @@ def parse_headroom(text: str) -> Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The memory limit of every trial of a search. Constructing one that leaves nothing raises.
+    """The memory limit of every trial of a search.
 
-    ``InvalidRequestError`` when the limit or the headroom that was asked for is at fault, ``NothingFitsError``
-    when the device has too little free.
+    Constructing one that leaves no memory raises ``InvalidRequestError`` where the limit or the headroom is too tight,
+    and ``NothingFitsError`` where the device has too little memory free.
     """
 
     limit_bytes: int | None
-    """What the user asked for; ``None`` means all that is free."""
+    """The user's limit; ``None`` means all memory that is free."""
     free_bytes: int
     """Free on the device before the first trial."""
     context_bytes: int
-    """What a CUDA context takes beside the allocator; 0 on a CPU."""
+    """Memory of a CUDA context, which torch's allocator does not count; 0 on a CPU."""
     headroom: Headroom = field(default_factory=Headroom)
 
     def __post_init__(self) -> None:
@@ -105,47 +111,47 @@ class Ceiling:
     def on_device(
         cls, device: Device, limit_bytes: int | None, context_bytes: int, headroom: Headroom | None = None
     ) -> Ceiling:
-        """The ceiling on a device as it was listed; where it does not say what is free, its total stands in."""
+        """Return the ceiling on a device. Its total memory is used where the free memory is not known."""
         free_bytes = device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
         return cls(limit_bytes, free_bytes, context_bytes, headroom or Headroom())
 
     @property
     def cap_bytes(self) -> int:
-        """What the allocator of a trial may reserve at most."""
+        """Most bytes that the allocator of a trial may reserve."""
         return self.reachable_bytes - self.context_bytes
 
     @property
     def reachable_bytes(self) -> int:
-        """What a trial's process may hold on the device at most, its CUDA context included."""
+        """Most bytes that a trial's process may use on the device, its CUDA context included."""
         return self.free_bytes if self.limit_bytes is None else min(self.limit_bytes, self.free_bytes)
 
     @property
     def headroom_bytes(self) -> int:
-        """What a feasible trial leaves of the cap."""
+        """Bytes of the cap that a feasible trial leaves free."""
         return self.headroom.of_cap(self.cap_bytes)
 
     @property
     def line_bytes(self) -> int:
-        """The most that a feasible trial reserves at its peak."""
+        """Most bytes that a feasible trial reserves at its peak."""
         return self.cap_bytes - self.headroom_bytes
 
     def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
-        """Whether a trial with this peak is feasible; the line itself still is.
+        """Return whether a trial with this peak is feasible, which a peak exactly on the line still is.
 
-        ``context_bytes`` is what the trial's CUDA context was seen to take. Where that is more than was assumed, the
-        headroom has to bear it: both together must stay within what is reachable.
+        ``context_bytes`` is the measured size of the trial's CUDA context. Where it is larger than assumed, it uses up
+        headroom: peak and context together must stay within what is reachable.
         """
         if context_bytes is not None and peak_reserved_bytes + context_bytes > self.reachable_bytes:
             return False
         return peak_reserved_bytes <= self.line_bytes
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data, for the trial process and the record."""
+        """Return it as JSON-ready data, for the trial process and the record."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Ceiling:
-        """The inverse of ``document``; raises ``ValueError`` on anything malformed."""
+        """Return the ceiling of a document from ``document``; raises ``ValueError`` where it is malformed."""
         try:
             fields = dict(document)
             return cls(**{**fields, "headroom": Headroom(**fields["headroom"])})

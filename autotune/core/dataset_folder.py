@@ -1,4 +1,4 @@
-"""Publish and hold the folders that data was read into, which searches share, so that none loses what it uses."""
+"""Publish folders of prepared datasets, and lock those in use so that no other search removes them."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from autotune.core.dataset_spec import DataFacts, facts_in
 
 @dataclass(frozen=True)
 class HeldData:
-    """A folder of data that nobody removes until it is released."""
+    """A folder of a prepared dataset with a shared lock: nobody removes it until it is released."""
 
     folder: Path
     facts: DataFacts
     fd: int
-    """Of the folder, with a shared lock on it."""
+    """File descriptor of the folder, which holds the shared lock."""
 
     def release(self) -> None:
-        """Let others remove the folder."""
+        """Release the lock, so that others may remove the folder."""
         os.close(self.fd)
 
     def discard(self) -> None:
-        """Remove the folder, unless another search holds it, too; it is still to be released."""
+        """Remove the folder, unless another search holds it as well. ``release`` must still be called."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return
         with _only_change_in(self.folder.parent), contextlib.suppress(OSError):
             if _is_folder(self.folder, self.fd):
-                # Gone from its place at once: what is half removed must be found by nobody.
+                # Renamed first, so that nobody finds a half removed folder.
                 shutil.rmtree(self.folder.rename(_aside(self.folder)), ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.parent.rmdir()
 
 
 def hold_data(folder: Path) -> HeldData | None:
-    """Hold a folder of data that was read; ``None`` where there is none, or none that is complete."""
+    """Lock the folder of a prepared dataset; return ``None`` where there is none, or it is incomplete."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        # Some network file systems have no locks.
+        # Some network file systems do not support locks.
         fcntl.flock(fd, fcntl.LOCK_SH)
     facts = facts_in(folder)
-    # While this waited for the lock the folder may have been removed, or another one published.
+    # The folder may have been removed or replaced while this process waited for the lock.
     if facts is None or not _is_folder(folder, fd):
         os.close(fd)
         return None
@@ -58,18 +58,18 @@ def hold_data(folder: Path) -> HeldData | None:
 
 
 def publish_data(partial: Path, folder: Path) -> DataFacts | None:
-    """Move what was read to its place; where another search was quicker leave that, and return its facts."""
+    """Move a prepared dataset to its folder. Where another search was first, keep its folder and return its facts."""
     with _only_change_in(folder.parent):
         known = facts_in(folder)
         if known is not None:
             return known
         if os.path.lexists(folder):
-            # Without facts no search uses it.
+            # A folder without facts is incomplete, and no search uses it.
             shutil.rmtree(folder.rename(_aside(folder)), ignore_errors=True)
         try:
             partial.rename(folder)
         except OSError:
-            # Where there are no locks, another search may have come between.
+            # Without locks, another search may have published its folder in between.
             known = facts_in(folder)
             if known is None:
                 raise
@@ -78,7 +78,7 @@ def publish_data(partial: Path, folder: Path) -> DataFacts | None:
 
 @contextlib.contextmanager
 def _only_change_in(parent: Path) -> Iterator[None]:
-    """Change entries of a folder while no other process does."""
+    """Lock a folder's parent, so that only this process adds or removes entries."""
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -97,7 +97,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _is_folder(folder: Path, fd: int) -> bool:
-    """Whether the path still names the folder that was opened."""
+    """Return whether the path still names the folder that was opened."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(fd))
     except OSError:

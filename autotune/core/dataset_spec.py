@@ -1,4 +1,4 @@
-"""Describe the user's own data: its source, the columns that matter, how it is padded, its facts once it was read."""
+"""Describe the user's own dataset: where it is, which columns count, how it is padded, what reading it showed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA_OPTIONS = (
     "pad_to_multiple_of",
     "group_by_length",
 )
-"""The options about data, in the order in which help shows them."""
+"""The options about the dataset, in the order in which help shows them."""
 
 DataKind = Literal["json", "csv", "parquet", "arrow", "text", "imagefolder", "saved", "hub"]
 PaddingRule = Literal["longest", "max_length"]
@@ -32,7 +32,7 @@ DEFAULT_SPLIT = "train"
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens the samples have, special tokens included, after truncation."""
+    """Token counts of the samples, special tokens included, after truncation."""
 
     shortest: int
     median: int
@@ -40,59 +40,60 @@ class Lengths:
     longest: int
     mean: float
     truncated: float
-    """Share of the samples that were cut at ``--seq-len``."""
+    """Share of the samples that were truncated to ``--seq-len``."""
     padding: float
-    """Share of the tokens of a batch of 8 that will be padding, in shuffled order or as grouped."""
+    """Share of the tokens of a batch of 8 that is padding, with samples shuffled, or grouped by length where asked."""
     histogram: tuple[int, ...]
-    """Samples in each of equally wide bins from 0 to ``longest``."""
+    """Number of samples in each of equally wide bins from 0 to ``longest``."""
     longest_target: int | None = None
     """Tokens of the longest target of a seq2seq task."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What reading the data once has shown."""
+    """What reading the dataset once showed."""
 
     samples: int
     num_labels: int | None = None
-    """Classes of a classification; 1 where the labels are numbers to regress on."""
+    """Number of classes; 1 where the labels are numbers to regress on."""
     lengths: Lengths | None = None
-    """``None`` for images, which are all of one size."""
+    """``None`` for images, which all have one size."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A dataset and how it becomes batches."""
+    """A dataset and how its samples become batches."""
 
     source: str
     """Absolute path of a file or folder, or ``NAME`` or ``NAME:CONFIG`` on the hub."""
     kind: DataKind
     content: str
-    """The same for two sources exactly when they hold the same, as far as can be told cheaply."""
+    """Hash or revision that is equal for two sources exactly when their content is, as far as that can be told
+    quickly."""
     tokenizer_content: str | None = None
-    """As ``content``, of the tokenizer."""
+    """The same for the tokenizer."""
     split: str = DEFAULT_SPLIT
     text_columns: tuple[str, ...] | None = None
-    """``None``: the one that there is."""
+    """``None`` means the only text column."""
     label_column: str | None = None
-    """Classes, numbers, or the target text of a seq2seq task; ``None``: the usual names."""
+    """Column of classes, numbers, or the target text of a seq2seq task; ``None`` means the usual names."""
     image_column: str | None = None
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; ``None`` where images need none."""
+    """Folder or hub name of the tokenizer; ``None`` for images."""
     padding: PaddingRule = "longest"
-    """To the longest sample of a batch, as ``DataCollatorWithPadding`` does, or to the sequence length."""
+    """Pad to the longest sample of a batch, as ``DataCollatorWithPadding`` does, or to the sequence length."""
     pad_to_multiple_of: int | None = None
     group_by_length: bool = False
     facts: DataFacts | None = None
-    """``None`` until the data was read."""
+    """``None`` until the dataset was read."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data."""
+        """Return it as JSON-ready data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> DataSpec:
-        """The inverse of ``document``."""
+        """Return the specification of a document from ``document``."""
         fields = dict(document)
         if fields.get("text_columns") is not None:
             fields["text_columns"] = tuple(fields["text_columns"])
@@ -101,28 +102,28 @@ class DataSpec:
         return cls(**fields)
 
     def place(self) -> dict[str, Any]:
-        """Where the data lies, which is each study's own: the same may lie in several places."""
+        """Return where the dataset and the tokenizer are. Equal data may be in other places in other studies."""
         return {"source": self.source, "tokenizer": self.tokenizer}
 
     def identity(self) -> dict[str, Any]:
-        """What decides the batches: not where the data lies, nor what follows from it."""
+        """Return what decides the batches: everything but the place of the data and the facts that follow from it."""
         left_out = {*self.place(), "facts"}
         return {name: value for name, value in self.document().items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:
-        """Tokens a sample has in a batch whose longest has ``tokens``."""
+        """Return the tokens that a sample has in a batch whose longest sample has ``tokens``."""
         length = seq_len if self.padding == "max_length" else tokens
         multiple = self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     @property
     def label(self) -> str:
-        """A short name for messages: the file's or folder's own, or the hub's."""
+        """A short name for messages: that of the file or folder, or the hub's."""
         return self.source if self.kind == "hub" else in_one_line(os.path.basename(self.source))
 
 
 def facts_from_document(document: dict[str, Any]) -> DataFacts:
-    """The inverse of ``dataclasses.asdict`` on ``DataFacts``."""
+    """Return the facts of a document from ``dataclasses.asdict``."""
     fields = dict(document)
     if fields.get("lengths") is not None:
         fields["lengths"] = Lengths(**{**fields["lengths"], "histogram": tuple(fields["lengths"]["histogram"])})
@@ -130,11 +131,11 @@ def facts_from_document(document: dict[str, Any]) -> DataFacts:
 
 
 FACTS_FILE = "facts.json"
-"""In a folder of data that was read: its facts."""
+"""Name of the file with the facts, in the folder of a dataset that was prepared."""
 
 
 def facts_in(folder: Path) -> DataFacts | None:
-    """What is known of data that was read into a folder; ``None`` where none was, or what is there makes no sense."""
+    """Return the facts of a dataset prepared in a folder; ``None`` where there are none or they cannot be read."""
     try:
         return facts_from_document(json.loads((folder / FACTS_FILE).read_text()))
     except (OSError, ValueError, TypeError, KeyError):
@@ -145,7 +146,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def describe_lengths(lengths: Lengths) -> str:
-    """One line: a histogram, the quantiles, what is cut and what is padding."""
+    """Return one line: a histogram, the quantiles, and the shares of truncated samples and of padding."""
     most = max(lengths.histogram)
     bars = "".join(_BARS[-(-8 * count // most)] for count in lengths.histogram)
     return (

@@ -1,4 +1,4 @@
-"""What is known of one device, as values: a GPU or the CPU, and the processes beside ours on it."""
+"""Describe one device, a GPU or the CPU, and the other processes that use it, as plain values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Literal
 DeviceKind = Literal["cuda", "cpu"]
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
-"""The autocasts that are told apart. fp32 is torch's default: matrix products without TF32."""
+"""The precisions of autocast that are told apart. fp32 is torch's default, with matrix products in full precision."""
 
 CAPABILITY_VARIABLE = "AUTOTUNE_DEVICE_CAPABILITY"
-"""In the trial server's environment: the GPU's compute capability, ``9.0``, which CUDA need not be started to know."""
+"""Environment variable of the trial server with the GPU's compute capability (``9.0``), so that it can be known
+without starting CUDA."""
 
 CPU_UUID = "cpu"
-"""The CPU has no UUID of its own and there is only one of it."""
+"""Stands in for a UUID: there is only one CPU device, and it has none."""
 
 # CUDA C++ Programming Guide, "Feature Support per Compute Capability": half-precision arithmetic
 # from 5.3, bfloat16 arithmetic and TF32 tensor cores from 8.0. torch emulates bfloat16 below 8.0;
@@ -26,7 +27,7 @@ _BF16_CAPABILITY = (8, 0)
 
 
 def precisions_of(capability: tuple[int, int]) -> tuple[Precision, ...]:
-    """What a GPU of this compute capability computes natively."""
+    """Return the precisions that a GPU of this compute capability computes natively."""
     found: list[Precision] = ["fp32"]
     if capability >= _TF32_CAPABILITY:
         found.append("tf32")
@@ -42,16 +43,16 @@ class Neighbour:
     """Another process that holds memory on the device."""
 
     pid: int
-    """As the driver counts: inside a container it may be a number of the host's."""
+    """As the driver counts processes; inside a container this may be the host's number."""
     name: str | None
-    """``None`` where the driver will not say, as for another user's process."""
+    """``None`` where the driver does not tell, as for another user's process."""
     used_bytes: int | None
     """``None`` where the driver does not account memory by process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU or the CPU as it was when it was listed. Bytes are exact, as the driver or the kernel gives them."""
+    """One GPU or the CPU at the time it was listed. Bytes are exact, as the driver or the kernel reports them."""
 
     kind: DeviceKind
     index: int | None
@@ -60,17 +61,17 @@ class Device:
     name: str
     memory_total_bytes: int
     memory_reserved_bytes: int | None
-    """What the driver keeps for itself; ``None`` where it is not told apart from what is used."""
+    """Memory that the driver keeps for itself; ``None`` where it is counted as used."""
     memory_used_bytes: int | None
-    """By all processes; includes what the driver reserves exactly where ``memory_reserved_bytes`` is ``None``."""
+    """Used by all processes. Includes the driver's own memory exactly where ``memory_reserved_bytes`` is ``None``."""
     memory_free_bytes: int | None
-    """``None`` where the machine does not say, as the CPU of a system without /proc."""
+    """``None`` where the system does not tell, as for a CPU without /proc."""
     driver: str | None = None
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; ``None`` for the CPU and where the driver does not say."""
+    """CUDA compute capability; ``None`` for the CPU and where the driver does not tell."""
     neighbours: tuple[Neighbour, ...] = ()
     native_bf16: bool = False
-    """Whether the CPU multiplies bfloat16 in hardware; a GPU's capability says it instead."""
+    """Whether the CPU multiplies bfloat16 in hardware. For a GPU its capability tells."""
 
     @property
     def label(self) -> str:
@@ -79,13 +80,13 @@ class Device:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """What the device computes natively, in the order of ``autotune.core.candidate.PRECISIONS``."""
+        """Precisions that the device computes natively, in the order of ``autotune.core.candidate.PRECISIONS``."""
         if self.kind == "cpu":
             return ("fp32", "bf16") if self.native_bf16 else ("fp32",)
         return precisions_of(self.capability or (0, 0))
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data, with ``label`` and ``precisions`` beside the fields."""
+        """Return it as JSON-ready data, with ``label`` and ``precisions`` beside the fields."""
         facts = dataclasses.asdict(self)
         facts["capability"] = list(self.capability) if self.capability else None
         facts["neighbours"] = list(facts["neighbours"])

@@ -1,7 +1,7 @@
-"""Everything that can go wrong for a user, as one tree of exceptions.
+"""Define the errors that a user can act on, each with its exit code.
 
-Each carries a message (what was wrong with which value), a hint (what to do next) and the exit
-code of the command line. Out of memory inside a trial is not here: that is a result.
+Each carries a message (what was wrong with which value), a hint (what to do next) and the exit code of the command
+line. Out of memory inside a trial is not among them: that is a result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio: float = 0.6) -> str:
-    """``did you mean this or that?``, or nothing where nothing known is at least so like the word."""
+    """Return ``did you mean this or that?``, or an empty string where no known word is similar enough."""
     names = list(known)
     begun = [name for name in names if word and name.startswith(word)][:most]
     near = begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
@@ -21,7 +21,7 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio:
 class AutotuneError(Exception):
     """Something else failed, such as writing the output.
 
-    Every error that a user can act on is one of these: a line that names the value, one that names the next step.
+    Base class of all errors that a user can act on: ``message`` names the value that was wrong, ``hint`` the next step.
     """
 
     exit_code = 1
@@ -36,13 +36,13 @@ class AutotuneError(Exception):
 
 
 class InvalidRequestError(AutotuneError):
-    """A value that cannot be honoured, alone or together with the others."""
+    """A value is not valid, alone or together with the others."""
 
     exit_code = 2
 
 
 class UnknownModelError(AutotuneError):
-    """No catalog entry, folder, cached or hub model answers to this name, or its config is no use."""
+    """No catalog entry, folder, cached model or hub model has this name, or its config cannot be used."""
 
     exit_code = 3
 
@@ -54,13 +54,13 @@ class DeviceError(AutotuneError):
 
 
 class StorageError(AutotuneError):
-    """The database cannot be opened, written or understood."""
+    """The database cannot be opened, written or read."""
 
     exit_code = 5
 
 
 class NothingFitsError(AutotuneError):
-    """No candidate stays under the memory ceiling."""
+    """No candidate fits under the memory ceiling."""
 
     exit_code = 6
 
@@ -90,12 +90,12 @@ class TrainingSourceError(AutotuneError):
 
 
 class PromiseMissedError(AutotuneError):
-    """A stock run was slower or needed more memory than the search promised."""
+    """A stock ``Trainer`` was slower or needed more memory than the search promised."""
 
     exit_code = 11
 
 
 class DifferentTrainingError(AutotuneError):
-    """The loss of the winner's first steps is not that of the baseline's."""
+    """The loss of the winner's first steps differs from that of the baseline's."""
 
     exit_code = 12

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 MASK = "***"
 """Stands for a value that is not recorded."""
 
-# Of an option's name in lower case with underscores. Most other options with "token" in them name no secret:
-# --pad_token, --max_tokens, --tokenizer_name.
+# Matched against an option's name in lower case with underscores. Most other options with "token" in them are no
+# secrets: --pad_token, --max_tokens, --tokenizer_name.
 _SECRET_NAME = re.compile(
     r"^token$|(^|_)(hub|hf|huggingface|auth|access|api|bearer|refresh|session|secret|wandb|comet|github|gitlab)_?token$"
     r"|(^|_)(api|access|secret|private|auth|encryption)_?key$"
     r"|passw(or)?d|passphrase|(^|_)secret|credential"
 )
-# As the hub gives them out; whatever option, or none, they stand behind.
+# Hub access tokens, masked wherever they stand.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
-# What such an option may be given without telling anything: --use_auth_token True.
+# Values of such an option that are no secret: --use_auth_token True.
 _TELLS_NOTHING = frozenset({"", "true", "false", "yes", "no", "none", "null", "0", "1"})
 
 
@@ -39,7 +39,7 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def masked_options(words: Sequence[str]) -> list[str]:
-    """The options of a masked command line whose values are not in it."""
+    """Return the options of a masked command line whose values were masked."""
     found = []
     for before, word in zip(("", *words), words, strict=False):
         if word == MASK:
@@ -54,6 +54,6 @@ def _mask(value: str) -> str:
 
 
 def _names_a_secret(option: str) -> bool:
-    """Whether ``--hub_token``, ``hub-token`` or ``+trainer.hub_token`` names a secret."""
+    """Return whether ``--hub_token``, ``hub-token`` or ``+trainer.hub_token`` names a secret."""
     name = option.lstrip("-+~").lower().replace("-", "_").rpartition(".")[2]
     return _SECRET_NAME.search(name) is not None

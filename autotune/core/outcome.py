@@ -16,104 +16,109 @@ from autotune.core.ceiling import Ceiling
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure. The defaults gave medians within 2 % of 150 steps' on an H200."""
+    """How many steps a trial measures. The defaults gave medians within 2 % of the median of 150 steps on an H200."""
 
     warmup_steps: int = 2
-    """Dropped; the first has no optimizer state yet, so memory is believed only after two."""
+    """Steps run first and not counted. Two, since the first step allocates the optimizer state, so only the second
+    reaches the peak memory of training."""
     min_steps: int = 3
     max_steps: int = 12
     target_spread: float = 0.01
     """Stop once half the 95 % interval is below this fraction of the median."""
     max_seconds: float = 2.0
-    """Measure no longer than this once two steps are measured (one, where ``max_steps`` is one)."""
+    """Stop after this many measured seconds once two steps are measured (one, where ``max_steps`` is one)."""
     behind_step_seconds: float | None = None
-    """A candidate whose first two measured steps take longer than this cannot win: they say enough."""
+    """Stop after two measured steps that take longer than this: the candidate cannot win any more."""
     max_micro_steps: int = 3
-    """Micro-steps run in place of a longer accumulation; the third is like all that follow."""
+    """Micro-steps to run in place of a longer accumulation. Peak memory and time no longer change from the third on."""
     busy_steps: int = 0
-    """Run one more step under the profiler afterwards, to learn for how much of it the GPU computes; 0 leaves it out.
+    """Steps to run under the profiler after the timed ones, to measure the share of a step in which the GPU is busy.
 
-    More than one step is allowed and gives the mean. The timed steps are not affected."""
+    0 leaves it out; more than one gives the mean. The timed steps are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one trial process saw. Times are of one whole optimizer step of the candidate."""
+    """What one trial process measured. Times are of one whole optimizer step of the candidate."""
 
     step_seconds: float
-    """Mean over the measured steps, less one of five or more that was delayed; micro-steps left out are added up.
+    """Mean of the measured steps. Of five or more, one that was delayed from outside is dropped. Where not all
+    micro-steps were run, the time of the missing ones is added.
 
-    With the user's own data, whose batches differ: the mean step of an epoch."""
+    With the user's own data, whose batches differ in length: the mean step of an epoch."""
     step_seconds_each: tuple[float, ...]
-    """Every measured step, warm-up dropped, in order; scaled as ``step_seconds`` is."""
+    """Every measured step in order, without warm-up steps; missing micro-steps are added as in ``step_seconds``."""
     relative_spread: float
-    """Half the 95 % interval of ``step_seconds`` over it; 0 says one step only."""
+    """Half the 95 % interval of ``step_seconds``, relative to it; 0 where only one step was measured."""
     samples_per_second: float
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     warmup_step_seconds: tuple[float, ...] = ()
-    """Steps that were dropped, as they were run (never scaled)."""
+    """Warm-up steps as they were run, without adding missing micro-steps."""
     micro_steps_run: int = 1
-    """Micro-steps in each step that was run; fewer than the candidate's when added up."""
+    """Micro-steps run in each step; fewer than the candidate's where the missing ones were added."""
     micro_batch_bytes: int | None = None
-    """What the inputs of one micro-step take on the device; those of all micro-steps are there at once, and counted in
-    the peaks even where micro-steps were left out. ``None`` in records of versions that did not count them."""
+    """Bytes that the inputs of one micro-step take on the device.
+
+    The Trainer moves the inputs of all micro-steps to the device at once. The peaks count them even where micro-steps
+    were left out. ``None`` in records of versions that did not count them."""
     optimizer_seconds: float | None = None
     data_seconds: float | None = None
-    """Waiting for data between two steps, within ``step_seconds``."""
+    """Time between two steps spent waiting for data, included in ``step_seconds``."""
     device_used_bytes: int | None = None
-    """What NVML says the whole device had in use after the last step, all processes."""
+    """Memory in use on the whole device after the last step, by all processes, as NVML reports it."""
     context_bytes: int | None = None
-    """What the trial's process held on the device beside what its allocator reserved: the CUDA context."""
+    """Device memory of the trial's process that torch's allocator did not reserve: the CUDA context."""
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
     skipped_steps: int | None = None
-    """Of warm-up and measured steps, those whose update fp16's gradient scaler left out; 0 without a scaler."""
+    """Steps, warm-up and measured, whose update fp16's gradient scaler skipped; 0 without a scaler."""
     joules_per_sample: float | None = None
-    """Mean power of the whole device while steps were measured, as NVML counts it, times seconds a sample."""
+    """Mean power of the whole device while steps were measured (from NVML's energy counter), times seconds a sample."""
     compile_seconds: float | None = None
-    """What the dropped steps took beyond as many others, where something is compiled in them; from an empty cache."""
+    """Extra time of the warm-up steps, compared with as many measured ones, where ``torch.compile`` compiles in
+    them."""
     new_length_seconds: float | None = None
-    """What a GPU takes longer for each padded length that comes for the first time (kernels are chosen, built, loaded).
+    """Extra time of the first step at a padded length that is new to the GPU (kernels are chosen, compiled, loaded).
 
-    It is in none of the other figures. ``None`` where no length was new."""
+    No other figure includes it. ``None`` where no length was new."""
     epoch_lengths: int | None = None
-    """Different padded lengths of an epoch's batches."""
+    """Number of different padded lengths among the batches of an epoch."""
 
     worst_batch_tokens: int | None = None
-    """Padded length of the largest batches that the user's data can make, which the warm-up steps were fed."""
+    """Padded length of the largest batch that the user's data can make. The warm-up steps train on such batches."""
     worst_batch_step_seconds: float | None = None
-    """Of a step of them, as it was run."""
+    """Time of a step on the largest batches, as it was run."""
     worst_batch_peak_allocated_bytes: int | None = None
     worst_batch_peak_reserved_bytes: int | None = None
-    """Peaks after those steps; the other peaks are of the whole trial."""
+    """Peak memory after the steps on the largest batches; the other peaks are those of the whole trial."""
 
     gpu_busy_share: float | None = None
     """Seconds of a step during which the GPU executes at least one kernel or copy, over ``step_seconds``.
 
-    From a profiled step after the timed ones, with micro-steps that were left out added up as in ``step_seconds``.
-    Above 0, at most 1. ``None`` where it was not asked for, on a CPU, or where the profiler gave no answer."""
+    Measured in a profiled step after the timed ones; missing micro-steps are added as in ``step_seconds``. Above 0, at
+    most 1. ``None`` where it was not asked for, on a CPU, or where the profiler gave no answer."""
     gpu_busy_cost_seconds: float | None = None
-    """What learning it took: the profiled steps, and starting, ending and reading the profiler."""
+    """Time spent on measuring it: the profiled steps, and starting, stopping and reading the profiler."""
     cpu_core: int | None = None
-    """The core that the process was pinned to; ``None`` where it was free."""
+    """The core that the process was pinned to; ``None`` where it was not pinned."""
 
     @property
     def known_spread(self) -> float | None:
-        """``relative_spread``; ``None`` where a single step was timed, of which no spread is known."""
+        """``relative_spread``; ``None`` where only one step was timed, which has no spread."""
         return self.relative_spread if len(self.step_seconds_each) > 1 else None
 
     def judged_bytes(self, arm: Arm) -> int:
-        """What is compared with the line: peak reserved bytes, or where segments expand peak allocated ones.
+        """Return the peak that is compared with the ceiling's line.
 
-        Reserved bytes may read 17 % too high there, so such a trial has the line itself for a cap: that it
-        ran is what proves that it fits.
+        That is peak reserved memory. With expandable segments it is peak allocated memory, since reserved memory may
+        read 17 % too high there. Such a trial runs with the line itself as its cap, so completing proves that it fits.
         """
         return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
 
     def fits(self, arm: Arm, ceiling: Ceiling) -> bool:
-        """Whether the trial stayed under the ceiling's line, and with its CUDA context within what is reachable."""
+        """Return whether the peak is at or under the line, and with the CUDA context within what may be used."""
         return ceiling.fits(self.judged_bytes(arm), self.context_bytes)
 
 
@@ -128,10 +133,10 @@ class Source:
     study: str
     number: int
     derived: bool = False
-    """Whether the earlier trial was of another candidate, and what it says of this one was worked out."""
+    """Whether the earlier trial was of another candidate, so that this outcome was derived from it."""
 
     def describe(self) -> str:
-        """``trial 3 of bert-64``, or what it was derived from."""
+        """Return ``trial 3 of bert-64``, or ``derived from trial 3 of bert-64``."""
         return f"{'derived from ' if self.derived else ''}trial {self.number} of {self.study}"
 
 
@@ -142,30 +147,30 @@ class Completed:
     measurement: Measurement
     phase_seconds: PhaseSeconds = field(default_factory=dict)
     disturbed: tuple[str, ...] = ()
-    """What came from outside while it was measured, each in a few words; other studies do not reuse it then."""
+    """What disturbed the trial from outside, each in a few words. Other studies do not reuse a disturbed trial."""
     state: Literal["completed"] = "completed"
     source: Source | None = None
-    """``None`` for a trial that was run."""
+    """``None`` for a trial that was run by this study."""
     run_again: bool = True
-    """Whether a disturbed trial is run again: what disturbed it may be over soon."""
+    """Whether to run a disturbed trial again: the disturbance may be over soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The trial asked for more than the cap. A result, not an error."""
+    """The trial needed more memory than its cap. This is a result, not an error."""
 
     message: str
     where: Literal["device", "host"] = "device"
     during: str = "train"
-    """The phase that was under way: ``model``, ``trainer``, ``train``."""
+    """The phase in which it happened: ``model``, ``trainer``, ``train``."""
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     phase_seconds: PhaseSeconds = field(default_factory=dict)
     disturbed: tuple[str, ...] = ()
-    """Why less than the cap was there: then nothing follows for the candidate."""
+    """Why less memory than the cap was available. Nothing then follows for the candidate."""
     state: Literal["out_of_memory"] = "out_of_memory"
     source: Source | None = None
-    """``None`` for a trial that was run."""
+    """``None`` for a trial that was run by this study."""
 
 
 FailureReason = Literal[
@@ -181,12 +186,14 @@ FailureReason = Literal[
 """``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended."""
 
 TRANSIENT: frozenset[str] = frozenset({"killed", "lost", "device_lost", "malformed"})
-"""Ends that may come from outside, so that the candidate has a second trial. A timeout would only time out again."""
+"""Failures that may have an outside cause, so that the candidate is tried a second time.
+
+A timeout is not among them: it would only time out again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trial ended in another way; the evidence stays with it."""
+    """The trial ended in any other way, with the evidence of it."""
 
     reason: FailureReason
     message: str
@@ -200,21 +207,21 @@ Outcome = Completed | OutOfMemory | Failed
 
 
 def source_of(outcome: Outcome | None) -> Source | None:
-    """The earlier trial that the outcome was taken from; ``None`` where there is none."""
+    """Return the earlier trial that the outcome was taken from; ``None`` where the trial was run."""
     return outcome.source if isinstance(outcome, Completed | OutOfMemory) else None
 
 
 def process_of(trial_id: str, outcome: Outcome) -> str:
-    """Return the id of the trial whose process measured an outcome, which may be a trial of an earlier study."""
+    """Return the id of the trial whose process measured an outcome; it may belong to an earlier study."""
     source = source_of(outcome)
     return trial_id if source is None else source.trial_id
 
 
 def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
-    """Count the processes that measured some outcomes, given with the ids of their trials.
+    """Count the processes behind some outcomes, which are given with the ids of their trials.
 
-    An outcome that was taken from an earlier trial counts as that trial, however often it was taken. Derived ones do
-    not count: no process ran that candidate.
+    An outcome taken from an earlier trial counts as that trial, however often it was reused. Derived outcomes do not
+    count, since no process ran that candidate.
     """
     return len(
         {
@@ -226,12 +233,12 @@ def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
 
 
 def outcome_document(outcome: Outcome) -> Document:
-    """An outcome as JSON-ready data."""
+    """Return an outcome as JSON-ready data."""
     return dataclasses.asdict(outcome)
 
 
 def outcome_from_document(document: Document) -> Outcome:
-    """The inverse of ``outcome_document``; raises ``ValueError`` on anything malformed."""
+    """Return the outcome of a document from ``outcome_document``; raises ``ValueError`` where it is malformed."""
     try:
         fields = dict(document)
         if fields.get("source") is not None:

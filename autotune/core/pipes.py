@@ -1,4 +1,4 @@
-"""Exchange lines with other processes over pipes, however many files this process has open."""
+"""Read and write lines over pipes to other processes, without blocking and with any number of open files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterable
 
 _CHUNK_BYTES = 1 << 16
-# Of one call of ``LineReader.read``: a writer that never pauses must not keep its reader from all else.
+# Most chunks that one call of ``LineReader.read`` reads: a process that writes all the time must not block the caller.
 _MOST_CHUNKS = 256
-# What is kept of a line that is too long: enough to show in a message.
+# What is kept of a line beyond the limit, to show in a message.
 _HEAD_BYTES = 200
-# What may wait in a ``LineWriter`` before its owner should stop producing more.
+# A ``LineWriter`` with so much unwritten is full: its owner should produce no more lines.
 _FULL_BYTES = 16 * 1024**2
 
 
 def wait_until_ready(
     readable: Iterable[int], writable: Iterable[int] = (), timeout_seconds: float | None = None
 ) -> set[int]:
-    """Wait until one of the file descriptors can be read or written, or the time is over; return those that can.
+    """Wait until a file descriptor can be read or written, or the timeout is over; return those that can.
 
-    ``select.select`` refuses file descriptors of 1,024 and more, which large notebooks reach.
+    ``select.select`` refuses file descriptors of 1,024 and more, which processes with many open files reach.
     """
     with selectors.PollSelector() as selector:
         for fd in readable:
@@ -32,7 +32,7 @@ def wait_until_ready(
 
 
 def write_all(fd: int, data: bytes, deadline: float) -> bool:
-    """Write all of the data to a non-blocking file descriptor; ``False`` if the reader is gone or too slow.
+    """Write all data to a non-blocking file descriptor; return ``False`` if the reader is gone or too slow.
 
     ``deadline`` is a time of ``time.monotonic``.
     """
@@ -55,7 +55,7 @@ class LineReader:
     def __init__(self, fd: int, limit_bytes: int | None = None) -> None:
         self.fd = fd
         self.closed = False
-        """Whether the other end is closed and everything was read."""
+        """Whether the other end is closed and everything it wrote was read."""
         self._limit_bytes = limit_bytes
         self._pieces: list[bytes] = []
         self._size_bytes = 0
@@ -85,12 +85,12 @@ class LineReader:
         if self._limit_bytes is None or self._size_bytes <= self._limit_bytes:
             self._pieces.append(piece)
         else:
-            # Cut, so that it is no valid document; the rest of the line is dropped.
+            # Cut, so that it is no valid JSON document. The rest of the line is dropped.
             self._pieces = [b"".join([*self._pieces, piece])[:_HEAD_BYTES]]
 
 
 class LineWriter:
-    """Writes lines to a file descriptor and keeps what its reader is not ready for, so that it never blocks."""
+    """Writes lines to a file descriptor without blocking; keeps in memory what the pipe does not take yet."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -99,24 +99,24 @@ class LineWriter:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something is left to be written by ``flush``."""
+        """Whether something is left for ``flush`` to write."""
         return bool(self._waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits that its owner should produce no more."""
+        """Whether so much is unwritten that its owner should produce no more."""
         return len(self._waiting) >= _FULL_BYTES
 
     def put(self, line: bytes) -> None:
-        """Write a line, or as much of it as the pipe takes now; ``BrokenPipeError`` where the reader is gone."""
+        """Write a line, or as much of it as the pipe takes now; raises ``BrokenPipeError`` where the reader is gone."""
         self._waiting += line + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write as much of what waits as the pipe takes now."""
+        """Write as much of what is left as the pipe takes now."""
         try:
             while self._waiting:
-                # A copy: a bytearray that is being written from cannot be shortened.
+                # Written from a copy: a bytearray cannot be shortened while a view of it exists.
                 del self._waiting[: os.write(self.fd, bytes(self._waiting[:_CHUNK_BYTES]))]
         except BlockingIOError:
             return

@@ -1,4 +1,4 @@
-"""Make a folder of its own for each process that runs a job, so that nothing of the job is left when it is removed."""
+"""Make a temporary folder for each process that runs a job, so that removing it removes all that the job left."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 from autotune.core.errors import AutotuneError
 
 # A Unix socket's path has at most 103 bytes on macOS, 107 on Linux (sun_path in sys/un.h, less the final zero). The
-# longest that is made in a temporary folder is that of torch's shared memory manager, for loader processes.
+# longest that is made in a temporary folder is the socket of torch's shared memory manager, for data loader workers.
 _MOST_PATH_BYTES = 103 - len("/torch-shm-dir-XXXXXX/manager.sock")
 _SHORT_FOLDER = "/tmp"
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A folder with two in it: what a job writes on purpose, and what it makes in ``TMPDIR``."""
+    """A folder with two subfolders: the job's ``output_dir``, and its ``TMPDIR``."""
 
     path: str
 
     @property
     def output_dir(self) -> str:
-        """For the ``output_dir`` of ``TrainingArguments``; scripts want it to be empty."""
+        """The ``output_dir`` of ``TrainingArguments``; training scripts want it to be empty."""
         return os.path.join(self.path, "out")
 
     @property
     def temporary(self) -> str:
-        """For ``TMPDIR``: sockets of loader processes, compiled kernels and the like."""
+        """The ``TMPDIR`` of the job: sockets of data loader workers, compiled kernels and the like."""
         return os.path.join(self.path, "tmp")
 
     def enter(self) -> None:
-        """Have this process, and those that it starts, make their temporary files here."""
+        """Make this process and those that it starts create their temporary files here."""
         os.environ["TMPDIR"] = self.temporary
-        # Python remembers the folder that it found first, here in the process that this one was forked from.
+        # Python caches the folder that it found first, here in the process that this one was forked from.
         tempfile.tempdir = None
 
     def remove(self) -> None:
-        """Remove everything; nobody may be writing to it any more."""
+        """Remove the folder with all that is in it. No process may be writing to it any more."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def make_scratch(prefix: str) -> Scratch:
-    """Make a folder beneath ``TMPDIR``, or beneath ``/tmp`` where sockets would get too long a path.
+    """Make a folder in ``TMPDIR``, or in ``/tmp`` where the path of a socket in it would be too long.
 
     Raises ``AutotuneError`` where no temporary folder can be made.
     """
@@ -69,7 +69,7 @@ def _make(prefix: str, folder: str | None = None) -> Scratch:
     except OSError:
         if folder is not None:
             raise
-        # The folder that Python remembers may be gone by now: it looks for another one.
+        # The cached folder may have been removed since: look for another one.
         tempfile.tempdir = None
         path = tempfile.mkdtemp(prefix=prefix)
     scratch = Scratch(path)

@@ -1,4 +1,4 @@
-"""Estimate a step's time from the steps that were measured, and decide when they are enough."""
+"""Estimate the time of a step from the steps that were measured, and decide whether they are enough."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
 
-# Of so many steps and more, one that took so many times as long as any other was delayed from outside: it is left out.
+# Of at least five steps, one that took at least 1.5 times as long as every other is taken for delayed from outside
+# (another process, a page fault) and dropped. Both numbers are a choice, not a measurement.
 _DELAY_FROM = 5
 _DELAY_TIMES = 1.5
 
 
 def without_delay(seconds: Sequence[float]) -> list[float]:
-    """Return the steps, less a single one that something else delayed."""
+    """Return the steps without a single one that was delayed from outside."""
     if len(seconds) < _DELAY_FROM:
         return list(seconds)
     slowest, next_slowest = sorted(seconds)[-1:-3:-1]
@@ -28,9 +29,9 @@ def mean_step(seconds: Sequence[float]) -> Estimate:
 
 
 def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: float) -> bool:
-    """Return whether the steps measured so far are enough.
+    """Return whether enough steps were measured.
 
-    ``seconds`` are those of the steps as they were run, ``relative_half_width`` is that of the estimate from them.
+    ``seconds`` are the steps as they were run; ``relative_half_width`` is that of the interval estimated from them.
     """
     count = len(seconds)
     if count < min(2, effort.max_steps):

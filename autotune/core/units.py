@@ -1,7 +1,7 @@
-"""Quantities as people write them: bytes and seconds, parsed and formatted.
+"""Parse and format quantities: bytes, seconds, shares, counts and rates.
 
-Everything inside autotune carries its unit in its name (``_bytes: int``, ``_seconds: float``);
-this module is the only place where text becomes a quantity or a quantity becomes text.
+Inside autotune a quantity carries its unit in its name (``_bytes: int``, ``_seconds: float``). Only this module turns
+text into quantities and back.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MIB = 1024**2
 GIB = 1024**3
 TIB = 1024**4
 
-# IEC 80000-13 prefixes are powers of 1024, SI prefixes powers of 1000. A bare "24G" is read as
-# GiB, as nvidia-smi, docker and Slurm do when they speak of memory.
+# IEC 80000-13 prefixes are powers of 1024, SI prefixes powers of 1000. A bare "24G" is read as GiB, as nvidia-smi,
+# docker and Slurm do for memory.
 _BYTES_OF_SUFFIX = {
     "": 1,
     "b": 1,
@@ -38,15 +38,15 @@ _BYTES_OF_SUFFIX = {
 }
 _SECONDS_OF_SUFFIX = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
-# More than any machine has; a larger number is a slip of the pen and would overflow SQLite's integers.
+# More than any machine has. A larger number is a typing error, and would overflow SQLite's integers.
 _MOST_BYTES = 2**60
 _MOST_SECONDS = 365 * 86400.0
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes written as ``24GiB``, ``24GB``, ``512 MiB`` or ``1048576``.
+    """Parse bytes written as ``24GiB``, ``24GB``, ``512 MiB`` or ``1048576``.
 
-    Raises ``ValueError`` with a sentence for anything else, zero and absurd sizes among it.
+    Raises ``ValueError`` with a sentence for anything else, including zero and more than 1 EiB.
     """
     match = re.fullmatch(_NUMBER + r"\s*([a-zA-Z]*)", text.strip(), flags=re.ASCII)
     scale = _BYTES_OF_SUFFIX.get(match.group(2).lower()) if match else None
@@ -61,23 +61,23 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``25769803776`` as ``24.0 GiB``; the unit is chosen so that the number stays readable."""
+    """Format ``25769803776`` as ``24.0 GiB``; the unit is the largest that leaves a number of at least 1."""
     sign = "-" if size_bytes < 0 else ""
     size = abs(size_bytes)
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        # What would be written as 1024.0 of the next smaller unit is written as 1.0 of this one.
+        # 1023.96 MiB would round to "1024.0 MiB", so it is written as "1.0 GiB".
         if size >= scale * (1 - 0.05 / 1024):
             return f"{sign}{size / scale:.1f} {unit}"
     return f"{sign}{size:.0f} B"
 
 
 def format_spread(spread: float | None) -> str:
-    """`` ± 0.8%`` after a figure; nothing where no spread is known."""
+    """Format a relative spread as `` ± 0.8%``, to follow a figure; an empty string where it is not known."""
     return "" if spread is None else f" ± {spread:.1%}"
 
 
 def parse_share(text: str) -> float:
-    """``0.05`` or ``5%`` as a fraction from 0 to below 1; ``ValueError`` on anything else."""
+    """Parse ``0.05`` or ``5%`` to a fraction from 0 to below 1; raises ``ValueError`` for anything else."""
     number, is_per_cent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text, False)
     try:
         share = float(number) / (100 if is_per_cent else 1)
@@ -89,7 +89,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds written as ``90``, ``90s``, ``10m``, ``1h30m`` or ``500ms``; ``ValueError`` otherwise."""
+    """Parse seconds written as ``90``, ``90s``, ``10m``, ``1h30m`` or ``500ms``; raises ``ValueError`` otherwise."""
     parts = re.findall(_NUMBER + r"\s*([a-zA-Z]*)\s*", text.strip(), flags=re.ASCII)
     whole = re.fullmatch(rf"(?:{_NUMBER}\s*[a-zA-Z]*\s*)+", text.strip(), flags=re.ASCII)
     if not whole or any(suffix.lower() not in _SECONDS_OF_SUFFIX for _, suffix in parts):
@@ -103,7 +103,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.21`` as ``210 ms``, ``75`` as ``1m15s``, ``12.34`` as ``12.3 s``."""
+    """Format ``0.21`` as ``210 ms``, ``75`` as ``1m15s``, ``12.34`` as ``12.3 s``."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0.9995:
@@ -116,17 +116,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Text without what ends a line, moves a cursor or colours a terminal, whatever a file or a device is called."""
+    """Escape characters that end a line, move a cursor or colour a terminal, as names of files may contain them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plural(count: int, word: str) -> str:
-    """``1 trial``, ``2 trials``."""
+    """Format ``1 trial``, ``2 trials``."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def format_count(count: float) -> str:
-    """``335143938`` as ``335.1M``; small numbers are left as they are."""
+    """Format ``335143938`` as ``335.1M``; numbers below 10,000 are written out."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale * (1 - 0.05 / 1000):
             return f"{count / scale:.1f}{unit}"
@@ -134,7 +134,7 @@ def format_count(count: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """A number of samples or tokens a second to about three digits: ``0.53``, ``310.7``, ``159,060``."""
+    """Format samples or tokens a second to about three digits: ``0.53``, ``310.7``, ``159,060``."""
     if per_second < 9.995:
         return f"{per_second:.2f}"
     return f"{per_second:.1f}" if per_second < 999.95 else f"{per_second:,.0f}"

@@ -1,7 +1,7 @@
-"""What is trained: the model's architecture, the task, the shape of the data, the weight dtype.
+"""Describe what is trained: the model's architecture, the task, the shape of the data, the dtype of the weights.
 
-A workload says nothing about how it is trained (that is the candidate) nor at which effective
-batch (that is the request), so that one measurement of it serves many searches.
+How it is trained is the candidate's part, and the effective batch is the request's, so that one measurement of a
+workload serves many searches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Task = Literal[
     "speech-seq2seq",
     "own",
 ]
-"""What is learned; ``own`` where a Trainer of the user's own decides that."""
+"""The training task; ``own`` where the user's own Trainer decides it."""
 TASKS: tuple[Task, ...] = (
     "sequence-classification",
     "masked-lm",
@@ -49,34 +49,36 @@ _SOME_PADDING = 0.1
 
 @dataclass(frozen=True)
 class Workload:
-    """One training job, independent of batch size and of the machine."""
+    """What one training job trains, independent of batch size and machine."""
 
     model: str
     """The name or folder that the user gave."""
     config: dict[str, Any]
-    """The architecture, as in a ``config.json``; ``model_type`` is always there, unless ``source`` builds the model."""
+    """The architecture, as in a ``config.json``; has ``model_type`` unless ``source`` builds the model."""
     task: Task
     seq_len: int
-    """Tokens a sample; for images and speech the number of target tokens or 1; 0 where ``source`` makes the samples."""
+    """Tokens a sample. For images and speech the number of target tokens, or 1; 0 where ``source`` makes the
+    samples."""
     padding: float = 0.0
-    """Mean fraction of each text sample that is padding; 0 means full length and no mask."""
+    """Mean fraction of each text sample that is padding; 0 means full length and no attention mask."""
     dtype: DTypeName = "float32"
-    """What the weights are stored in."""
+    """Dtype of the stored weights."""
     weights: str | None = None
-    """Folder or hub repository to load weights from; ``None`` for random ones, of the same speed and memory."""
+    """Folder or hub repository to load weights from; ``None`` for random weights, which are as fast and as large."""
     data: DataSpec | None = None
-    """The user's own; ``None`` for samples that are made up."""
+    """The user's own dataset; ``None`` for synthetic samples."""
     peft: PeftName | None = None
-    """Train adapters over frozen weights instead of the weights."""
+    """Train adapters on top of frozen weights instead of the weights themselves."""
     lora_rank: int | None = None
     quantize: QuantizeName | None = None
-    """What frozen weights are stored in, in place of ``dtype``, which they are then computed in."""
+    """Quantization of the frozen weights in storage; they are computed in ``dtype``."""
     source: TrainingSource | None = None
-    """The user's own code that makes model, data and Trainer; ``config`` and ``dtype`` are then what that uses."""
+    """The user's own code that makes the model, data and Trainer; ``config`` and ``dtype`` then describe what it
+    made."""
 
     @property
     def model_type(self) -> str:
-        """The architecture's family, ``bert`` say."""
+        """The architecture's family, such as ``bert``."""
         return str(self.config["model_type"])
 
     @property
@@ -85,7 +87,7 @@ class Workload:
         return self.task not in ("image-classification", "speech-seq2seq", "own")
 
     def data_folder(self, logs: Path) -> Path:
-        """Where its data is read into, beside the logs of studies: one folder for all that read the same."""
+        """Return the folder that its dataset is prepared in, beside the logs; workloads with the same data share it."""
         assert self.data is not None
         asked = [self.data.identity(), self.seq_len, self.task, self.config.get("vocab_size")]
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
@@ -93,23 +95,23 @@ class Workload:
         return logs / ".data" / key
 
     def describe_weights(self) -> str:
-        """``float32 weights``, ``bfloat16 weights in 4 bits, LoRA of rank 16``."""
+        """Return ``float32 weights`` or ``bfloat16 weights in 4 bits, LoRA of rank 16``."""
         words = f"{self.dtype} weights"
         words += f" in {self.quantize[0]} bits" if self.quantize else ""
         return words + (f", LoRA of rank {self.lora_rank}" if self.peft else "")
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data, for the trial process."""
+        """Return it as JSON-ready data, for the trial process."""
         return dataclasses.asdict(self)
 
     def recorded_document(self) -> dict[str, Any]:
-        """As JSON-ready data, for the record: secrets among a script's options are masked."""
+        """Return it as JSON-ready data for the record, with secrets among a script's options masked."""
         source = self.source.masked() if self.source is not None else None
         return dataclasses.replace(self, source=source).document()
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
-        """The inverse of ``document``."""
+        """Return the workload of a document from ``document``."""
         data, source = document.get("data"), document.get("source")
         parts = {
             "data": DataSpec.from_document(data) if data else None,
@@ -118,17 +120,17 @@ class Workload:
         return cls(**{**document, **parts})
 
     def at_its_worst(self) -> Workload:
-        """The workload of which every batch is as large as the largest that the data can make."""
+        """Return the workload in which every batch is as large as the largest that the dataset can make."""
         lengths = self.data.facts.lengths if self.data and self.data.facts else None
         if self.data is None or lengths is None:
             return self
         seq_len = self.data.padded(lengths.longest, self.seq_len)
-        # Any padding at all brings a mask; how much of it makes no difference to memory.
+        # Any padding needs an attention mask; how much padding there is does not change memory.
         is_padded = lengths.shortest < seq_len
         return dataclasses.replace(self, seq_len=seq_len, padding=_SOME_PADDING if is_padded else 0.0)
 
     def with_facts(self, facts: DataFacts) -> Workload:
-        """What reading its data has shown; the model gets as many labels as the data has."""
+        """Return the workload with the facts of its dataset; the model gets as many labels as the dataset has."""
         assert self.data is not None
         config = self.config
         if facts.num_labels is not None:
@@ -139,27 +141,29 @@ class Workload:
 
     @classmethod
     def of_source(cls, source: TrainingSource) -> Workload:
-        """The workload of the user's own code, before a process has seen what it trains."""
+        """Return the workload of the user's own code before a process has inspected what it trains."""
         return cls(source.name, {}, "own", 0, source=source)
 
     def fingerprint(self) -> str:
-        """The same for two workloads exactly when a measurement of one holds for the other.
+        """Return a hash that is equal for two workloads exactly when a measurement of one holds for the other.
 
-        The model's name is left out: the config says what it is.
+        The model's name is left out: the config says what the model is.
         """
         facts = self.recorded_document()
         facts.pop("model")
         facts.pop("weights")
         if self.quantize is not None and self.weights is not None:
-            # from_pretrained leaves other layers in full precision than a model that is built from its config.
+            # from_pretrained leaves other layers in full precision than quantizing a model that was built from its
+            # config.
             facts["quantized_by"] = "from_pretrained"
-        # Absent where nothing is adapted, as in workloads from before there was any of it.
+        # Left out where no adapters are used, so that workloads recorded before adapters existed keep their
+        # fingerprint.
         facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}
         facts.pop("data")
         if self.data is not None:
             facts["data"] = self.data.identity()
         if facts["source"] is None:
-            # As it was before there was any.
+            # Left out, so that workloads recorded before the user's own code was supported keep their fingerprint.
             facts.pop("source")
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

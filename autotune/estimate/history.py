@@ -1,4 +1,4 @@
-"""What a search knows so far: every trial it ran, which candidates that rules out, which one is best."""
+"""Keep the trials of a search, and derive what they show: what fits, what is ruled out, what is fastest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from autotune.space.space import PRECISION_PREFERENCE
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:
-    """What a trial of this arm may reserve: the cap; the line where only running under it proves anything."""
+    """Return the bytes that a trial of this arm may reserve.
+
+    That is the ceiling's cap. With expandable segments it is the lower line: peak reserved memory then does not tell
+    whether the candidate fits, so the trial runs under the line itself.
+    """
     return ceiling.line_bytes if arm.expandable_segments else ceiling.cap_bytes
 
 
 def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
-    """Whether a completed trial's steps were the candidate's own, micro-step for micro-step."""
+    """Return whether a completed trial ran every micro-step of its candidate's step."""
     if not isinstance(outcome, Completed):
         return True
     if outcome.source is not None and outcome.source.derived:
@@ -34,7 +38,7 @@ DEFAULT_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class _Summary:
-    """What follows from the trials of a history."""
+    """What was derived from the trials of a history."""
 
     key: tuple[int, Ceiling]
     over: list[Tried]
@@ -44,28 +48,28 @@ class _Summary:
 
 @dataclass
 class History:
-    """Trials in the order in which they ended, and what follows from them under one ceiling."""
+    """Trials in the order in which they ended, judged under one memory ceiling."""
 
     ceiling: Ceiling
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
-    """What is predicted, where anything is."""
+    """Predicted peak memory; ``None`` where nothing is predicted."""
     tolerance: float = DEFAULT_TOLERANCE
-    """What could be faster by no more than this, as a fraction, is not worth a trial."""
+    """Relative gain in speed below which a candidate is not worth a trial."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
 
     def add(self, tried: Tried) -> None:
-        """Take down one more."""
+        """Add a trial that ended."""
         self.tried.append(tried)
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
 
     def processes(self, candidate: Candidate) -> int:
-        """Return how many processes measured exactly this candidate; a trial that was reused twice counts once."""
+        """Return how many distinct processes measured exactly this candidate; a reused trial counts once."""
         return self._summary().pool.processes(candidate)
 
     def speed(self, candidate: Candidate) -> Speed | None:
-        """Return how fast a candidate is over all of its processes; ``None`` where none completed."""
+        """Return the pooled speed of all processes of a candidate; ``None`` where none completed."""
         return self._summary().pool.speed(candidate)
 
     def busy_share(self, candidate: Candidate) -> float | None:
@@ -73,37 +77,37 @@ class History:
         return self._summary().pool.busy_share(candidate)
 
     def is_host_bound(self, candidate: Candidate) -> bool:
-        """Return whether the GPU was measured to wait for the host in a step of this candidate."""
+        """Return whether this candidate's step was measured to be host-bound."""
         return self._summary().pool.is_host_bound(candidate)
 
     def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
-        """Return by which share a candidate is faster than another on average, counting 0 where it is slower."""
+        """Return the expected relative speed-up of a candidate over another, with a slow-down counted as 0."""
         return self._summary().pool.expected_gain(candidate, over)
 
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
-        """Every trial of exactly this candidate."""
+        """Return every trial of exactly this candidate."""
         return [t for t in self.tried if t.candidate == candidate]
 
     def is_feasible(self, tried: Tried) -> bool:
-        """Completed, and its peak reserved memory is at or under the ceiling's line."""
+        """Return whether a trial completed with its peak memory at or under the ceiling's line."""
         measured = tried.measurement
         return measured is not None and measured.fits(tried.candidate.arm, self.ceiling)
 
     def is_over(self, tried: Tried) -> bool:
-        """Return whether a trial shows that its candidate needs more than the line.
+        """Return whether a trial shows that its candidate needs more memory than the line.
 
-        Out of host memory shows nothing of the device's.
+        Running out of host memory shows nothing about the device's.
         """
         if isinstance(tried.outcome, OutOfMemory):
             return tried.outcome.where == "device" and not tried.outcome.disturbed
         return tried.measurement is not None and not self.is_feasible(tried)
 
     def ruled_out_by(self, candidate: Candidate) -> Tried | None:
-        """A trial that ran over with no more than this candidate needs, if there is one.
+        """Return a trial over the line whose candidate needs no more memory than this one; ``None`` if none is.
 
-        Memory grows with the batch within an arm; accumulating at the same batch needs more
-        (gradients outlive the micro-step), never less; so does keeping activations that another
-        arm recomputes. 8 × 8 can peak above 16 × 1, so nothing is said the other way round.
+        Within an arm, memory grows with the per-device batch. At the same batch, accumulation needs more, since
+        gradients outlive the micro-step, and keeping activations needs more than recomputing them. Nothing is concluded
+        the other way round: a batch of 8 with accumulation can peak above a batch of 16 without.
         """
         for tried in self._over_with_no_more(candidate.arm, accumulates=candidate.accumulates):
             if tried.candidate.per_device_train_batch_size <= candidate.per_device_train_batch_size:
@@ -111,18 +115,18 @@ class History:
         return None
 
     def is_ruled_out(self, candidate: Candidate) -> bool:
-        """Whether a trial shows, or a prediction leaves no doubt, that the candidate does not fit."""
+        """Return whether a trial or a trusted prediction shows that the candidate does not fit."""
         if self.ruled_out_by(candidate) is not None:
             return True
         return self.memory is not None and self.memory.surely_over(candidate)
 
     def smallest_over(self, arm: Arm, *, accumulates: bool) -> int | None:
-        """The smallest per-device batch that ``ruled_out_by`` refuses to this arm."""
+        """Return the smallest batch of an arm that ``ruled_out_by`` rules out; ``None`` where there is none."""
         over = self._over_with_no_more(arm, accumulates=accumulates)
         return min((tried.candidate.per_device_train_batch_size for tried in over), default=None)
 
     def _over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
-        """Trials that ran over although this arm needs as much at the same batch."""
+        """Return the trials over the line whose arm needs no more memory than this one at the same batch."""
         return [
             tried
             for tried in self._summary().over
@@ -130,14 +134,14 @@ class History:
         ]
 
     def feasible(self, arm: Arm | None = None) -> list[Tried]:
-        """Feasible trials, of one arm or of all."""
+        """Return the feasible trials, of one arm or of all."""
         return [t for t in self.tried if (arm is None or t.candidate.arm == arm) and self.is_feasible(t)]
 
     def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
-        """Return one feasible trial for each candidate, with the speed of all its trials that count taken together.
+        """Return one feasible trial for each candidate, with the pooled speed of its processes.
 
-        Those that were run in full count where there are such. A candidate that ran over in any of its trials is left
-        out: it would in training, too.
+        Trials that ran every micro-step count where there are any, else all count. A candidate that was over the line
+        in one of its trials is left out: it may run out of memory in training, too.
         """
         if among is None:
             return list(self._summary().believed)
@@ -145,7 +149,7 @@ class History:
         return [tried for tried in self._summary().believed if tried.candidate in wanted]
 
     def _summary(self) -> _Summary:
-        """What follows from all trials, worked out once a trial: a long study is asked often."""
+        """Return what follows from all trials; computed once a trial, since it is asked for very often."""
         key = len(self.tried), self.ceiling
         if self._summed_up is None or self._summed_up.key != key:
             over = [tried for tried in self.tried if self.is_over(tried)]
@@ -157,14 +161,14 @@ class History:
         return self._summed_up
 
     def fastest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """Return the feasible candidate with the most samples a second."""
+        """Return the fastest feasible candidate, by samples a second."""
         return max(self.believed(among), key=_speed, default=None)
 
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """Return the candidate to recommend: within the tolerance of the fastest, the most comfortable one.
+        """Return the candidate to recommend: the least intrusive of those within the tolerance of the fastest.
 
-        Comfort is bf16 before fp16 before tf32, then nothing compiled, no checkpointing, no other kernels, torch's
-        default allocator, fewer loading processes, no pinning, then more headroom.
+        Preferred in this order: bf16, then fp16, then tf32; no compilation; no checkpointing; no Liger kernels; torch's
+        default allocator; fewer data loader workers; no pinning to cores; the lower peak memory.
         """
         believed = self.believed(among)
         fastest = max(map(_speed, believed), default=0.0)
@@ -172,17 +176,17 @@ class History:
         return min(near, key=_comfort, default=None)
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """The feasible trial with the largest per-device batch, the fastest of several."""
+        """Return the feasible trial with the largest per-device batch, and the fastest of several."""
         return max(
             self.believed(among), key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)), default=None
         )
 
 
 def _needs_at_least(arm: Arm, other: Arm) -> bool:
-    """Whether ``arm`` surely needs as much memory as ``other``: the same bytes, or without its recomputation."""
+    """Return whether ``arm`` needs at least as much memory as ``other``: the same, or what ``other`` recomputes."""
     arm, other = memory_class(arm), memory_class(other)
     if other.expandable_segments:
-        # Segments that expand need no more than those that do not, never the other way round.
+        # Expandable segments never need more memory than the default allocator, so the converse is not assumed.
         arm = dataclasses.replace(arm, expandable_segments=True)
     return arm == other or (
         other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
@@ -197,6 +201,6 @@ def _comfort(tried: Tried) -> tuple[int, int, int, bool, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
     levers = (arm.torch_compile, arm.gradient_checkpointing, arm.use_liger_kernel, arm.expandable_segments)
-    # As binary digits: one lever that is worse than another outweighs all that are less.
+    # One bit an option, the most significant first: an option outweighs all that follow it.
     digits = int("".join(str(int(on)) for on in levers), 2)
     return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, arm.cpu_affinity, peak
