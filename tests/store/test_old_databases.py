@@ -1,6 +1,6 @@
 """Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with.
 
-``tests/databases/search_REVISION.sql`` was written by the autotune of that revision: the search of
+``tests/store/recorded_searches/search_REVISION.sql`` was written by the autotune of that revision: the search of
 ``searching.request`` over the recorded landscape, two trials completed, one out of memory, one running.
 """
 
@@ -24,7 +24,7 @@ from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
 from autotune.tuning.environment import _FIRST_VARIABLES
 
-FROZEN = sorted((Path(__file__).parent / "databases").glob("search_*.sql"))
+FROZEN = sorted((Path(__file__).parent / "recorded_searches").glob("search_*.sql"))
 
 _SCRIPT = """
 import sqlalchemy as sa
