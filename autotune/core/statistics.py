@@ -107,18 +107,6 @@ def _inflation(values: Sequence[float], mean: float, squares: float) -> float:
     return (1 + correlation) / (1 - correlation) if correlation > 0 else 1.0
 
 
-def batch_means(values: Sequence[float], batches: int = 10) -> list[float]:
-    """Return the means of consecutive equal parts: nearly independent even where neighbouring values are not.
-
-    Values that are left over at the end are added to the last part.
-    """
-    size = max(1, len(values) // batches)
-    starts = range(0, size * min(batches, len(values)), size)
-    parts = [values[start : start + size] for start in starts]
-    parts[-1] = values[starts[-1] :]
-    return [math.fsum(part) / len(part) for part in parts]
-
-
 def next_value(values: Sequence[float], variance: Variance, own_error: float = 0.0) -> Estimate:
     """Predict one more value of a population, such as the next process's mean, from those that were seen.
 
@@ -138,15 +126,6 @@ def difference(first: Estimate, second: Estimate) -> Estimate:
     parts = [(e.error / error) ** 4 / e.degrees for e in (first, second) if e.degrees > 0]
     total = math.fsum(parts)
     return Estimate(first.mean - second.mean, error, 1 / total if total else math.inf)
-
-
-def probability_above(estimate: Estimate, threshold: float) -> float:
-    """Return how probable it is that the true mean is above a threshold."""
-    if estimate.error == 0:
-        return float(estimate.mean > threshold)
-    if not math.isfinite(estimate.error):
-        return 0.5
-    return upper_tail((threshold - estimate.mean) / estimate.error, estimate.degrees)
 
 
 def expected_excess(estimate: Estimate, threshold: float = 0.0) -> float:

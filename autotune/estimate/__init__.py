@@ -1,1 +1,1 @@
-"""What is predicted and what is known of candidates: peak memory, throughput, feasibility."""
+"""Predict peak memory, bound throughput and pool measurements, to decide which candidates to try."""

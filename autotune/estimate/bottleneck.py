@@ -1,4 +1,4 @@
-"""What limits a step: the GPU, the host that gives it its work, or the data."""
+"""Tell whether a step is GPU-bound, host-bound or data-bound, from the measured shares of its time."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from autotune.space.dataloader import LOADER_BOUND, waits_for_data
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 
 HOST_BOUND = 0.9
-"""A GPU that computes for a smaller share of a step than this waits for something.
+"""A step in which the GPU is busy for a smaller share than this is host-bound or data-bound.
 
-Nine steps on an H200 whose host has slow cores had 0.92 (bert-large, bf16, 32 × 2), 0.89 (tf32, 8 × 8) and, with less
-work in each kernel, 0.84 down to 0.18."""
+Of nine steps on an H200 whose host has slow cores, two that filled the GPU had 0.92 (bert-large, bf16, 32 × 2) and 0.89
+(tf32, 8 × 8). Those with less work in each kernel had 0.84 down to 0.18."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a step spends its time on. The shares that are known and what is left of them add up to 1."""
+    """What the time of a step is spent on. The known shares and the host's share add up to 1."""
 
     kind: LimitKind
     gpu_busy_share: float | None
-    """While the GPU executes something; ``None`` where that was not measured."""
+    """Share in which the GPU executes something; ``None`` where it was not measured."""
     data_share: float
-    """Before the step's batches are there."""
+    """Share in which the step waits for its batches."""
     factor: float | None
-    """How many times as fast a step would be that only had to wait for the GPU; ``None`` where that is not known."""
+    """Speed-up of a step that never had to wait for host or data; ``None`` where it is not known."""
 
     @property
     def host_share(self) -> float | None:
-        """While the GPU waits for the host, with the batches there; ``None`` where that was not measured."""
+        """Share in which the GPU waits for the host although the batches are there; ``None`` where not measured."""
         return None if self.gpu_busy_share is None else max(0.0, 1 - self.gpu_busy_share - self.data_share)
 
 
 def what_limits(measured: Measurement) -> Limit:
-    """The part of a step that is worth making shorter, from the measured shares."""
+    """Return what limits a step, from the measured shares."""
     busy, data = measured.gpu_busy_share, waits_for_data(measured)
     if busy is None:
         return Limit("data" if data > LOADER_BOUND else "unknown", None, data, None)
     kind: LimitKind = "gpu"
     if busy < HOST_BOUND:
-        # What waits for data is not the host's to win back, and the other way round: the longer wait counts.
+        # The longer of the two waits names the limit: shortening the other would gain less.
         kind = "data" if data > (1 - busy) / 2 else "host"
     return Limit(kind, busy, data, 1 / busy)
 
 
 def describe_limit(candidate: Candidate, measured: Measurement) -> str | None:
-    """The same in one line, with what would help; ``None`` where nothing was measured."""
+    """Describe the limit in one line, with what would help; return ``None`` where nothing was measured."""
     limit = what_limits(measured)
     if limit.gpu_busy_share is None or limit.factor is None:
         return None
@@ -63,7 +63,7 @@ def describe_limit(candidate: Candidate, measured: Measurement) -> str | None:
 
 
 def _remedies(candidate: Candidate) -> str:
-    """What makes the host quicker, of that which the candidate does not have yet."""
+    """Return what would reduce the host's time, of the options that the candidate does not use yet."""
     remedies = ["fewer and larger micro-steps" if candidate.accumulates else "larger batches"]
     if not candidate.arm.torch_compile:
         remedies.append("torch.compile")

@@ -1,10 +1,10 @@
-"""Decide which candidates may be tried now: the one place where a batch size or an arm is ruled out.
+"""Decide which candidates may be tried now. Only here is a batch size or an arm ruled out.
 
-The policies, Optuna's samplers and the loop all ask here, so that what one proposes the others accept.
+The policies, Optuna's samplers and the loop all ask this module, so that the loop accepts what a policy proposes.
 
-A trial rules out what it says something about. Out of memory on the device rules out that batch and larger ones in all
-arms that need as much. Out of host memory and an error rule out the candidate itself. An arm that failed at several
-batches and completed at none is doubtful: its other batches wait until nothing else is left.
+What a trial rules out depends on how it ended. Out of memory on the device rules out that batch and larger ones, in
+every arm that needs at least as much memory. Out of host memory, or an error, rules out the candidate alone. An arm
+that failed at several batches and completed at none is doubtful: its other batches wait until nothing else is left.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.space import Space
 
-# Failures at so many batches of an arm, with no success, make it doubtful. Each is looked for halfway between the last
-# one and the smallest batch, so that three reach well below batches that are too large for a kernel.
+# An arm with failures at this many batches and no success is doubtful. Policies try the next batch halfway between the
+# last failure and the smallest batch, so three failures reach well below batches that are too large for a kernel.
 _DOUBTFUL_FROM = 3
-# A trial that timed out took minutes, and what takes too long at one batch does so at most others.
+# A timeout counts as two failures: it cost minutes, and a step too slow at one batch is too slow at most others.
 _TIMEOUT_COUNTS = 2
-# Batches of a doubtful arm that are tried once nothing else is left.
+# How many more batches of a doubtful arm are tried once nothing else is left.
 _LAST_TRIES = 2
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a candidate need not be run."""
+    """Why a candidate is not run."""
 
     why: str
     known: Outcome | None = None
-    """What is known of it instead, where a trial says so."""
+    """The outcome that an earlier trial implies for it; ``None`` where none does."""
 
 
 def failed_without_verdict(tried: Tried) -> bool:
-    """Return whether a trial ended in a way that says nothing of the device's memory."""
+    """Return whether a trial ended in a way that says nothing about device memory."""
     outcome = tried.outcome
     return isinstance(outcome, Failed) or (isinstance(outcome, OutOfMemory) and outcome.where == "host")
 
 
 class Judge:
-    """What may be tried, given all that was tried."""
+    """Decides what may be tried, given the space and the history."""
 
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
@@ -65,9 +65,9 @@ class Judge:
         return weight >= _DOUBTFUL_FROM
 
     def fits_at(self, multiple: int) -> bool:
-        """Return whether a batch of this level or a higher one fits, so that lower levels are not looked at.
+        """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.
 
-        The baseline may be on a lower level than the batches that are searched; it says nothing of those.
+        Only candidates of the space count. The baseline may have a batch outside of it.
         """
         return any(
             self._space.contains(tried.candidate) and tried.candidate.per_device_train_batch_size % multiple == 0
@@ -75,7 +75,7 @@ class Judge:
         )
 
     def batches_in_reach(self) -> list[int]:
-        """Return the batches of every level that the search looks at now: down to the first on which something fits."""
+        """Return the batches to search now: those of each multiple, down to the first at which something may fit."""
         found: list[int] = []
         batches = self._space.batches
         for multiple in batches.levels():
@@ -94,10 +94,10 @@ class Judge:
                     yield self._space.candidate(arm, batch)
 
     def last_resort(self) -> Candidate | None:
-        """Return what is left to try where nothing fits so far, the smallest batch first.
+        """Return the next candidate to try where nothing fits so far, with the smallest batch first.
 
-        That is what only a prediction rules out, and the smallest batches of doubtful arms. ``None`` where something
-        fits, or where trials show that nothing does.
+        What is left then are candidates that only a prediction rules out, and the smallest batches of doubtful arms.
+        Returns ``None`` where something fits, or where trials show that nothing does.
         """
         if any(self._space.contains(tried.candidate) for tried in self._history.believed()):
             return None
@@ -113,7 +113,10 @@ class Judge:
         return len({t.candidate for t in failed}) < _DOUBTFUL_FROM + _LAST_TRIES
 
     def refusal(self, candidate: Candidate | None) -> Refusal | None:
-        """Return why a proposal of one of Optuna's samplers need not be run, which know none of these rules."""
+        """Return why a candidate that an Optuna sampler proposed is not run; ``None`` where it may be run.
+
+        Optuna's samplers know none of the rules of this module.
+        """
         if candidate is None:
             return Refusal("not in the space")
         if self._history.outcomes_of(candidate):

@@ -1,4 +1,4 @@
-"""What peak memory a candidate will reach on a GPU: predicted with fake tensors, corrected by what was measured."""
+"""Predict the peak memory of a candidate from traces with fake tensors, corrected by measured peaks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ class MemoryPrediction:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     micro_batch_bytes: int
-    """What the inputs of one micro-step take. The Trainer has those of all micro-steps on the device at once."""
+    """Bytes that the inputs of one micro-step take. The Trainer moves those of all micro-steps to the device at
+    once."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    """By a model of the caching allocator, without meeting the cap where that could be helped."""
+    """Peak of a simulated caching allocator. Under the cap, cached segments are freed before it is exceeded."""
     runs_out: bool
-    """The cap is met even after cached segments are given back."""
+    """Whether the cap is exceeded even after cached segments are freed."""
     fits: bool
-    """It does not run out and stays under the line."""
+    """Whether it neither runs out nor exceeds the line."""
     anatomy: dict[str, int]
-    """What the peak consists of: weights, gradients, optimizer, activations, inputs, workspaces.
+    """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
 
-    Logits and the loss are among the activations, which they are to the allocator."""
+    Logits and the loss are counted as activations."""
 
 
 def memory_class(arm: Arm) -> Arm:
-    """The arm that stands for all that need the same bytes: bf16 as fp16, tf32 as fp32, pinned or not.
+    """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned.
 
-    Recorded peaks of such twins on an H200 differ by no more than a loss scaler, 2 MiB.
+    Recorded peaks of such twins on an H200 differ by at most 2 MiB, which is the loss scaler.
     """
     twins = {"bf16": "fp16", "tf32": "fp32"}
     return dataclasses.replace(
@@ -51,27 +52,28 @@ def memory_class(arm: Arm) -> Arm:
 
 
 def prediction_class(arm: Arm) -> Arm:
-    """The arm that stands for all that allocate the same bytes, however the allocator reserves them."""
+    """Return the arm that represents all arms that allocate the same bytes, however the allocator reserves them."""
     return dataclasses.replace(memory_class(arm), expandable_segments=False)
 
 
-# Caps that were needed over what was allocated, on an H200 with segments that expand: 0.3 to 4.5 %.
+# Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
+# on an H200.
 _EXPANDABLE_EXCESS = 0.045
 _LEAST_EXPANDABLE_EXCESS = 0.003
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prediction job: a memory class, at some batches."""
+    """One prediction job: the peaks of one memory class at some batches."""
 
     arm: Arm
     batches: tuple[tuple[int, int], ...]
     """Pairs of per-device batch and accumulation."""
     multiple: int | None
-    """Also find the largest multiple of this that fits, without accumulation."""
+    """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
 
     def details(self, chip: Chip, ceiling: Ceiling) -> Document:
-        """The job's part of the message to the trial server: all but the workload that the answer follows from."""
+        """Return the job's message to the trial server, without the workload."""
         return {
             "arm": _arm_document(self.arm),
             "batches": [list(batch) for batch in self.batches],
@@ -82,19 +84,19 @@ class Question:
         }
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> Document:
-        """The same for two questions exactly when their answers are: arms of one class need the same bytes."""
+        """Return a document that is equal for two questions exactly when their answers are."""
         return {**self.details(chip, ceiling), "arm": _arm_document(prediction_class(self.arm))}
 
 
 def _arm_document(arm: Arm) -> Document:
-    """An arm without the placement of its process: no byte depends on it, and stored answers have no such field."""
+    """Return an arm as a document without pinning: memory does not depend on it, and stored answers lack the field."""
     document = dataclasses.asdict(arm)
     del document["cpu_affinity"]
     return document
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
-    """What to ask for these arms and ``(batch, accumulation)`` pairs, each memory class once, in the arms' order."""
+    """Return the questions for arms and ``(batch, accumulation)`` pairs: one a memory class, in the arms' order."""
     wanted = tuple(sorted(set(batches)))
     first_of_class: dict[Arm, Arm] = {}
     for arm in arms:
@@ -102,22 +104,22 @@ def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple:
     return [Question(arm, wanted, multiple) for arm in first_of_class.values()]
 
 
-# A trial that is predicted to be over is skipped only when that is beyond doubt. On twelve models the
-# peak of allocated bytes was predicted at most 4.9 % too high (Llama-3.2-1B, bf16), else within 1.4 %.
+# Relative error of predicted peaks of allocated bytes that is allowed for. On twelve models they were at most 4.9 % too
+# high (Llama-3.2-1B, bf16), and within 1.4 % on the others.
 _ALLOCATED_DOUBT = 0.05
-# The most that a cap had to exceed the peak of allocated bytes for a trial to run under it: GPT-2, checkpointed, H200.
+# Most that the cap had to exceed the peak of allocated bytes for a trial to run: GPT-2, checkpointed, on an H200.
 _MOST_FRAGMENTED = 0.27
 
 
-# Measured over predicted peaks of reserved bytes, less one: the 2.5 % and 97.5 % quantiles of 118 recorded cells
-# without checkpointing and 177 with it (16 models, H200, studies/landscapes). Where blocks come to lie differs a
-# little, and now and then that decides whether a block of the largest size is used again.
+# 95 % interval of measured over predicted peaks of reserved bytes, less one: quantiles of 118 recorded cells without
+# checkpointing and 177 with it (16 models, H200, studies/landscapes). Blocks come to lie at slightly different places,
+# which sometimes decides whether a block of the largest size is reused.
 _RESERVED_SPREAD = (-0.005, 0.014)
 _RESERVED_SPREAD_CHECKPOINTED = (-0.055, 0.022)
 
 
 def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]:
-    """The bytes between which the measured peak of reserved memory was in 95 % of recorded cells."""
+    """Return the bytes between which the measured peak of reserved memory lies in 95 % of recorded cells."""
     if arm.expandable_segments:
         return round(prediction.peak_allocated_bytes * (1 + _LEAST_EXPANDABLE_EXCESS)), prediction.peak_reserved_bytes
     low, high = _RESERVED_SPREAD_CHECKPOINTED if arm.gradient_checkpointing else _RESERVED_SPREAD
@@ -127,43 +129,53 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Check:
-    """A predicted peak of allocated bytes beside what a trial showed."""
+    """A predicted peak of allocated bytes, compared with what a trial measured."""
 
     arm: Arm
-    """The prediction class of what was measured."""
+    """The prediction class of the measured arm."""
     predicted_bytes: int
     measured_bytes: int | None
-    """``None`` where the trial ran out of memory although it was predicted to fit by far."""
+    """``None`` where the trial ran out of memory although it was predicted to need far less."""
 
     @property
     def relative_error(self) -> float | None:
-        """Measured over predicted, less one."""
+        """Measured over predicted peak, less one; ``None`` where nothing was measured."""
         return None if self.measured_bytes is None else self.measured_bytes / self.predicted_bytes - 1
 
     @property
     def agrees(self) -> bool:
-        """Whether the measured peak is near enough for predictions of its class to rule anything out."""
+        """Whether the measured peak is near enough to the prediction for its class to be trusted."""
         error = self.relative_error
         return error is not None and abs(error) <= _ALLOCATED_DOUBT
 
 
 @dataclass(frozen=True)
 class _Correction:
-    """What measurements say about predicted peaks: ``ratio × predicted + offset``."""
+    """A linear correction of predicted peaks: ``ratio × predicted + offset``."""
 
     ratio: float = 1.0
     offset_bytes: float = 0.0
 
-    def of(self, predicted_bytes: int) -> int:
-        """The corrected peak."""
+    def applied_to(self, predicted_bytes: int) -> int:
+        """Return the corrected peak."""
         return round(self.ratio * predicted_bytes + self.offset_bytes)
 
 
-def _correction(checks: Sequence[Check]) -> _Correction:
-    """Fit measured to predicted peaks of one class.
+@dataclass(frozen=True)
+class _Evidence:
+    """What trials showed about the predictions of one class."""
 
-    Where all agree, the median offset: what is missing is nearly the same at every batch. Else the slope is wrong,
-    too: the median slope between two measurements (Theil-Sen), or with one measurement the line through zero.
+    trusted: bool
+    """Whether they may rule out candidates."""
+    correction: _Correction
+
+
+def _fitted_correction(checks: Sequence[Check]) -> _Correction:
+    """Fit a correction to the measured and predicted peaks of one class.
+
+    Where all checks agree, the ratio is 1 and the offset the median difference: what a prediction misses is about the
+    same at every batch. Else the ratio is the median slope between two measurements (Theil-Sen); with one measurement,
+    the line through zero.
     """
     points = [(check.predicted_bytes, check.measured_bytes) for check in checks if check.measured_bytes is not None]
     if not points:
@@ -178,7 +190,10 @@ def _correction(checks: Sequence[Check]) -> _Correction:
 
 
 def _typical_correction(checks: Sequence[Check]) -> _Correction:
-    """What other classes say of one that was not measured: their median ratio, where they disagree at all."""
+    """Return the correction for a class without measurements.
+
+    The median ratio of the others, if any of them disagree.
+    """
     errors = [check.relative_error for check in checks if check.relative_error is not None]
     if not errors or all(check.agrees for check in checks):
         return _Correction()
@@ -186,7 +201,10 @@ def _typical_correction(checks: Sequence[Check]) -> _Correction:
 
 
 def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
-    """Whether what ran out of memory shows that the candidate does not fit: at no larger a batch, with no more kept."""
+    """Return whether ``over``, which ran out of memory, shows that the candidate does not fit.
+
+    It does at no larger a batch, if the candidate's arm keeps at least as many activations.
+    """
     arm = candidate.arm
     classes = {prediction_class(arm), prediction_class(dataclasses.replace(arm, gradient_checkpointing=True))}
     return (
@@ -196,17 +214,17 @@ def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
     )
 
 
-def _at(
+def _prediction_at(
     of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, line_bytes: int
 ) -> MemoryPrediction | None:
-    """Return the prediction for the candidate's batch and accumulation.
+    """Return the prediction for the candidate's batch and accumulation; ``None`` where there is none.
 
-    Where only another accumulation of this batch was asked about, its prediction with so many more or fewer inputs.
+    Where only another accumulation of this batch was predicted, the inputs of more or fewer micro-steps are added.
     """
     batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
     if (batch, accumulation) in of_class:
         return of_class[batch, accumulation]
-    # Gradients outlive a micro-step only where there are several, so one never stands for more.
+    # Without accumulation, gradients do not outlive the micro-step. So one micro-step never stands for several.
     others = [steps for at, steps in of_class if at == batch and steps > 1]
     if accumulation == 1 or not others:
         return None
@@ -223,7 +241,7 @@ def _at(
 
 
 class MemoryModel:
-    """Predictions filed by memory class, and the corrections that measurements taught."""
+    """The predictions for one GPU by prediction class, corrected by what trials measured."""
 
     def __init__(self, ceiling: Ceiling) -> None:
         self._ceiling = ceiling
@@ -231,20 +249,20 @@ class MemoryModel:
         self._largest: dict[Arm, int] = {}
         self._measured: dict[Candidate, int] = {}
         self._ran_out: dict[Candidate, int] = {}
-        """Candidates that ran out of memory, each with the largest cap that was too small for it."""
+        """Candidates that ran out of memory, with the largest cap under which each did."""
         self._failed: set[Arm] = set()
-        """Prediction classes in which a trial failed for another reason."""
+        """Prediction classes in which a trial failed for a reason other than memory."""
         self._asked: list[Candidate] = []
-        """What was asked about, as candidates of the arms that asked."""
+        """Candidates that were predicted."""
         self._checks: list[Check] | None = None
         self._checkable: bool | None = None
-        self._learnt: dict[Arm, tuple[bool, _Correction]] = {}
-        """By prediction class: whether predictions are trusted, and their correction. Both are asked very often."""
+        self._learnt: dict[Arm, _Evidence] = {}
+        """What trials showed about each prediction class. Kept, since it is asked for very often."""
         self.version = 0
-        """Grows with every prediction that is filed."""
+        """Increases with every prediction that is added."""
 
     def add(self, question: Question, answer: Document) -> None:
-        """File what a prediction job answered."""
+        """Add the answer of a prediction job."""
         self._forget()
         self.version += 1
         for document in answer["batches"]:
@@ -257,37 +275,40 @@ class MemoryModel:
             self._largest[prediction_class(question.arm)] = int(answer["largest_batch"])
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
-        """What is predicted for a candidate, uncorrected; ``None`` where nothing is."""
+        """Return the uncorrected prediction for a candidate; ``None`` where there is none."""
         of_class = self._predictions.get(prediction_class(candidate.arm), {})
-        predicted = _at(of_class, candidate, self._ceiling.line_bytes)
+        predicted = _prediction_at(of_class, candidate, self._ceiling.line_bytes)
         return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
-        """The same where segments expand: what is reserved is little more than what is allocated."""
+        """Return the prediction with expandable segments, which reserve little more than is allocated."""
         reserved = round(predicted.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
         over = reserved > self._ceiling.line_bytes
         return dataclasses.replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=not over)
 
     def batches(self, arm: Arm) -> list[int]:
-        """The batches for which something is predicted without accumulation, ascending."""
+        """Return the batches that are predicted without accumulation, in ascending order."""
         of_class = self._predictions.get(prediction_class(arm), {})
         return sorted(batch for batch, accumulation in of_class if accumulation == 1)
 
     def largest_batch(self, arm: Arm) -> int | None:
-        """The largest batch without accumulation that is predicted to fit; 0 where none is."""
+        """Return the largest batch that is predicted to fit without accumulation.
+
+        0 where none fits, ``None`` if not asked.
+        """
         return self._largest.get(prediction_class(arm))
 
     def learn(self, candidate: Candidate, outcome: Outcome, cap_bytes: int | None = None) -> None:
-        """Take an outcome into account for all candidates, whether they are predicted by now or later.
+        """Correct predictions, those there are and those to come, by the outcome of a trial.
 
-        ``cap_bytes`` is the cap that the trial had, where it was not this ceiling's.
+        ``cap_bytes`` is the cap that the trial had, where it differs from this ceiling's.
         """
         self._forget()
         if isinstance(outcome, Completed):
             measured = outcome.measurement
             run = measured.micro_steps_run
             if measured.micro_batch_bytes is None and 1 < run < candidate.gradient_accumulation_steps:
-                # Recorded before the inputs of micro-steps that are not run were counted.
+                # Old records do not count the inputs of micro-steps that were not run.
                 candidate = dataclasses.replace(candidate, gradient_accumulation_steps=run)
             self._measured[candidate] = measured.peak_allocated_bytes
         elif isinstance(outcome, OutOfMemory) and outcome.where == "device" and not outcome.disturbed:
@@ -297,12 +318,12 @@ class MemoryModel:
             self._failed.add(prediction_class(candidate.arm))
 
     def _forget(self) -> None:
-        """Drop what was derived from predictions and measurements: there is more of them now."""
+        """Drop what was derived from earlier predictions and measurements."""
         self._checks = self._checkable = None
         self._learnt = {}
 
     def checks(self) -> list[Check]:
-        """Every prediction that a trial has confirmed or contradicted."""
+        """Return every prediction that a trial confirmed or contradicted."""
         if self._checks is None:
             self._checks = [*self._measured_checks(), *self._contradictions()]
         return self._checks
@@ -313,48 +334,44 @@ class MemoryModel:
                 yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, measured)
 
     def _contradictions(self) -> Iterator[Check]:
-        """Trials that ran out of memory although they were predicted to fit by far."""
+        """Yield a check for each trial that ran out of memory although it was predicted to need far less."""
         most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
         for candidate, cap_bytes in self._ran_out.items():
             predicted = self.prediction(candidate)
             if predicted and predicted.peak_allocated_bytes * most < cap_bytes:
                 yield Check(prediction_class(candidate.arm), predicted.peak_allocated_bytes, None)
 
-    def _learn_of(self, arm: Arm) -> tuple[bool, _Correction]:
-        """Whether predictions for an arm are trusted, and their correction."""
+    def _evidence(self, arm: Arm) -> _Evidence:
+        """Return what trials showed about the predictions for an arm."""
         of_class = prediction_class(arm)
         if of_class not in self._learnt:
             checks = self.checks()
             own = [check for check in checks if check.arm == of_class]
             trusted = any(check.agrees for check in checks) and all(check.agrees for check in own or checks)
-            self._learnt[of_class] = trusted, _correction(own) if own else _typical_correction(checks)
+            correction = _fitted_correction(own) if own else _typical_correction(checks)
+            self._learnt[of_class] = _Evidence(trusted, correction)
         return self._learnt[of_class]
 
     def trusted(self, arm: Arm) -> bool:
-        """Whether predictions may rule out candidates of this arm.
+        """Return whether predictions may rule out candidates of this arm.
 
-        Some measured peak must agree with its prediction within 5 %, and none may disagree: none of the arm's class
+        At least one measured peak must agree with its prediction within 5 %. None may disagree: none in the arm's class
         where something was measured there, else none at all.
         """
-        return self._learn_of(arm)[0]
-
-    def worst_error(self) -> float | None:
-        """The largest relative error of a predicted peak so far; ``None`` where nothing was measured."""
-        errors = [check.relative_error for check in self.checks() if check.relative_error is not None]
-        return max(errors, key=abs, default=None)
+        return self._evidence(arm).trusted
 
     def peak_allocated_bytes(self, candidate: Candidate) -> int | None:
-        """The predicted peak, corrected by what was measured."""
+        """Return the predicted peak, corrected by measurements; ``None`` where nothing is predicted."""
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        return self._learn_of(candidate.arm)[1].of(predicted.peak_allocated_bytes)
+        return self._evidence(candidate.arm).correction.applied_to(predicted.peak_allocated_bytes)
 
     def surely_over(self, candidate: Candidate) -> bool:
-        """Whether the candidate is beyond doubt too large: what it must allocate alone is over the line.
+        """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
 
-        Only predictions that were checked on this machine can say so for good. Before the first check the candidate
-        only has to wait, for as long as there is one to try that is predicted to fit.
+        Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
+        waits, as long as a candidate that is predicted to fit is left to try.
         """
         peak = self.peak_allocated_bytes(candidate)
         if peak is None or peak * (1 - _ALLOCATED_DOUBT) <= self._ceiling.line_bytes:
@@ -362,7 +379,7 @@ class MemoryModel:
         return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
 
     def _can_be_checked(self) -> bool:
-        """Whether a candidate that is predicted to fit is still to be tried, and nothing speaks against it."""
+        """Return whether a candidate that is predicted to fit, and that no trial contradicts, is left to try."""
         if self._checkable is None:
             self._checkable = any(
                 prediction_class(candidate.arm) not in self._failed
@@ -373,15 +390,16 @@ class MemoryModel:
         return self._checkable
 
     def likely_fits(self, candidate: Candidate) -> bool | None:
-        """Whether the candidate is predicted to fit, by the upper end of what it may reserve.
+        """Return whether the upper end of the candidate's predicted reserved memory fits under the line.
 
         ``None`` where nothing is predicted.
         """
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
-        correction = self._learn_of(candidate.arm)[1]
+        correction = self._evidence(candidate.arm).correction
         corrected = reserved_interval(predicted, candidate.arm)[1] - predicted.peak_allocated_bytes
-        corrected += correction.of(predicted.peak_allocated_bytes)
-        # A verdict that rests on a ratio that is known to be wrong is made anew.
+        corrected += correction.applied_to(predicted.peak_allocated_bytes)
+        # Where measured peaks are below the predicted ones, a prediction that does not fit may do so after the
+        # correction.
         return (predicted.fits or correction.ratio < 1) and corrected <= self._ceiling.line_bytes

@@ -1,4 +1,4 @@
-"""Having memory predicted in processes of their own, a few at a time, without waiting for them."""
+"""Run memory predictions as jobs beside the trials, a few at a time, and file the answers in memory models."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
 from autotune.estimate.memory import MemoryModel, Question, prediction_class
 
-# Two traces of a large model took 3 s on an idle core; ten times that on a busy machine is still no hang.
+# Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
 _TIMEOUT_SECONDS = 180.0
 
 
 class Submitter(Protocol):
-    """Who runs jobs beside the trials."""
+    """Runs jobs beside the trials."""
 
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-        """Start a job and do not wait."""
+        """Start a job without waiting for it."""
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
-        """Submitted jobs that have ended since the last call."""
+        """Return the answers of submitted jobs that ended since the last call, by job id."""
 
 
 class Kept(Protocol):
-    """Where predictions are looked up before anybody is asked; see ``autotune.tuning.answers``."""
+    """Stores earlier predictions; see ``autotune.tuning.answers``."""
 
     def find(self, question: Document) -> Document | None:
-        """What was predicted for ``Question.identity``, if anything was."""
+        """Return the stored prediction for a ``Question.identity``; ``None`` where there is none."""
 
     def keep(self, question: Document, prediction: Document) -> None:
-        """Keeps what was predicted."""
+        """Store a prediction."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One GPU that memory is predicted for, and what is asked about it."""
+    """A GPU that memory is predicted for, with the questions about it."""
 
     chip: Chip
     ceiling: Ceiling
@@ -49,22 +49,22 @@ class Target:
 
 @dataclass
 class _Inquiry:
-    """A question as it is sent, with everybody who asks it."""
+    """A question as it is sent to the trial server, with every memory model that waits for its answer."""
 
     details: Document
     identity: Document
     askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
 
     def is_about(self, arm: Arm) -> bool:
-        """Whether the answer says what an arm needs."""
+        """Return whether the answer says what an arm needs."""
         return any(prediction_class(question.arm) == prediction_class(arm) for _, question in self.askers)
 
 
 class Forecast:
-    """Asks the questions about one GPU or several, each once, and files the answers in a model for each.
+    """Has memory predicted for one or more GPUs: sends each question once, and files the answer in each GPU's model.
 
-    A search begins with the first few, and asks what else it needs when it needs it; whoever wants all completes it.
-    Nobody waits longer than ``patience_seconds`` in all; what comes later than that still counts.
+    A search starts with a few questions and sends others when it needs them; ``complete`` sends them all. No caller
+    waits longer than ``patience_seconds`` in total. Answers that come later still count.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class Forecast:
         self._patience_seconds = patience_seconds
         self._number = 0
         self.unanswered: list[Question] = []
-        """Questions whose process failed: nothing is predicted there, and the search does without."""
+        """Questions whose process failed. Nothing is predicted there, and the search goes on without."""
         self._recall()
 
     @property
     def model(self) -> MemoryModel:
-        """What is predicted for the first GPU."""
+        """The memory model of the first GPU."""
         return self.models[0]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every question has been answered or given up."""
+        """Whether every question was answered or given up."""
         return not self._waiting and not self._asked
 
     def begin(self, arm: Arm | None) -> None:
-        """Unless all that will be known of an arm is, ask for that and as much else as may run at once; do not wait.
+        """Send the questions about an arm, and others as far as they may run at once, without waiting for the answers.
 
-        ``None`` stands for any arm.
+        Does nothing where the arm's answers are there already. ``None`` stands for any arm.
         """
         if arm is not None:
             if self._is_settled(arm):
@@ -110,9 +110,9 @@ class Forecast:
         self._fill()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
-        """Wait until what is predicted of the ``upcoming`` arm is there and nothing else is being predicted.
+        """Wait until the answers about the ``upcoming`` arm are there and no other question is being answered.
 
-        What is predicted may make another arm the upcoming one.
+        An answer may change which arm is the upcoming one, so that is asked again after each.
         """
         while (arm := upcoming()) is not None and not self._is_settled(arm):
             self._ask_about(arm)
@@ -121,7 +121,7 @@ class Forecast:
             self._wait()
 
     def complete(self) -> None:
-        """Ask everything and wait for the answers."""
+        """Send all questions and wait for the answers."""
         self._collect(0.0)
         self._fill()
         while self._asked and self._patience_seconds > 0:

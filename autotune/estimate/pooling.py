@@ -1,9 +1,9 @@
-"""Combine the measurements of a candidate: how fast it is, how certain that is, and what its next run will reach.
+"""Pool the measurements of a candidate: its speed, the interval of that, and what its next run will reach.
 
-Two runs of one configuration differ by more than the steps within each: threads land on other cores, memory lies
-elsewhere. So the speed of a candidate is estimated from the means of its processes, and the interval of the next run
-contains the deviation between processes. While few processes were measured, what is usual for such a step stands in
-for it: little where the GPU limits the step, much where the host does.
+Two runs of one configuration differ by more than the steps within each: threads run on other cores, memory lies at
+other addresses. So a candidate's speed is estimated from the means of its processes, and the interval of the next run
+includes the deviation between processes. Until several processes were measured, that deviation is taken from similar
+steps: it is small where the step is GPU-bound and large where it is host-bound.
 
 Step times are compared as logarithms, so that all deviations are relative.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
@@ -20,41 +21,41 @@ from autotune.core.statistics import Estimate, Variance, difference, expected_ex
 from autotune.core.step_time import mean_step
 from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
-# Relative deviation between the means of processes, with the degrees of freedom that it is worth. Measured on H200
-# machines on 22 November 2026: 0.7 % with the GPU busy. Where it waits, the deviation over the share by which the GPU
-# is idle was 0.09 to 0.25 in six cases of 4 or 5 processes (bert-base at 128 tokens, Qwen2.5-0.5B), root mean square
-# 0.18, and with all threads on one core 0.05 to 0.39 in five, root mean square 0.28: most processes are then faster
-# and alike, and one of four was as slow as without.
+# Prior of the relative deviation between the mean step times of processes, with its degrees of freedom. Measured on
+# H200 machines on 22 November 2026. GPU-bound steps: 0.7 %. Host-bound steps: the deviation over the share of the step
+# in which the GPU is idle was 0.09 to 0.25 in six cases of 4 or 5 processes (bert-base at 128 tokens, Qwen2.5-0.5B),
+# root mean square 0.18. With all threads pinned to one core it was 0.05 to 0.39 in five cases, root mean square 0.28:
+# most processes are then faster and alike, and one of four was as slow as without pinning.
 _GPU_BOUND = Variance(0.007, 5.0)
 _HOST_DEVIATION_PER_IDLE_SHARE = 0.18
 _PINNED_DEVIATION_PER_IDLE_SHARE = 0.28
 _HOST_DEGREES = 3.0
-# Where the share is not known (a CPU, code that cannot be profiled): between the two kinds, and soon outweighed.
+# Where the busy share is not known (a CPU, code that cannot be profiled): an assumption between the two.
 _UNKNOWN = Variance(0.015, 4.0)
-# Of a single measured step: between the 0.5 % of a step on a quiet GPU and the 5 % of one that waits for the host.
+# Relative standard error of a single measured step: between 0.5 % (GPU-bound) and 5 % (host-bound).
 _ONE_STEP_ERROR = 0.02
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with what came of it."""
+    """A candidate that was tried, with its outcome."""
 
     trial_id: str
     candidate: Candidate
     outcome: Outcome
     in_full: bool = True
-    """Whether every micro-step of a step was run rather than some added up."""
+    """Whether every micro-step of a step was run, rather than some of them being extrapolated."""
 
     @property
     def measurement(self) -> Measurement | None:
-        """The measurement, where the trial completed."""
+        """The measurement; ``None`` where the trial did not complete."""
         return self.outcome.measurement if isinstance(self.outcome, Completed) else None
 
 
 def usual_variance(busy_share: float | None, *, pinned: bool) -> Variance:
-    """Return the relative variance between processes that is usual for a step of this kind.
+    """Return the prior of the relative variance between processes, for a step of this kind.
 
-    ``busy_share`` is the share of a step in which the GPU computes; ``None`` where that was not measured.
+    ``busy_share`` is the share of a step in which the GPU computes; ``None`` where it was not measured.
     """
     if busy_share is None:
         return _UNKNOWN
@@ -66,14 +67,14 @@ def usual_variance(busy_share: float | None, *, pinned: bool) -> Variance:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a candidate is, over all of its processes."""
+    """The speed of a candidate, pooled over all of its processes."""
 
     samples_per_second: float
     processes: int
     log_sample_seconds: Estimate
-    """Logarithm of the seconds that a sample takes: the mean over processes."""
+    """Logarithm of the seconds a sample: mean over processes."""
     next_run: Estimate
-    """The same logarithm in one more process."""
+    """The same logarithm, predicted for one more process."""
 
     @property
     def relative_half_width(self) -> float:
@@ -81,13 +82,27 @@ class Speed:
         return self.next_run.half_width()
 
     def interval(self) -> tuple[float, float]:
-        """Return the samples a second between which the next run lies in 95 of 100 cases."""
+        """Return the 95 % interval of the next run's speed, in samples a second."""
         width = self.relative_half_width
         return self.samples_per_second * math.exp(-width), self.samples_per_second * math.exp(width)
 
 
+class _Kind(NamedTuple):
+    """Candidates whose processes are expected to deviate alike."""
+
+    pinned: bool
+    host_bound: bool | None
+
+
+class _Deviations(NamedTuple):
+    """Deviations of processes from the means of their candidates."""
+
+    sum_of_squares: float = 0.0
+    degrees: float = 0.0
+
+
 class Pool:
-    """Completed trials by candidate, combined."""
+    """Pools the completed trials of each candidate."""
 
     def __init__(self, trials: Iterable[Tried]) -> None:
         self._trials: dict[Candidate, list[Tried]] = {}
@@ -95,18 +110,18 @@ class Pool:
             if tried.measurement is not None:
                 self._trials.setdefault(tried.candidate, []).append(tried)
         self._speeds: dict[Candidate, Speed] = {}
-        self._between: dict[tuple[bool, bool | None], tuple[float, float]] | None = None
+        self._deviations: dict[_Kind, _Deviations] | None = None
 
     def processes(self, candidate: Candidate) -> int:
-        """Return how many processes were measured; a trial that was reused twice counts once."""
+        """Return how many distinct processes were measured; a reused trial counts once."""
         return distinct_processes((tried.trial_id, tried.outcome) for tried in self._trials.get(candidate, ()))
 
     def busy_share(self, candidate: Candidate) -> float | None:
-        """Return the share of a step in which the GPU computes, as measured last; ``None`` where it never was."""
+        """Return the last measured share of a step in which the GPU computes; ``None`` where it was not measured."""
         return _busy_share(self._trials.get(candidate, ()))
 
     def is_host_bound(self, candidate: Candidate) -> bool:
-        """Return whether the GPU was measured to wait for the host, and not for data."""
+        """Return whether the step was measured to be host-bound, rather than waiting for data."""
         measured = [t.measurement for t in self._trials.get(candidate, ()) if t.measurement]
         profiled = [measurement for measurement in measured if measurement.gpu_busy_share is not None]
         return bool(profiled) and what_limits(profiled[-1]).kind == "host"
@@ -120,7 +135,7 @@ class Pool:
         return self._speeds[candidate]
 
     def pooled(self, candidate: Candidate) -> Tried:
-        """Return the candidate's last counting trial with the step time and speed of all of them together."""
+        """Return the candidate's last trial, with step time, speed and peaks replaced by those of all its processes."""
         counting = _counting(self._trials[candidate])
         speed = self.speed(candidate)
         last = counting[-1]
@@ -137,7 +152,7 @@ class Pool:
         return replace(last, outcome=Completed(measured, source=getattr(last.outcome, "source", None)))
 
     def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
-        """Return by which share a candidate is faster than another on average, counting 0 where it is slower."""
+        """Return the expected relative speed-up of a candidate over another, with a slow-down counted as 0."""
         one, other = self.speed(candidate), self.speed(over)
         if one is None or other is None:
             return 0.0
@@ -155,29 +170,30 @@ class Pool:
         return Speed(1 / math.exp(mean.mean), self.processes(candidate), mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
-        """What is usual for such a candidate, and what all repeated candidates of its kind showed."""
+        """Return the prior of such a candidate, updated with what repeated candidates of its kind showed."""
         usual = usual_variance(self.busy_share(candidate), pinned=candidate.arm.cpu_affinity)
-        if self._between is None:
-            self._between = self._sum_up()
-        squares, degrees = self._between.get(self._kind(candidate), (0.0, 0.0))
-        return usual.updated(squares, degrees)
+        if self._deviations is None:
+            self._deviations = self._deviations_between_processes()
+        shown = self._deviations.get(self._kind(candidate), _Deviations())
+        return usual.updated(shown.sum_of_squares, shown.degrees)
 
-    def _kind(self, candidate: Candidate) -> tuple[bool, bool | None]:
+    def _kind(self, candidate: Candidate) -> _Kind:
         share = self.busy_share(candidate)
-        return candidate.arm.cpu_affinity, None if share is None else share < HOST_BOUND
+        return _Kind(candidate.arm.cpu_affinity, None if share is None else share < HOST_BOUND)
 
-    def _sum_up(self) -> dict[tuple[bool, bool | None], tuple[float, float]]:
-        found: dict[tuple[bool, bool | None], tuple[float, float]] = {}
+    def _deviations_between_processes(self) -> dict[_Kind, _Deviations]:
+        found: dict[_Kind, _Deviations] = {}
         for candidate, trials in self._trials.items():
             logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
             if len(logs) > 1:
-                squares, degrees = found.get(self._kind(candidate), (0.0, 0.0))
-                found[self._kind(candidate)] = squares + squares_about_mean(logs)[1], degrees + len(logs) - 1
+                kind = self._kind(candidate)
+                squares, degrees = found.get(kind, _Deviations())
+                found[kind] = _Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
         return found
 
 
 def _counting(trials: Sequence[Tried]) -> list[Tried]:
-    """Those that speak for a candidate: run in full where there are such, each process once."""
+    """Return the trials that count: those with every micro-step run if there are any, one for each process."""
     whole = [tried for tried in trials if tried.in_full] or list(trials)
     return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
@@ -193,14 +209,14 @@ def _log_sample_seconds(tried: Tried) -> float:
 
 
 def _within_error(tried: Tried) -> float:
-    """Return the standard error of a process's own mean, relative to it."""
+    """Return the standard error of the mean step of one process, relative to that mean."""
     measured = tried.measurement
     assert measured is not None
     if len(measured.step_seconds_each) < 2:
-        # A single step has no spread of its own: what is usual for steps stands in for it.
+        # A single step has no spread of its own.
         return _ONE_STEP_ERROR
     if measured.epoch_lengths is not None:
-        # Steps whose batches differ: the trial worked out what is left of that. Two errors are half its interval.
+        # With batches of different lengths, the trial's own interval accounts for them. Half of it is about two errors.
         return measured.relative_spread / 2
     own = mean_step(measured.step_seconds_each)
     return own.error / own.mean

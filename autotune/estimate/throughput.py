@@ -1,14 +1,15 @@
-"""Bound how fast a candidate that was not tried can be, from those that were, and say why an arm is left out.
+"""Bound the speed of candidates that were not tried by those that were, and say why an arm is left out.
 
-Bounds rather than guesses decide what is not tried:
+A candidate is left out by a bound, not by a guess:
 
-- recomputing activations costs time at the same batch, so checkpointing is never faster there;
-- fp32 does on slower units what tf32 does, and fp16 is bf16 with loss scaling on top;
-- tensor cores multiply bf16 at twice the rate of tf32 (NVIDIA's data sheets), on half the bytes. So the time that the
-  GPU computes in a step of bf16 bounds that of tf32 from below, where that time was measured;
-- a larger batch takes at least as much GPU time a sample as the arm's gain from small to large batches leaves;
-- a step's time is affine in the batch above a floor, so that the slope between two batches of an arm tells the
-  most samples a second that any larger one can reach, within the error of the two measurements.
+- At the same batch, recomputing activations costs time, so checkpointing is never faster.
+- fp32 computes on slower units than tf32, and fp16 is bf16 with loss scaling on top. So fp32 is never faster than tf32,
+  nor fp16 than bf16.
+- Tensor cores multiply bf16 at twice the rate of tf32 (NVIDIA's data sheets), on half the bytes. So the GPU time
+  measured for a step in bf16 bounds that of tf32 from below.
+- The GPU time of a sample falls by a bounded factor from smaller to larger batches.
+- Above a floor, the time of a step is affine in the batch. So the slope between two batches of an arm bounds the
+samples   a second at any larger batch, within the error of the two measurements.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space
 
-# The GPU time that a sample takes falls by at most this factor from one batch to a larger one: 1.20 from 8 to 32 with
-# BERT-large in bf16 on an H200, and at most 1.33 on five recorded landscapes once a micro-step took 60 ms.
+# Most by which the GPU time of a sample falls from one batch to a larger one: 1.20 times from 8 to 32 with BERT-large
+# in bf16 on an H200, and at most 1.33 times on five recorded landscapes once a micro-step took 60 ms.
 _LARGER_BATCH_GAIN = 1.33
-# How many times as long the GPU computes in tf32 as in bf16, at least: 2.2 with BERT-large, 1.7 with a checkpointed
-# ViT-large (CUPTI, H200, 22 November 2026), and 2 by the data sheets. Less, since two models are few.
+# Least factor between the GPU time of a step in tf32 and in bf16: 2.2 with BERT-large, 1.7 with a checkpointed
+# ViT-large (CUPTI, H200, 22 November 2026), and 2 by the data sheets. Set lower, since two models are few.
 _TF32_TIMES = 1.4
-# How many times as long the GPU computes in a step with recomputation, at least. The forward pass is repeated, a third
-# of the operations of a step without that; on recorded landscapes it cost 17 % or more.
+# Least factor that recomputing activations adds to the GPU time of a step. It repeats the forward pass, a third of the
+# operations; on recorded landscapes it cost 17 % or more.
 _RECOMPUTING_TIMES = 1.15
-# An arm this far behind is not followed to other batches where nothing is known of what limits it.
+# An arm whose speed is below this share of the best is not tried at other batches where its GPU time is not known.
 _HOPELESS = 0.75
 FAR_ENOUGH = 0.75
-"""Two batches nearer to each other than this tell more of the noise than of the slope between them."""
-# Two-sided, so that a bound is crossed in one case of ten.
+"""Largest ratio of two batches whose slope is used; that between nearer batches is mostly noise."""
+# Two-sided confidence of the intervals in this module, so that a bound is exceeded in one case of ten.
 _CONFIDENCE = 0.8
 
 _NEVER_SLOWER = {"fp32": "tf32", "fp16": "bf16"}
@@ -53,17 +54,17 @@ class Seconds:
 
 
 def speed_of(tried: Tried) -> float:
-    """Samples a second; 0 for a trial that did not complete."""
+    """Return the samples a second of a trial; 0 where it did not complete."""
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
 def batch_of(tried: Tried) -> int:
-    """The per-device batch."""
+    """Return the per-device batch of a trial."""
     return tried.candidate.per_device_train_batch_size
 
 
 class ArmView:
-    """One arm's trials among those of a history, by per-device batch."""
+    """The trials of one arm by per-device batch."""
 
     def __init__(self, space: Space, arm: Arm, history: History) -> None:
         self.space, self.arm, self.history = space, arm, history
@@ -77,37 +78,43 @@ class ArmView:
         return tried.candidate.arm == self.arm and self.space.contains(tried.candidate)
 
     def open(self, batch: int) -> bool:
-        """Whether the batch was neither tried nor ruled out."""
+        """Return whether the batch was neither tried nor ruled out."""
         return self.judge.is_open(self.space.candidate(self.arm, batch))
 
     def predicted_to_fit(self, batches: Sequence[int]) -> list[int]:
-        """Those of the batches that are predicted to fit; none where nothing is predicted."""
+        """Return those of the batches that are predicted to fit; none where nothing is predicted."""
         memory = self.history.memory
         return [b for b in batches if memory and memory.likely_fits(self.space.candidate(self.arm, b))]
 
     def fastest(self) -> int:
-        """The feasible batch with the most samples a second."""
+        """Return the feasible batch with the most samples a second."""
         return max(self.feasible, key=lambda batch: speed_of(self.feasible[batch]))
 
     def was_chosen(self, tried: Tried) -> bool:
-        """The baseline's batch was not chosen for its speed, so climbing does not start from there."""
+        """Return whether the policy chose the trial's batch; the baseline's batch is given, not chosen."""
         return tried.candidate != self.space.baseline(tried.candidate.arm.attn_implementation)
 
     def micro_step(self, batch: int) -> Seconds:
-        """One of the micro-steps of a feasible batch, with what other processes may differ by in its interval."""
+        """Return the time of one micro-step at a feasible batch.
+
+        Its interval covers the deviation between processes.
+        """
         seconds = self.measured(batch).step_seconds / self.space.batches.accumulation(batch)
         speed = self.history.speed(self.feasible[batch].candidate)
         error = speed.log_sample_seconds.half_width(_CONFIDENCE) if speed is not None else 0.0
         return Seconds(seconds, seconds * error)
 
     def measured(self, batch: int) -> Measurement:
-        """What a feasible batch measured."""
+        """Return the measurement of a feasible batch."""
         measured = self.feasible[batch].measurement
         assert measured is not None
         return measured
 
     def seconds_a_sample(self, top: int) -> Seconds | None:
-        """What each sample more costs, by the slope up to ``top``; ``None`` while one batch alone is known."""
+        """Return the time each further sample takes, by the slope below ``top``.
+
+        ``None`` with only one batch measured.
+        """
         smaller = [batch for batch in self.feasible if batch <= FAR_ENOUGH * top]
         if not smaller:
             return None
@@ -116,11 +123,12 @@ class ArmView:
         return Seconds((high.value - low.value) / more, math.hypot(high.half_width, low.half_width) / more)
 
     def gpu_bound(self, *, at_any_batch: bool = False) -> float | None:
-        """The most samples a second that this arm can reach; ``None`` where no GPU time was measured.
+        """Return the most samples a second that this arm can reach; ``None`` where no GPU time was measured.
 
-        By the GPU time that a sample took, and by the slope where two batches are known. A sample takes no less GPU
-        time in a smaller batch, so only batches that are still open can gain on the largest that was measured.
-        ``at_any_batch`` is for arms that need less memory than this one, and so can have larger batches.
+        It follows from the GPU time of a sample, and from the slope where two batches were measured. A sample takes no
+        less GPU time in a smaller batch, so only batches above the largest measured one can be faster; the bound allows
+        for that where such a batch is open. ``at_any_batch`` always allows for it: arms that need less memory may reach
+        larger batches.
         """
         bounds = []
         for batch, tried in self.feasible.items():
@@ -138,30 +146,29 @@ class ArmView:
 
 
 class Speeds:
-    """What the trials so far say of the speed of the rest."""
+    """Compares arms by the speed of the trials so far."""
 
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
         self._judge = Judge(space, history)
 
     def view(self, arm: Arm) -> ArmView:
-        """The arm's trials."""
+        """Return the trials of an arm."""
         return ArmView(self._space, arm, self._history)
 
     def best(self) -> float:
-        """The most samples a second so far; a baseline outside the space is nothing to be measured by."""
+        """Return the most samples a second so far, among candidates of the space."""
         believed = self._history.believed()
         return max((speed_of(t) for t in believed if self._space.contains(t.candidate)), default=0.0)
 
     def is_hopeless(self, view: ArmView, peak: int) -> bool:
-        """Whether an arm is so far behind that its smaller batches are not worth a trial."""
+        """Return whether an arm is so far behind that its smaller batches are not worth a trial."""
         return speed_of(view.feasible[peak]) < _HOPELESS * self.best()
 
     def is_beaten(self, view: ArmView, batch: int) -> bool:
-        """Whether an arm that is never slower measured the batch or a larger one.
+        """Return whether an arm that is never slower was measured at this batch or a larger one.
 
-        That is the same arm without recomputation, with torch's default allocator, or in the faster precision of its
-        kind.
+        That is the same arm without checkpointing, with torch's default allocator, or in the faster of two precisions.
         """
         twins = [
             dataclasses.replace(view.arm, gradient_checkpointing=False),
@@ -172,26 +179,26 @@ class Speeds:
         return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())
 
     def _faster_precision(self, arm: Arm) -> Arm | None:
-        """The same arm in the precision that is never slower than its own, where that is searched."""
+        """Return the same arm in a precision that is never slower; ``None`` where there is none in the space."""
         precision = _NEVER_SLOWER.get(arm.precision)
         faster = dataclasses.replace(arm, precision=precision) if precision else None  # type: ignore[arg-type]
         return faster if faster in self._space.arms else None
 
     def can_gain(self, view: ArmView) -> bool:
-        """Whether a batch above the arm's largest can beat all others by more than the tolerance."""
+        """Return whether a batch above the arm's largest can beat all others by more than the tolerance."""
         top, peak = max(view.feasible), view.fastest()
         if top > peak and self._is_slower(view, top, peak):
             return False
         wanted = max(speed_of(view.feasible[peak]), self.best()) * (1 + self._history.tolerance)
         cost = view.seconds_a_sample(top)
         if cost is not None:
-            # The cheapest that a further sample may be, so far as the two measurements tell.
+            # The lower end of the interval of the cost.
             return wanted * (cost.value - cost.half_width) < 1
         bound = view.gpu_bound()
         return bound > wanted if bound is not None else not self.is_hopeless(view, peak)
 
     def _is_slower(self, view: ArmView, batch: int, than: int) -> bool:
-        """Whether one batch is slower than another beyond what their measurements leave open."""
+        """Return whether one batch is slower than another by more than the error of their measurements."""
         one, other = (self._history.speed(view.feasible[b].candidate) for b in (batch, than))
         if one is None or other is None:
             return False
@@ -200,24 +207,24 @@ class Speeds:
         return one.log_sample_seconds.mean - other.log_sample_seconds.mean > quantile(degrees, _CONFIDENCE) * error
 
     def left_out(self, arm: Arm) -> str | None:
-        """Why what was measured of like arms leaves this one no chance; ``None`` where it has one."""
+        """Return why an arm has no chance, given similar arms that were measured; ``None`` where it has one."""
         faster = self._faster_precision(arm)
-        # Where that failed at some batch, this arm may still be asked for it.
+        # Where the faster precision failed at some batch, this arm may still run at it.
         is_known = faster is not None and not self.view(faster).failed
-        if faster is not None and is_known and (self._history.feasible(faster) or self._is_out(faster)):
+        if faster is not None and is_known and (self._history.feasible(faster) or self._has_no_chance(faster)):
             return f"{arm.precision} is never faster than {faster.precision} and needs as much memory"
-        if arm.precision == "tf32" and self._is_at_half_rate(arm):
-            return "tf32 takes more GPU time than bf16, whose GPU time was measured: it cannot come near the best"
-        if arm.expandable_segments and self._has_room(arm):
-            return "expanding segments only helps the best arm, and only where memory limits it"
+        if arm.precision == "tf32" and self._tf32_is_behind(arm):
+            return f"tf32 takes at least {_TF32_TIMES} times the GPU time measured in bf16: too slow to reach the best"
+        if arm.expandable_segments and self._expanding_cannot_help(arm):
+            return "expandable segments only help the fastest arm, and only where memory limits its batch"
         if not arm.gradient_checkpointing:
             return None
-        return self._recomputing(arm)
+        return self._why_checkpointing_loses(arm)
 
-    def _is_at_half_rate(self, arm: Arm) -> bool:
-        """Whether tf32 would be slower than the best even if the GPU never waited, by the GPU time that bf16 took.
+    def _tf32_is_behind(self, arm: Arm) -> bool:
+        """Return whether tf32 is slower than the best even without any waiting, by the GPU time measured in bf16.
 
-        Recomputing takes more GPU time still, so that bf16 without it bounds tf32 with it, too.
+        Checkpointing takes more GPU time still, so bf16 without it bounds tf32 with it as well.
         """
         twin = dataclasses.replace(arm, precision="bf16")
         plain = dataclasses.replace(twin, gradient_checkpointing=False)
@@ -227,34 +234,36 @@ class Speeds:
         known = [bound for bound in bounds if bound is not None]
         return bool(known) and min(known) / _TF32_TIMES < self.best() * (1 + self._history.tolerance)
 
-    def _is_out(self, arm: Arm) -> bool:
-        """Whether an arm has no chance, though it was not measured."""
+    def _has_no_chance(self, arm: Arm) -> bool:
+        """Return whether an arm that was not measured has no chance."""
         return self.left_out(arm) is not None or self._is_beaten_throughout(arm)
 
     def _is_beaten_throughout(self, arm: Arm) -> bool:
-        """Whether every batch that may fit was measured without recomputing or expanding, or a larger one was."""
+        """Return whether at every batch that may fit, an arm that is never slower was measured there or above."""
         view = self.view(arm)
-        still_open = [batch for batch in self._ladder() if view.open(batch)]
+        still_open = [batch for batch in self._judge.batches_in_reach() if view.open(batch)]
         return bool(still_open) and all(self.is_beaten(view, batch) for batch in still_open)
 
-    def _ladder(self) -> list[int]:
-        """The batches that the search looks at now."""
-        return self._judge.batches_in_reach()
-
-    def _recomputing(self, arm: Arm) -> str | None:
-        """Why larger batches that checkpointing allows cannot make up for what recomputing costs."""
+    def _why_checkpointing_loses(self, arm: Arm) -> str | None:
+        """Return why the larger batches that checkpointing allows cannot make up for recomputing activations."""
         twin = self.view(dataclasses.replace(arm, gradient_checkpointing=False))
-        bound = twin.gpu_bound(at_any_batch=True)
-        if bound is None or bound / _RECOMPUTING_TIMES >= self.best() * (1 + self._history.tolerance):
+        if not twin.feasible:
             return None
         share = speed_of(twin.feasible[twin.fastest()]) / self.best()
-        return f"without it {share:.0%} of the best was reached, and no larger batch gains what recomputing costs"
+        bound = twin.gpu_bound(at_any_batch=True)
+        if bound is None:
+            # On a CPU no GPU time is known. An arm so far behind is not followed to larger batches either.
+            hopeless = self.is_hopeless(twin, twin.fastest())
+            return f"without checkpointing it only reached {share:.0%} of the best" if hopeless else None
+        if bound / _RECOMPUTING_TIMES >= self.best() * (1 + self._history.tolerance):
+            return None
+        return f"without checkpointing it reached {share:.0%} of the best, and larger batches gain less than that costs"
 
-    def _has_room(self, arm: Arm) -> bool:
-        """Whether the same arm with torch's default allocator shows that expanding segments cannot help.
+    def _expanding_cannot_help(self, arm: Arm) -> bool:
+        """Return whether the default allocator's trials show that expandable segments cannot help this arm.
 
-        They are never faster at the same batch, so only the best arm can win by them, and only where it was
-        memory that kept it from a larger batch.
+        They are never faster at the same batch. So only the best arm can win by them, and only where memory kept it
+        from a larger batch.
         """
         plain = dataclasses.replace(arm, expandable_segments=False)
         tried = self._history.tried
@@ -267,11 +276,11 @@ class Speeds:
         return bool(twin.feasible) and not self.can_gain(twin)
 
     def left_out_lines(self) -> list[str]:
-        """A line for each reason why arms had no trial: ``all fp16: fp16 is never faster than bf16 …``."""
-        return [f"{'; '.join(self._names(arms))}: {why}" for why, arms in self._untried().items()]
+        """Return a line for each reason why arms had no trial: ``all fp16: fp16 is never faster than bf16 …``."""
+        return [f"{'; '.join(self._arm_names(arms))}: {why}" for why, arms in self._arms_without_trial().items()]
 
-    def _names(self, arms: list[Arm]) -> list[str]:
-        """What to call arms: those of a precision that are all there is of it by that alone."""
+    def _arm_names(self, arms: list[Arm]) -> list[str]:
+        """Return names for some arms: ``all fp16`` where they are all arms of a precision, else each description."""
         names: list[str] = []
         for precision in dict.fromkeys(arm.precision for arm in arms):
             of_it = [arm for arm in arms if arm.precision == precision]
@@ -279,13 +288,13 @@ class Speeds:
             names += [f"all {precision}"] if is_all else [arm.describe() for arm in of_it]
         return names
 
-    def _untried(self) -> dict[str, list[Arm]]:
+    def _arms_without_trial(self) -> dict[str, list[Arm]]:
         found: dict[str, list[Arm]] = {}
         for arm in self._space.arms:
-            view, ladder = self.view(arm), self._ladder()
+            view, in_reach = self.view(arm), self._judge.batches_in_reach()
             has_a_trial = any(view.was_chosen(tried) for tried in view.tried.values())
-            # The baseline's batch may be all there is of its arm.
-            if not has_a_trial and not (ladder and view.tried.keys() >= set(ladder)):
+            # The arm may have no batch but the baseline's.
+            if not has_a_trial and not (in_reach and view.tried.keys() >= set(in_reach)):
                 found.setdefault(self._why_untried(view), []).append(arm)
         return found
 
@@ -293,9 +302,9 @@ class Speeds:
         why = self.left_out(view.arm)
         if why is not None:
             return why
-        ladder = self._ladder()
-        if ladder and not any(view.open(batch) for batch in ladder):
+        in_reach = self._judge.batches_in_reach()
+        if in_reach and not any(view.open(batch) for batch in in_reach):
             return "no batch of it fits"
         if view.arm.gradient_checkpointing and self._is_beaten_throughout(view.arm):
-            return "every batch that fits was measured without recomputing, which is never slower"
-        return "nothing promised to be faster"
+            return "every batch that fits was measured without checkpointing, which is never slower"
+        return "no candidate of it was expected to be faster"

@@ -68,12 +68,6 @@ def test_correlation_that_shows_widens_the_interval() -> None:
     assert many > 0.90, "the mean of 40 correlated steps was taken for that of 40 independent ones"
 
 
-def test_parts_of_a_series_are_averaged_and_nothing_is_lost() -> None:
-    parts = st.batch_means([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0], 3)
-    assert parts == [1.5, 3.5, pytest.approx(20 / 3)]
-    assert st.batch_means([1.0, 2.0], 10) == [1.0, 2.0]
-
-
 def test_the_next_of_two_processes_is_far_less_certain_than_their_mean() -> None:
     between = st.Variance(0.0, 0.0).updated(st.squares_about_mean([0.0, 0.02])[1], 1)
     found = st.next_value([0.0, 0.02], between)
@@ -92,9 +86,6 @@ def test_a_difference_is_as_uncertain_as_both_together() -> None:
     assert found.mean == pytest.approx(1.0)
     assert found.error == pytest.approx(0.5)
     assert 5 < found.degrees < 10
-    assert st.probability_above(found, 1.0) == pytest.approx(0.5)
-    assert st.probability_above(found, 0.0) > 0.9
-    assert st.probability_above(st.Estimate(1.0, 0.0, math.inf), 0.5) == 1.0
 
 
 def test_what_is_expected_beyond_a_threshold_is_the_mean_of_what_is_above_it() -> None:

@@ -324,7 +324,6 @@ def test_an_unchecked_prediction_rules_nothing_out() -> None:
         model = model_of((Arm("tf32"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
         model.learn(Candidate(Arm("tf32"), 16, 4), nothing_fits)
         assert not model.surely_over(over)
-        assert model.worst_error() is None
 
 
 def test_a_checked_prediction_rules_out() -> None:
@@ -332,7 +331,6 @@ def test_a_checked_prediction_rules_out() -> None:
     model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
     model.learn(Candidate(Arm("bf16"), 16, 4), peak(14140))
     assert model.surely_over(over)
-    assert model.worst_error() == pytest.approx(0.01)
 
 
 def test_a_prediction_that_a_trial_contradicted_rules_nothing_out() -> None:
