@@ -108,9 +108,7 @@ class DashboardStorage(HookedStorage):
             self._latest_trials[study_id] = trials
         return trials
 
-    def read_trials(
-        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
-    ) -> list[FrozenTrial]:
+    def read_trials(self, study_id: int, read: Callable[[], list[FrozenTrial]]) -> list[FrozenTrial]:
         """Read trials without the parameters that never varied.
 
         Both ``get_all_trials`` and the studies that the dashboard loads read here: importances are computed over one

@@ -15,9 +15,6 @@ METRIC_NAMES_KEY = "study:metric_names"
 """The study's system attribute that ``Study.set_metric_names`` writes (``optuna.study.study._SYSTEM_ATTR_METRIC_NAMES``
 in Optuna 5)."""
 
-# What Optuna's cache asks for when it reads a study for the first time.
-_EVERYTHING: dict[str, Any] = {"states": None, "included_trial_ids": set(), "trial_id_greater_than": -1}
-
 
 class HookedStorage(RDBStorage):
     """Optuna's storage in which a subclass may change how a study's trials are read.
@@ -26,20 +23,16 @@ class HookedStorage(RDBStorage):
     it always does, and ``read_trials`` is never called.
     """
 
-    def read_trials(
-        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
-    ) -> list[FrozenTrial]:
-        """Return what Optuna's own ``read`` returns; ``wants_all`` says that every trial of the study is asked for."""
+    def read_trials(self, study_id: int, read: Callable[[], list[FrozenTrial]]) -> list[FrozenTrial]:
+        """Return what Optuna's own ``read`` returns."""
         return read()
 
     def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
-        asked = dict(zip(_EVERYTHING, arguments, strict=False)) | options
-
         def read() -> list[FrozenTrial]:
             trials: list[FrozenTrial] = super(HookedStorage, self)._get_trials(study_id, *arguments, **options)
             return trials
 
-        return self.read_trials(study_id, read, wants_all=asked == _EVERYTHING)
+        return self.read_trials(study_id, read)
 
 
 def id_of_study(study: Any) -> int:

@@ -11,7 +11,6 @@ from sqlalchemy import event
 
 from autotune.core.errors import StorageError
 from autotune.store.location import Location
-from autotune.store.optuna_reading import QuickStorage
 
 # Tables that a database has exactly when Optuna finished setting it up; alembic_version comes last.
 _SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
@@ -35,7 +34,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
 
     Raises ``StorageError`` when their version is not the one that this Optuna works with.
     """
-    storage = QuickStorage(
+    storage = RDBStorage(
         **optuna_arguments(location, lock_timeout_seconds),
         skip_compatibility_check=True,
         skip_table_creation=True,
@@ -60,7 +59,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
     """Optuna's storage, its tables made where they are missing."""
     try:
-        return QuickStorage(**optuna_arguments(location, lock_timeout_seconds))
+        return RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
     except RuntimeError as error:
         raise StorageError(
             f"{location.label} holds tables that Optuna {optuna.__version__} cannot use",

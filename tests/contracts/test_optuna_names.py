@@ -20,13 +20,11 @@ class Storage(HookedStorage):
     """Notes what is read through the hook."""
 
     def __init__(self, url: str) -> None:
-        self.read: list[tuple[int, bool]] = []
+        self.read: list[int] = []
         super().__init__(url)
 
-    def read_trials(
-        self, study_id: int, read: Callable[[], list[FrozenTrial]], *, wants_all: bool
-    ) -> list[FrozenTrial]:
-        self.read.append((study_id, wants_all))
+    def read_trials(self, study_id: int, read: Callable[[], list[FrozenTrial]]) -> list[FrozenTrial]:
+        self.read.append(study_id)
         return read()
 
 
@@ -41,12 +39,11 @@ def test_all_reading_of_trials_goes_through_the_hook(storage: Storage) -> None:
     number = id_of_study(study)
     storage.read.clear()
     assert len(storage.get_all_trials(number)) == 3
-    assert storage.read == [(number, True)]
+    assert storage.read == [number]
     storage.read.clear()
-    # The cache that studies read through asks for everything first.
     loaded = optuna.load_study(study_name="bert", storage=storage)
     assert len(loaded.trials) == 3
-    assert (number, True) in storage.read
+    assert number in storage.read
 
 
 def test_the_names_of_objectives_are_a_system_attribute(storage: Storage) -> None:
