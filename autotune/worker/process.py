@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from autotune.core.pipes import LineReader, wait_until_ready
 
@@ -109,17 +110,8 @@ def leave(code: int) -> NoReturn:
 
 
 def children() -> list[int]:
-    """Process ids of this process's direct children, adopted ones among them; zombies too."""
-    own = os.getpid()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == own:
-            found.append(int(entry.parent.name))
-    return found
+    """Return the process ids of this process's direct children; adopted ones and zombies count."""
+    return [child.pid for child in psutil.Process().children()]
 
 
 def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
