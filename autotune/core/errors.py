@@ -12,10 +12,15 @@ from collections.abc import Iterable
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio: float = 0.6) -> str:
     """Return ``did you mean this or that?``, or an empty string where no known word is similar enough."""
+    near = near_misses(word, known, most=most, least_ratio=least_ratio)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def near_misses(word: str, known: Iterable[str], *, most: int, least_ratio: float = 0.6) -> list[str]:
+    """Return the known names that begin with the word; where there are none, those most similar to it."""
     names = list(known)
     begun = [name for name in names if word and name.startswith(word)][:most]
-    near = begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
-    return f"did you mean {' or '.join(near)}?" if near else ""
+    return begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
 
 
 class AutotuneError(Exception):

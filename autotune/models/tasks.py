@@ -1,4 +1,4 @@
-"""Infer from a model's config which task it is for and how long its sequences are."""
+"""Name the classes of each task; infer from a model's config its task and how long its sequences are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,23 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import TASKS, Task
+
+AUTO_CLASS_OF_TASK: dict[str, str] = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+}
+"""The class of transformers that builds a task's model."""
+
+PEFT_TASKS: dict[str, str] = {
+    "sequence-classification": "SEQ_CLS",
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+}
+"""peft's ``TaskType`` of a task, from which follows the head that it trains in full; other tasks have none."""
 
 # Class-name endings, as transformers spells them, in the order in which they are looked for.
 # An encoder that was pretrained with a masked-lm head is fine-tuned for classification far more

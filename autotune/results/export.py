@@ -14,22 +14,13 @@ from autotune.core.outcome import Completed
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
+from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.results.report import Report, describe_data, is_script, measurement
 from autotune.space.features import allocator_variable
 from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
-
-_AUTO_CLASS_OF_TASK = {
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "masked-lm": "AutoModelForMaskedLM",
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-}
-_PEFT_TASKS = {"sequence-classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 @dataclass(frozen=True)
@@ -184,7 +175,7 @@ def render(export: Export, form: Format) -> str:
 
 def _lora(export: Export) -> str:
     rank = export.lora_rank or 0
-    task = _PEFT_TASKS.get(export.task)
+    task = PEFT_TASKS.get(export.task)
     return (
         f"LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear'"
         + (f", task_type={task!r}" if task else "")
@@ -211,7 +202,7 @@ def _python(export: Export) -> str:
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}overrides = dict(\n{fields})\n"
-    auto_class = _AUTO_CLASS_OF_TASK[export.task]
+    auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
     variables += _pinning_lines(export)

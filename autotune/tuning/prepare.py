@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
@@ -266,7 +265,7 @@ def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
     """Raise for an optimizer that the installed transformers has no name for."""
     for optim in request.optims:
         if optim not in known:
-            near = difflib.get_close_matches(optim, known, 3, 0.4) or sorted(known)[:3]
+            near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
             raise InvalidRequestError(
                 f"--optim {optim} is nothing that the installed transformers knows", f"it has {', '.join(near)} …"
             )

@@ -349,6 +349,7 @@ def test_importing_reads_nothing_and_the_data_is_found_inside_an_archive(tmp_pat
         for file in (
             PACKAGE / "__init__.py",
             PACKAGE / "models" / "__init__.py",
+            *(PACKAGE / "core").glob("*.py"),
             *(PACKAGE / "models" / "catalog").rglob("*.*"),
         ):
             if file.suffix in (".py", ".json"):

@@ -8,12 +8,13 @@ has no organisation exist only in this package: they are small enough to try thi
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
+
+from autotune.core.errors import near_misses
 
 # Names are shorter than this (the hub allows 96 characters); more would only slow the comparison.
 _LONGEST_COMPARED = 128
@@ -91,6 +92,6 @@ def near_names(name: str, count: int = 3) -> tuple[str, ...]:
         for end in range(1, len(parts) + 1):
             beginnings.setdefault("-".join(parts[:end]), []).append(known)
     # Shorter first: of names with one beginning the one without more to it is meant rather.
-    near = difflib.get_close_matches(wanted, beginnings, n=count)
+    near = near_misses(wanted, beginnings, most=count)
     found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
     return tuple(_without_organisation(spelling[match]) for match in list(found)[:count])

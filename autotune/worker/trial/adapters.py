@@ -7,13 +7,7 @@ from typing import Any
 import torch
 
 from autotune.core.workload import Workload
-
-# The heads that peft trains in full follow from the kind of task; what it has no name for is told apart by the model.
-_PEFT_TASKS = {
-    "sequence-classification": "SEQ_CLS",
-    "causal-lm": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-}
+from autotune.models.tasks import PEFT_TASKS
 
 
 def adapt(model: Any, workload: Workload) -> Any:
@@ -48,7 +42,7 @@ def _with_lora(model: Any, workload: Workload) -> Any:
         lora_alpha=2 * rank,
         lora_dropout=0.0,
         target_modules="all-linear",
-        task_type=_PEFT_TASKS.get(workload.task),
+        task_type=PEFT_TASKS.get(workload.task),
         modules_to_save=["classifier"] if has_head else None,
     )
     return get_peft_model(model, config)

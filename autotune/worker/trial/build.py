@@ -12,22 +12,14 @@ import transformers
 from transformers import AutoConfig
 
 from autotune.core.workload import Workload
+from autotune.models.tasks import AUTO_CLASS_OF_TASK
 from autotune.worker.private.transformers import class_for_config
 from autotune.worker.trial.adapters import adapt, quantization_config
-
-_AUTO_CLASS_OF_TASK = {
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "masked-lm": "AutoModelForMaskedLM",
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-}
 
 
 def auto_class(workload: Workload) -> Any:
     """The ``AutoModelFor…`` class of the workload's task."""
-    return getattr(transformers, _AUTO_CLASS_OF_TASK[workload.task])
+    return getattr(transformers, AUTO_CLASS_OF_TASK[workload.task])
 
 
 def build_config(workload: Workload) -> Any:
