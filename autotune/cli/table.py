@@ -1,4 +1,7 @@
-"""Print plain tables on stdout."""
+"""Print plain tables on stdout.
+
+``rich.table`` would fold cells to 80 columns where stdout is no terminal, and takes 33 ms to import.
+"""
 
 from __future__ import annotations
 

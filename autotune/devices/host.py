@@ -117,7 +117,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _machine_memory(root: Path) -> HostMemory:
-    """Main memory of the whole machine."""
+    """Main memory of the whole machine, read as the control groups are; psutil would take 18 ms to import."""
     sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
     if "MemTotal" in sizes:
         free_kib = sizes.get("MemAvailable")

@@ -1,9 +1,9 @@
 """The GPUs as NVIDIA's management library (NVML) tells of them, through the module ``pynvml``.
 
-Two distributions install that module: ``nvidia-ml-py``, which is kept up, and ``nvidia-ml-py3`` of 2017, which
-returns bytes for text and knows neither the second version of the memory reading nor compute capabilities.
-Both work here. No NVML library means no GPU and is not an error; any other trouble is kept as a sentence
-(``nvml_problem``), so that one GPU gone bad does not hide the rest of the machine.
+Two distributions install that module, and both work here: ``nvidia-ml-py``, which is kept up, and ``nvidia-ml-py3`` of
+2017, which returns bytes for text and knows neither the second version of the memory reading nor compute capabilities.
+How it differs is handled at the end of this file. No NVML library means no GPU and is not an error; any other trouble
+is kept as a sentence (``nvml_problem``), so that one GPU gone bad does not hide the rest of the machine.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class NvmlSession:
         except ImportError as error:
             self.problems.append(f"NVML cannot be asked ({error}); pip install nvidia-ml-py")
             return
-        # NVMLLibraryMismatchError, which only the newer binding has, is no NVMLError.
-        names = ("NVMLError", "NVMLLibraryMismatchError")
-        self._errors = tuple(getattr(pynvml, name) for name in names if hasattr(pynvml, name))
+        self._errors = _error_classes(pynvml)
         try:
             pynvml.nvmlInit()
         except self._errors as error:
@@ -240,16 +238,12 @@ class NvmlSession:
         return (int(info.total), None, int(info.used), int(info.free)) if info.total else None
 
     def _capability(self, handle: Any) -> tuple[int, int] | None:
-        """CUDA compute capability. The binding of 2017 has no function for it, but can find the library's."""
-        found = self._optional("nvmlDeviceGetCudaComputeCapability", handle)
+        """Return the CUDA compute capability; that of the whole GPU for an instance of it."""
+        name = "nvmlDeviceGetCudaComputeCapability"
+        function = self._optional("_nvmlGetFunctionPointer", name)
+        found = self._optional(name, handle) or _call_for_two_numbers(function, handle)
         if found is not None:
             return int(found[0]), int(found[1])
-        import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
-
-        function = self._optional("_nvmlGetFunctionPointer", "nvmlDeviceGetCudaComputeCapability")
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        if function is not None and function(handle, ctypes.byref(major), ctypes.byref(minor)) == 0:
-            return major.value, minor.value
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
@@ -369,20 +363,38 @@ def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
     return position if position < len(uuids) else None
 
 
-def _text(value: str | bytes) -> str:
-    """Text of either binding."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def _code(error: Exception) -> int | None:
-    """NVML's number of an error; the newer binding's mismatch error has none."""
+    """Return NVML's number of an error; a mismatch of binding and library has none."""
     return getattr(error, "value", None)
 
 
+# The rest of this file is for the differences between nvidia-ml-py and nvidia-ml-py3 of 2017.
+
+
+def _error_classes(binding: Any) -> tuple[type[Exception], ...]:
+    """Return the classes of errors; the second, which only the newer binding has, is no subclass of the first."""
+    names = ("NVMLError", "NVMLLibraryMismatchError")
+    return tuple(getattr(binding, name) for name in names if hasattr(binding, name))
+
+
+def _call_for_two_numbers(function: Any, handle: Any) -> tuple[int, int] | None:
+    """Call a function of the library for which the older binding has none of its own."""
+    import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
+
+    first, second = ctypes.c_int(), ctypes.c_int()
+    if function is None or function(handle, ctypes.byref(first), ctypes.byref(second)) != 0:
+        return None
+    return first.value, second.value
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
 def _sentence(error: Exception) -> str:
-    """NVML's words for an error, from either binding."""
+    """Return NVML's words for an error."""
     try:
-        # The binding of 2017 shows an error that it does not know as the repr of bytes.
+        # The older binding shows an error that it does not know as the repr of bytes.
         return str(error).removeprefix("b'").removesuffix("'").rstrip(".")
     except Exception:  # its text for a foreign code may itself ask a library that is not there
         return f"NVML error {_code(error)}"
