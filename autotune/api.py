@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,15 @@ from typing import Any
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
+from autotune.core.options import (
+    BY_NAME,
+    CheckpointingChoice,
+    LeverChoice,
+    Objective,
+    SamplerName,
+    check_arguments,
+    refuse,
+)
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate, format_spread
@@ -27,14 +35,10 @@ from autotune.results.export import make_export
 from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report, measurement, verdict
 from autotune.results.text import report_document, summary_lines, trial_document
-from autotune.space.features import LeverChoice
-from autotune.space.space import CheckpointingChoice
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
-from autotune.tuning.keywords import as_options, refuse
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
-from autotune.tuning.policy import Objective, SamplerName
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.tuning.run import log_folder, run_search
@@ -139,7 +143,7 @@ class Result:
 
     def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
         """Train with a stock ``Trainer`` in a process of its own; ``misses()`` tells what was not kept."""
-        steps = as_options({"steps": steps}, {})["steps"]
+        steps = check_arguments({"steps": steps}, "steps")["steps"]
         subject = subject_of(self.report, device_of(self.report))
         return verify(subject, steps, log_folder(self.storage, self.study) / "verify.log")
 
@@ -255,12 +259,11 @@ def search(
     """
     named = dict(locals())
     observer = _observer(named.pop("progress"))
-    defaults = {name: parameter.default for name, parameter in inspect.signature(search).parameters.items()}
-    options = as_options(named, defaults)
+    options = check_arguments(named)
     _check_is_outermost()
-    given = {name for name, value in options.items() if value != defaults[name]}
+    given = {name for name, value in options.items() if value != BY_NAME[name].default}
     place, waits, verifies = (options.pop(name) for name in ("storage", "wait", "verify"))
-    request = build_request({**options, "no_baseline": not options["baseline"]}, given)
+    request = build_request(options, given)
     request.check()
     if verifies:
         check_can_be_verified(request.workload.document())
@@ -309,6 +312,6 @@ def _verify(result: Result, observer: Observer) -> None:
 
 def load(study: str, *, storage: str | os.PathLike[str] = DEFAULT_STORAGE) -> Result:
     """A study that was searched before; ``UnknownStudyError`` where there is none of this name."""
-    named = as_options({"study": study, "storage": storage}, {})
+    named = check_arguments({"study": study, "storage": storage}, "study")
     with open_store(named["storage"], create=False) as store:
         return Result(load_report(store, named["study"]), _absolute(named["storage"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ import warm
 from checkout import ROOT
 
 from autotune import api
-from autotune.cli.search import search as command
 from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
 from autotune.models.resolve import resolve_model
 
@@ -108,21 +106,6 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
     assert printed["made"] == ["TrainingArguments", "out", 1e-4, batch, printed["best"]["precision"] == "bf16"]
     assert printed["arguments"]["per_device_train_batch_size"] == batch
     assert printed["model_arguments"]["dtype"] == "float32"
-
-
-def test_it_has_the_options_of_the_command() -> None:
-    """Under the same names; what only a terminal needs is left out."""
-    theirs = {str(param.name) for param in command.params} - {"as_json", "no_baseline"}
-    assert theirs == set(inspect.signature(api.search).parameters) - {"baseline", "progress"}
-
-
-def test_its_defaults_are_those_of_the_command() -> None:
-    """Whether filled in by the command line or here."""
-    ours = {name: param.default for name, param in inspect.signature(api.search).parameters.items()}
-    for param in command.params:
-        default = param.default
-        if param.name in ours and isinstance(default, str) and param.name not in ("trial_timeout", "storage"):
-            assert str(ours[str(param.name)]) == default, param.name
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import storage_option
+from autotune.cli.options import table_options
 
 
 @click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
-@storage_option
+@table_options("dashboard")
 def dashboard(port: int, storage: str) -> None:
     """Serve the Optuna dashboard over the studies, read-only, on 127.0.0.1."""
     from autotune.results.dashboard import serve

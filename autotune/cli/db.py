@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import storage_option
+from autotune.cli.options import table_options
 
 
 @click.group(short_help="Look after the database.", invoke_without_command=True)
@@ -16,7 +16,7 @@ def db(ctx: click.Context) -> None:
 
 
 @db.command()
-@storage_option
+@table_options("db")
 def current(storage: str) -> None:
     """Print the schema's revision and the newest one."""
     from autotune.store import current_revision
@@ -26,7 +26,7 @@ def current(storage: str) -> None:
 
 
 @db.command()
-@storage_option
+@table_options("db")
 def upgrade(storage: str) -> None:
     """Bring the schema to the newest revision; a missing file is made."""
     from autotune import store

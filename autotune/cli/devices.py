@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import json_option, print_json
+from autotune.cli.options import print_json, table_options
 
 
 @click.command()
-@json_option
+@table_options("devices")
 def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the levers' packages."""
     from autotune.core.units import format_bytes

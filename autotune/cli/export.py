@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import storage_option
+from autotune.cli.options import table_options
 from autotune.cli.output import OutputPath, write_text
 
 
@@ -15,7 +15,7 @@ from autotune.cli.output import OutputPath, write_text
 @click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python", "env")), default="json",
               show_default=True)  # fmt: skip
 @click.option("--output", "-o", type=OutputPath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
-@storage_option
+@table_options("export")
 def export(study: str, form: str, output: Path | None, storage: str) -> None:
     """Export the best trial as TrainingArguments.
 

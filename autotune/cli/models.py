@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import json_option, print_json
+from autotune.cli.options import print_json, table_options
 from autotune.cli.table import print_table
 
 
 @click.command()
-@json_option
+@table_options("models")
 def models(as_json: bool) -> None:
     """List the catalog: architectures that need no download."""
     from autotune.core.units import format_count

@@ -1,4 +1,4 @@
-"""Option types, and options that several commands share."""
+"""Make click's options from the table of options, and group them under headings in help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.units import parse_bytes, parse_seconds, parse_share
+from autotune.core.options import FLAG, OPTIONS, SCRIPT, Kind, Option, options_of
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -17,85 +17,74 @@ else:
     # Before click 8.4 the class takes no type in brackets.
     _AnyType = click.ParamType
 
-# No device holds more samples, and every number up to it has its divisors found at once.
-_MOST = 2**31 - 1
-
 
 class _Parsed(_AnyType):
-    """A type made of a function that raises ``ValueError`` or ``InvalidRequestError`` with a sentence."""
+    """A type made of the function that parses it, which raises ``ValueError`` or ``InvalidRequestError``."""
 
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
+    def __init__(self, kind: Kind) -> None:
+        self.name = kind.name
+        self._read = kind.read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return self._parse(value)
+            return self._read(value)
         except InvalidRequestError as error:
             self.fail(f"{error.message}; {error.hint}", param, ctx)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-def words(known: tuple[str, ...] | None = None) -> _AnyType:
-    """A comma-separated list, each word one of ``known`` (or any)."""
+def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a function the options which the table has for this command."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-        if not found:
-            raise ValueError("the list is empty")
-        for word in found:
-            if known and word not in known:
-                raise ValueError(f"{word!r} is not one of {', '.join(known)}")
-        return found
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options_of(command)):
+            function = _click_option(option, command)(function)
+        return function
 
-    return _Parsed("list", parse)
+    return decorate
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        digits = text.strip()
-        # Never handed to int() when it is long: that has a limit of its own.
-        is_short = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
-        if not is_short or not least <= int(digits) <= _MOST:
-            raise ValueError(f"{text[:40]!r} is not a whole number from {least} to {_MOST}")
-        return int(digits)
+def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    if option.kind is SCRIPT:
+        return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
+    names = (option.parameter, option.name)
+    told = option.help_in.get(command, option.help)
+    if option.kind is FLAG:
+        return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=told)
+    # A study that goes on keeps what it was searched with.
+    default = None if command == "resume" and option.request_field else option.default_text
+    return click.option(
+        *names,
+        type=_click_type(option.kind),
+        help=told,
+        metavar=option.metavar,
+        default=default,
+        show_default=default is not None,
+        envvar=option.envvar,
+    )
 
-    return parse
 
-
-def _headroom(text: str) -> Any:
-    from autotune.devices import parse_headroom
-
-    return parse_headroom(text)
-
-
-BYTES = _Parsed("size", parse_bytes)
-SECONDS = _Parsed("duration", parse_seconds)
-COUNT = _Parsed("n", _whole(1))
-SEED = _Parsed("n", _whole(0))
-SHARE = _Parsed("share", parse_share)
-HEADROOM = _Parsed("share|size", _headroom)
-
-storage_option = click.option(
-    "--storage",
-    metavar="FILE|URL",
-    envvar="AUTOTUNE_STORAGE",
-    default="studies/autotune.db",
-    show_default=True,
-    help="SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.",
-)
-wait_option = click.option("--wait", is_flag=True, help="Wait while another search holds the device or the study.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+def _click_type(kind: Kind) -> Any:
+    if kind.name == "choice":
+        return click.Choice(kind.choices)
+    return str if kind.read is str else _Parsed(kind)
 
 
 class SectionedCommand(click.Command):
     """A command with so many options that its help shows them under headings."""
 
-    sections: dict[str, tuple[str, ...]]
-    """Heading to parameter names; every option stands under one, --help under the last."""
+    @property
+    def sections(self) -> dict[str, tuple[str, ...]]:
+        """Heading to parameter names, in the order of the table."""
+        shown = [option for option in OPTIONS if any(param.name == option.name for param in self._shown())]
+        headings = dict.fromkeys(option.section for option in shown)
+        return {heading: tuple(o.name for o in shown if o.section == heading) for heading in headings}
+
+    def _shown(self) -> list[click.Option]:
+        return [param for param in self.params if isinstance(param, click.Option)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}

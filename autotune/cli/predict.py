@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autotune.cli.options import BYTES, SectionedCommand, json_option, print_json, storage_option, words
+from autotune.cli.options import SectionedCommand, print_json, table_options
 from autotune.cli.table import print_table
-from autotune.cli.workload_options import workload_options
 from autotune.core.errors import InvalidRequestError, did_you_mean
+from autotune.core.options import request_fields
 
 if TYPE_CHECKING:
     from autotune.core.workload import Workload
@@ -31,35 +31,8 @@ ACCURACY = (
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
 
-class _PredictCommand(SectionedCommand):
-    sections = {  # noqa: RUF012
-        "What is trained": (
-            "model",
-            "effective_batch",
-            "task",
-            "seq_len",
-            "padding",
-            "dtype",
-            "peft",
-            "lora_rank",
-        ),
-        "On what": ("gpus", "memory_limit", "headroom", "world_size"),
-        "What is compared": ("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
-        "Where it goes": ("all_batches", "anatomy", "storage", "as_json"),
-    }
-
-
-@click.command(cls=_PredictCommand, short_help="Predict which batches fit on a GPU that is not at hand.")
-@workload_options(
-    *("model", "effective_batch", "task", "seq_len", "padding", "dtype", "peft", "lora_rank", "headroom", "world_size"),
-    *("precision", "gradient_checkpointing", "attn", "optim", "batch_multiple"),
-)
-@click.option("--gpu", "gpus", type=words(), help="GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.")
-@click.option("--memory-limit", type=BYTES, help="Memory of the GPU, e.g. 24GiB [default: as the --gpu has].")
-@click.option("--all", "all_batches", is_flag=True, help="Show every batch, not only the largest that fits.")
-@click.option("--anatomy", is_flag=True, help="Show what each peak consists of.")
-@storage_option
-@json_option
+@click.command(cls=SectionedCommand, short_help="Predict which batches fit on a GPU that is not at hand.")
+@table_options("predict")
 @click.pass_context
 def predict(
     ctx: click.Context,
@@ -171,23 +144,12 @@ def _predicted(
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
     """A search on the chip, as if it were here."""
-    from autotune.devices import Device, Headroom
-    from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
+    from autotune.devices import Device
+    from autotune.tuning.request import SearchRequest
 
     stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
-    return SearchRequest(
-        workload=workload,
-        device=stand_in,
-        effective_batch=options["effective_batch"],
-        world_size=options["world_size"],
-        batch_multiple=options["batch_multiple"],
-        precisions=options["precision"],
-        gradient_checkpointing=options["gradient_checkpointing"],
-        attn_implementations=options["attn"],
-        optims=options["optim"] or (DEFAULT_OPTIM,),
-        memory_limit_bytes=limit_bytes,
-        headroom=options["headroom"] or Headroom(),
-    )
+    asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    return SearchRequest(workload=workload, device=stand_in, **asked)
 
 
 def _questions(space: Space) -> list[Question]:

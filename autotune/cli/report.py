@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from autotune.cli.options import storage_option
+from autotune.cli.options import table_options
 from autotune.cli.output import OutputPath, write_text
 
 
@@ -14,7 +14,7 @@ from autotune.cli.output import OutputPath, write_text
 @click.argument("study")
 @click.option("--html", "page", metavar="FILE", type=OutputPath(dir_okay=False, path_type=Path, allow_dash=True),
               help="Write one HTML page with charts; - is stdout.")  # fmt: skip
-@storage_option
+@table_options("report")
 def report(study: str, page: Path | None, storage: str) -> None:
     """Report a study as a page with charts, or as text.
 

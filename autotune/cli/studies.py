@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import json_option, print_json, storage_option
+from autotune.cli.options import print_json, table_options
 from autotune.cli.table import print_table
 from autotune.core.outcome import Completed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("study")
-@storage_option
-@json_option
+@table_options("show")
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
     from autotune.results.report import load_report
@@ -67,8 +66,7 @@ def print_report(report: Report) -> None:
 
 
 @click.command()
-@storage_option
-@json_option
+@table_options("studies")
 def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import COUNT, json_option, print_json, storage_option
+from autotune.cli.options import print_json, table_options
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("target", metavar="STUDY|FILE")
-@click.option("--steps", type=COUNT, default="100", show_default=True, help="Optimizer steps of the stock run.")
 @click.option(
     "--same-loss",
     is_flag=True,
     help="Compare instead the losses of a few steps with the baseline's: same seed, same samples, no dropout.",
 )
 @click.option("--study", metavar="NAME", help="The study that FILE is an export of [default: the one that fits].")
-@storage_option
-@json_option
+@table_options("verify")
 def verify(target: str, steps: int, same_loss: bool, study: str | None, storage: str, as_json: bool) -> None:
     """Train with a stock Trainer as exported, and compare with what was promised.
 

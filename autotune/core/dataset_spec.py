@@ -11,19 +11,6 @@ from typing import Any, Literal
 
 from autotune.core.units import in_one_line
 
-DATA_OPTIONS = (
-    "dataset",
-    "split",
-    "text_column",
-    "label_column",
-    "image_column",
-    "tokenizer",
-    "pad_to_max_length",
-    "pad_to_multiple_of",
-    "group_by_length",
-)
-"""The options about the dataset, in the order in which help shows them."""
-
 DataKind = Literal["json", "csv", "parquet", "arrow", "text", "imagefolder", "saved", "hub"]
 PaddingRule = Literal["longest", "max_length"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource
 
 Task = Literal[
@@ -111,13 +112,16 @@ class Workload:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:
-        """Return the workload of a document from ``document``."""
-        data, source = document.get("data"), document.get("source")
-        parts = {
-            "data": DataSpec.from_document(data) if data else None,
-            "source": TrainingSource.from_document(source) if source else None,
-        }
-        return cls(**{**document, **parts})
+        """Return the workload of a document from ``document``; ``ValueError`` where it describes none."""
+        workload = decode(document, cls)
+        is_own = workload.source is not None
+        if (workload.task == "own") != is_own:
+            raise ValueError(f"task is {workload.task!r}")
+        if not is_own and not isinstance(workload.config.get("model_type"), str):
+            raise ValueError("its workload has no model_type")
+        if workload.seq_len < (0 if is_own else 1) or not workload.padding >= 0:
+            raise ValueError(f"seq_len is {workload.seq_len}, padding {workload.padding}")
+        return workload
 
     def at_its_worst(self) -> Workload:
         """Return the workload in which every batch is as large as the largest that the dataset can make."""

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Literal
 
 from autotune.core.candidate import Arm
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-
-LeverChoice = Literal["auto", "on", "off"]
-LEVERS: dict[str, LeverChoice] = {
-    "expandable_segments": "off",
-    "torch_compile": "off",
-    "liger": "off",
-    "cpu_affinity": "auto",
-}
-"""Those of a request, each with what it is where nothing is asked for."""
 
 # torch reads the older name first and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"

@@ -5,21 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.features import LeverChoice
 
 DEFAULT_MULTIPLE = 8
 # Where no batch of the default multiple is possible, the search goes down these, one by one.
 FALLBACK_MULTIPLES = (4, 2, 1)
 # The largest batch that is ever tried where no effective batch bounds it; far beyond what helps.
 LARGEST_FREE_BATCH = 65536
-
-CheckpointingChoice = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)

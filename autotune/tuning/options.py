@@ -6,15 +6,16 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from autotune.core.dataset_spec import DATA_OPTIONS, DEFAULT_SPLIT, DataSpec
+from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
+from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, request_fields
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload
-from autotune.devices import Device, Headroom, find_device
+from autotune.devices import Device, find_device
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
-from autotune.space.features import LeverChoice, segments_expand
+from autotune.space.features import segments_expand
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
@@ -26,33 +27,11 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
     own = _own_workload(options, given)
     workload = own or build_workload(options)
     device = find_device(options["device"])
-    return SearchRequest(
-        workload=workload,
-        device=device,
-        effective_batch=options["effective_batch"],
-        world_size=options["world_size"],
-        batch_multiple=options["batch_multiple"],
-        objective=options["objective"],
-        precisions=options["precision"],
-        gradient_checkpointing=options["gradient_checkpointing"],
-        attn_implementations=options["attn"],
-        optims=options["optim"] or (() if own else (DEFAULT_OPTIM,)),
-        expandable_segments=options["expandable_segments"] or _as_in_environment(device),
-        torch_compile=options["torch_compile"],
-        liger=options["liger"],
-        cpu_affinity=options["cpu_affinity"],
-        memory_limit_bytes=options["memory_limit"],
-        headroom=options["headroom"] or Headroom(),
-        trials=options["trials"],
-        time_budget_seconds=options["time_budget"],
-        sampler=options["sampler"],
-        seed=options["seed"],
-        trial_timeout_seconds=options["trial_timeout"],
-        measure_baseline=not options["no_baseline"],
-        fresh=options["fresh"],
-        tolerance=options["tolerance"],
-        study=options["study"],
-    )
+    defaults = {
+        "optims": () if own else (DEFAULT_OPTIM,),
+        "expandable_segments": _as_in_environment(device),
+    }
+    return SearchRequest(workload=workload, device=device, **{**defaults, **request_fields(options)})
 
 
 def _as_in_environment(device: Device) -> LeverChoice:
@@ -113,10 +92,10 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
     """The data that the options name; ``None`` where samples are made up. Nothing is read yet."""
     name = options.get("dataset")
     if name is None:
-        for option in DATA_OPTIONS:
+        for option in names(DATA):
             if options.get(option):
                 raise InvalidRequestError(
-                    f"--{option.replace('_', '-')} is about data, and none is given", "give --dataset"
+                    f"{BY_NAME[option].parameter} is about data, and none is given", "give --dataset"
                 )
         return None
     _check_data_meaning(options, task)
@@ -157,27 +136,10 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     foreign = text_only if task == "image-classification" else image_only
     for option in foreign:
         if options.get(option):
-            raise InvalidRequestError(f"--{option.replace('_', '-')} means nothing to {task}", "leave it out")
+            raise InvalidRequestError(f"{BY_NAME[option].parameter} means nothing to {task}", "leave it out")
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
-
-
-# What the user's own code decides, so that an option for it would do nothing.
-_DECIDED_BY_OWN_CODE = (
-    "model",
-    "task",
-    "seq_len",
-    "padding",
-    "dtype",
-    "pretrained",
-    "attn",
-    "peft",
-    "lora_rank",
-    "quantize",
-    "liger",
-    *DATA_OPTIONS,
-)
 
 
 def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
@@ -198,10 +160,9 @@ def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload |
             f"--trainer {trainer} and the script {' '.join(script)[:80]} are two trainings", "leave one of them out"
         )
     what = f"--trainer {trainer}" if trainer else f"the script {' '.join(script)[:80]}"
-    for name in _DECIDED_BY_OWN_CODE:
-        if name in given:
-            option = "--" + name.replace("_", "-")
+    for option in OPTIONS:
+        if option.own_code_decides and option.name in given:
             raise InvalidRequestError(
-                f"{option} means nothing beside {what}, which decides that", f"leave {option} out"
+                f"{option.parameter} means nothing beside {what}, which decides that", f"leave {option.parameter} out"
             )
     return Workload.of_source(find_trainer(trainer) if trainer else find_script(script))

@@ -14,12 +14,12 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.trial import TrialState
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
 from autotune.store.records import OBJECTIVE_NAMES
-from autotune.tuning.policy import Objective
 from autotune.tuning.sampler import params_of
 
 # In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from autotune.core.candidate import Candidate
+from autotune.core.options import Objective, SamplerName
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.memory import memory_class
 from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 from autotune.space.space import LARGEST_FREE_BATCH, Space
-
-Objective = Literal["throughput", "max-batch"]
-SamplerName = Literal["autotune", "grid", "tpe", "random"]
-SAMPLERS: tuple[SamplerName, ...] = ("autotune", "grid", "tpe", "random")
 
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
+from autotune.core.options import CheckpointingChoice
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
@@ -19,7 +20,7 @@ from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
 from autotune.models.hub_revision import commit_of
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
-from autotune.space.space import Batches, CheckpointingChoice, Space, choose_arms
+from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.dataset import check_own_samples
 from autotune.tuning.environment import (
     comparable_environment,

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autotune.core.candidate import Precision
+from autotune.core.candidate import Document, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.options import (
+    HEADROOM,
+    OPTIONS,
+    CheckpointingChoice,
+    LeverChoice,
+    Objective,
+    Option,
+    SamplerName,
+)
 from autotune.core.outcome import Effort
+from autotune.core.schema import at_least, decode, fields_of, make_record
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.features import FLASH_ATTENTION, LEVERS, LeverChoice, optim_package, packages_of_workload, require
-from autotune.space.space import Batches, CheckpointingChoice, choose_precisions
-from autotune.tuning.policy import Objective, SamplerName
-
-if TYPE_CHECKING:
-    # Imports Optuna, which a request that is refused, or only predicted, does without.
-    from autotune.tuning.policy import SamplerName
+from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require
+from autotune.space.space import Batches, choose_precisions
 
 # What TrainingArguments itself defaults to.
 DEFAULT_OPTIM = "adamw_torch_fused"
@@ -116,33 +124,16 @@ class SearchRequest:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """As JSON-ready data: two searches with the same document and environment are the same search."""
-        return {
-            "model": self.workload.model,
-            "effective_batch": self.effective_batch,
-            "world_size": self.world_size,
-            "batch_multiple": self.batch_multiple,
-            "objective": self.objective,
-            "precision": list(self.precisions) if self.precisions else None,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "attn_implementation": list(self.attn_implementations) if self.attn_implementations else None,
-            "optim": list(self.optims),
-            "memory_limit_bytes": self.memory_limit_bytes,
-            "headroom_fraction": self.headroom.fraction,
-            "headroom_bytes": self.headroom.size_bytes,
-            "trials": self.trials,
-            "time_budget_seconds": self.time_budget_seconds,
-            "sampler": self.sampler,
-            "seed": self.seed,
-            "trial_timeout_seconds": self.trial_timeout_seconds,
-            "measure_baseline": self.measure_baseline,
-            **self._levers_asked(),
-            # Absent by itself, as in studies from before it could be chosen.
-            **({} if self.tolerance == DEFAULT_TOLERANCE else {"tolerance": self.tolerance}),
-            "fresh": self.fresh,
-            **({"data_at": self.workload.data.place()} if self.workload.data else {}),
-        }
+        document: Document = {"model": self.workload.model}
+        for option, default in _recorded_options():
+            value = getattr(self, option.request_field or "")
+            if isinstance(value, Headroom):
+                document |= {"headroom_fraction": value.fraction, "headroom_bytes": value.size_bytes}
+            elif not (option.sparse and value == default):
+                document[option.key] = list(value) if isinstance(value, tuple) else value
+        return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
 
     def _check_levers(self) -> None:
         """Raise for a lever whose package is not installed or that the device does not have."""
@@ -183,14 +174,57 @@ class SearchRequest:
         """What is really tried of ``cpu_affinity``; the largest batch that fits does not depend on it."""
         return "off" if self.objective == "max-batch" or self._why_not_pinned() else self.cpu_affinity
 
-    def _levers_asked(self) -> dict[str, Any]:
-        """Levers that are not as they are by themselves; absent otherwise, as in studies from before there were any."""
-        asked = {name: getattr(self, name) for name in LEVERS}
-        return {name: choice for name, choice in asked.items() if choice != LEVERS[name]}
-
     def named(self, study: str) -> SearchRequest:
         """The same request under a study name."""
         return replace(self, study=study)
+
+
+def _recorded_options() -> Iterator[tuple[Option, Any]]:
+    """Yield the options that a request records, each with its default in a request."""
+    fields = {field.name: field for field in dataclasses.fields(SearchRequest)}
+    for option in OPTIONS:
+        if option.request_field is not None and option.key:
+            yield option, fields[option.request_field].default
+
+
+# What the rest of the document says again.
+_SAID_ELSEWHERE = frozenset({"model", "data_at"})
+
+
+@functools.cache
+def _recorded_type() -> type[Any]:
+    """Return the type of a recorded request: a field an option that is recorded."""
+    fields: list[tuple[str, Any, Any]] = []
+    for option, default in _recorded_options():
+        kind = option.kind
+        if kind is HEADROOM:
+            fields += [
+                ("headroom_fraction", at_least(float, 0), Headroom().fraction),
+                ("headroom_bytes", at_least(int, 0) | None, None),
+            ]
+            continue
+        recorded = at_least(kind.json, kind.least)
+        fields.append((option.key, recorded | None if default is None else recorded, default))
+    return make_record("RecordedRequest", fields)
+
+
+def request_from_document(document: Document, workload: Workload, device: Device, study: str) -> SearchRequest:
+    """The inverse of ``SearchRequest.document``; ``ValueError`` on anything malformed.
+
+    ``InvalidRequestError`` for values that no request can have.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("it is no document")
+    kind = _recorded_type()
+    known = set(kind.__struct_fields__)
+    # An option of a later autotune that is off changes nothing.
+    said = {k: v for k, v in document.items() if k in known or (k not in _SAID_ELSEWHERE and v not in (None, False))}
+    recorded = fields_of(decode(said, kind))
+    headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
+    fields = {
+        str(option.request_field): recorded[option.key] for option, _ in _recorded_options() if option.key in recorded
+    }
+    return SearchRequest(workload=workload, device=device, study=study, headroom=headroom, **fields)
 
 
 # How much may be spent is not what is asked: a study may be continued with a larger budget.

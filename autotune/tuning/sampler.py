@@ -12,10 +12,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.options import SamplerName
 from autotune.estimate.history import History
 from autotune.space.space import Space
-from autotune.tuning.policy import SAMPLERS as SAMPLERS
-from autotune.tuning.policy import Policy, SamplerName
+from autotune.tuning.policy import Policy
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024

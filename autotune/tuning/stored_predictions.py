@@ -7,13 +7,14 @@ from typing import Protocol
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import AutotuneError
+from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.estimate.memory import MemoryPrediction
 from autotune.results.report import Report
 from autotune.store import AnswerKind
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import forecast_of, prepare
-from autotune.tuning.resumption import request_from_document, workload_from_document
+from autotune.tuning.request import request_from_document
 
 
 class Answers(Protocol):
@@ -44,7 +45,7 @@ def stored_prediction(report: Report, candidate: Candidate, answers: Answers) ->
     versions of torch, transformers or autotune than are installed here.
     """
     try:
-        workload = workload_from_document(report.workload)
+        workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
         key = inspection_key(request.device, workload)
         facts = answers.find(key) if key is not None else None

@@ -1,21 +1,33 @@
-"""A study's beginning and end: opened new or taken up again, and what to say where it found nothing."""
+"""Open a study, new or recorded; restore the request of a recorded one; explain a search that found nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune import __version__
-from autotune.core.errors import AutotuneError, InvalidRequestError, NoResultError, NothingFitsError
+from autotune.core.candidate import Document
+from autotune.core.errors import (
+    AutotuneError,
+    DeviceError,
+    InvalidRequestError,
+    NoResultError,
+    NothingFitsError,
+    StorageError,
+)
+from autotune.core.masking import masked_options
 from autotune.core.outcome import Failed, source_of
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import format_bytes, plural
-from autotune.devices import Ceiling
+from autotune.core.workload import Workload
+from autotune.devices import Ceiling, Device, find_device, list_devices
 from autotune.estimate.history import History, Tried
+from autotune.models.dataset_files import check_unchanged
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.prepare import Prepared, changes_since
-from autotune.tuning.request import SearchRequest
+from autotune.tuning.request import SearchRequest, request_from_document
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,9 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
     known = store.study(request.study)
     if known is not None:
         return _continue(known, prepared, store)
+    # Imports Optuna, which a request that is only read does without.
+    from autotune.tuning.optuna_study import OptunaStudy
+
     if OptunaStudy.exists(request.study, store):
         raise InvalidRequestError(
             f"{store.label} holds an Optuna study {request.study!r} that autotune did not make",
@@ -89,6 +104,67 @@ def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> 
             f"the study {known.name!r} is of something else ({'; '.join(changed)})",
             "repeat what it was searched with, or search anew under another --study",
         )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent when a study goes on; ``None`` leaves it as it was recorded."""
+
+    trials: int | None = None
+    time_budget_seconds: float | None = None
+    trial_timeout_seconds: float | None = None
+
+
+def recorded_request(
+    store: Store, study: str, device: str | None = None, budget: Budget | None = None
+) -> SearchRequest:
+    """The request that continues the study of this name on the device that it ran on, or on ``device``.
+
+    Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, ``StorageError`` for a record
+    that makes no request, and ``InvalidRequestError`` where the user's code or data is gone or has changed.
+    """
+    record = store.existing_study(study)
+    try:
+        environment = store.environment(record.environment_id)
+        found = find_device(device) if device is not None else _device_of(environment, study)
+        workload = Workload.from_document(store.workload_of(record))
+        request = request_from_document(record.request, workload, found, study)
+    except (ValueError, InvalidRequestError) as error:
+        raise StorageError(
+            f"the request of the study {study!r} cannot be read: {error}",
+            "repeat the options of the search with autotune search and the same --study",
+        ) from error
+    if workload.source is not None:
+        _check_has_its_secrets(workload.source, study)
+        today = replace(workload, source=workload.source.as_it_is_now())
+        request = replace(request, workload=today)
+    if workload.data is not None:
+        check_unchanged(workload.data)
+    spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
+    return replace(request, **spent)
+
+
+def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
+    """Raise ``InvalidRequestError`` where values of the script's options were not recorded."""
+    masked = masked_options(source.argv)
+    if masked:
+        raise InvalidRequestError(
+            f"the study {study!r} was searched with {', '.join(masked)} for {source.name}, whose value is not recorded",
+            f"repeat its command with the value and --study {study}: it goes on from what is recorded",
+        )
+
+
+def _device_of(environment: Document, study: str) -> Device:
+    """The very device that the study ran on, else another of its name."""
+    devices = list_devices()
+    uuid, name = environment.get("device_uuid"), environment.get("device_name")
+    like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
+    for device in [*(device for device in like if device.uuid == uuid), *like]:
+        return device
+    raise DeviceError(
+        f"the study {study!r} was searched on {name} ({uuid}), which is not here",
+        "name a device of the same kind with --device, or search anew under another --study",
+    )
 
 
 def no_result(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from autotune.cli.view import View
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -17,7 +18,6 @@ from autotune.devices import Ceiling, Device
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space, choose_arms
 from autotune.store import Stage, StudyRecord, TrialRecord
-from autotune.tuning.policy import Objective
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest
 

@@ -14,8 +14,7 @@ from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.tuning.prepare import Prepared, changes_since
-from autotune.tuning.resumption import recorded_request
-from autotune.tuning.studies import open_study
+from autotune.tuning.studies import open_study, recorded_request
 
 HUB_TOKEN = "hf_" + "aB3" * 10
 

@@ -21,8 +21,8 @@ from searching import BERT_LARGE, H200
 from autotune.cli.main import cli, main
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError
-from autotune.tuning.request import SearchRequest
-from autotune.tuning.resumption import request_from_document, workload_from_document
+from autotune.core.workload import Workload
+from autotune.tuning.request import SearchRequest, request_from_document
 
 FEW, MANY = 150, 10_000
 counts = pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_recorded_workloads(count: int) -> None:
     def read(changes: Document, dropped: str) -> None:
         document = {name: value for name, value in {**WORKLOAD, **changes}.items() if name != dropped}
         try:
-            workload = workload_from_document(document)
+            workload = Workload.from_document(document)
         except ValueError:
             return
         assert workload.fingerprint()

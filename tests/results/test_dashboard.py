@@ -23,11 +23,11 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.core.errors import InvalidRequestError, StorageError
+from autotune.core.options import Objective
 from autotune.devices import Ceiling
 from autotune.results.dashboard import dashboard_app, dashboard_server, serve
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store
 from autotune.tuning.optuna_study import OptunaStudy
-from autotune.tuning.policy import Objective
 
 SPACE: dict[str, optuna.distributions.BaseDistribution] = {"batch": optuna.distributions.IntDistribution(1, 64)}
 

@@ -13,11 +13,11 @@ from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, r
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Headroom
-from autotune.space.space import CheckpointingChoice
 from autotune.space.training_arguments import TF32_UNSET_REVISION
 from autotune.tuning.prepare import Prepared, most_predictions, prepare, training_state_bytes
 

@@ -1,0 +1,464 @@
+"""Declare every option of a search once: its name, how it is read and checked, its help, its name in JSON.
+
+The command line, the checks of ``autotune.search``, the JSON of a recorded request and the reference pages are made
+from ``OPTIONS``. To add an option, add an ``Option`` here, the parameter of ``autotune.search`` (for type checkers)
+and, where a search records it, the field of ``SearchRequest``; tests compare those with this table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+from autotune.core.candidate import PRECISIONS
+from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom, parse_headroom
+from autotune.core.errors import InvalidRequestError
+from autotune.core.training_source import locate_function
+from autotune.core.units import parse_bytes, parse_seconds, parse_share
+from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
+
+LeverChoice = Literal["auto", "on", "off"]
+CheckpointingChoice = Literal["auto", "on", "off"]
+Objective = Literal["throughput", "max-batch"]
+SamplerName = Literal["autotune", "grid", "tpe", "random"]
+
+# No device holds more samples, and every number up to it has its divisors found at once.
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the values of an option are written on the command line, checked in Python and recorded in JSON."""
+
+    name: str
+    """What stands for a value in help."""
+    read: Callable[[str], Any]
+    """Parse text; raises ``ValueError`` or ``InvalidRequestError``."""
+    check: Callable[[str, Any], Any]
+    """Take the value of a Python argument of this name; raises ``InvalidRequestError``."""
+    json: Any = str
+    """The type of the recorded value."""
+    least: int | None = None
+    """The least number, or length of a list, that can be recorded."""
+    choices: tuple[str, ...] = ()
+
+
+def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError:
+    """Return the error for a value of a wrong type or range; large values are named by their type."""
+    is_short = value is None or isinstance(value, str | Real) or (isinstance(value, list | tuple) and not value)
+    told = f"{name}={value!r}" if is_short else f"{name} of type {type(value).__name__}"
+    return InvalidRequestError(f"{told[:100]} is not {wanted}", hint)
+
+
+def _check_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise refuse(name, value, "text", "give its name as text")
+    return value
+
+
+_NO_PATH = {
+    "model": "give its name or its folder; a model made in memory is for a function: trainer='train.py:build'",
+    "dataset": "save it, with dataset.save_to_disk('folder') or as a jsonl file, and give that path",
+    "tokenizer": "give its name, or the folder that tokenizer.save_pretrained('folder') wrote",
+}
+
+
+def _check_path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise refuse(name, value, "a name or a path", _NO_PATH.get(name, "give it as text or as a pathlib.Path"))
+    return os.fsdecode(value)
+
+
+def _check_trainer(name: str, value: Any) -> str:
+    return _check_path(name, value) if isinstance(value, str | os.PathLike) else locate_function(value)
+
+
+def _check_script(name: str, value: Any) -> tuple[str, ...]:
+    # Splitting a line of text into words is up to a shell.
+    if isinstance(value, str | os.PathLike):
+        raise refuse(name, value, "a list of words", f"give script={os.fsdecode(value).split()!r}")
+    if not isinstance(value, Collection):
+        raise refuse(name, value, "a list of words", "give script=['python', 'train.py', '--do_train']")
+    for word in value:
+        if not isinstance(word, str | os.PathLike):
+            raise InvalidRequestError(
+                f"the word {str(word)[:40]} of {name} is not text", f"write it as {str(word)[:40]!r}"
+            )
+    return tuple(os.fsdecode(word) for word in value)
+
+
+def _check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise refuse(name, value, "True or False", "give one of them")
+    return value
+
+
+def _unique(words: Collection[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+
+
+def words(known: tuple[str, ...] = ()) -> Kind:
+    """Return the kind of a list, with commas on the command line; each word one of ``known``, or any."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = _unique(text.split(","))
+        if not found:
+            raise ValueError("the list is empty")
+        for word in found:
+            if known and word not in known:
+                raise ValueError(f"{word!r} is not one of {', '.join(known)}")
+        return found
+
+    def check(name: str, value: Any) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        if not isinstance(given, Collection) or not all(isinstance(word, str) for word in given):
+            raise refuse(name, value, "a list of texts or text with commas", "write it as ['one', 'another']")
+        found = _unique(given)
+        if not found:
+            raise refuse(name, value, "a list of one or more", f"name one, or leave {name} out")
+        for word in found:
+            if known and word not in known:
+                raise refuse(name, word, f"one of {', '.join(map(repr, known))}", "choose among them")
+        return found
+
+    word: Any = Literal[known] if known else str
+    return Kind("list", read, check, tuple[word, ...], 1, known)
+
+
+def _whole(least: int) -> Kind:
+    def read(text: str) -> int:
+        digits = text.strip()
+        # int() refuses very long texts with an error of its own.
+        is_short = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
+        if not is_short or not least <= int(digits) <= _MOST:
+            raise ValueError(f"{text[:40]!r} is not a whole number from {least} to {_MOST}")
+        return int(digits)
+
+    def check(name: str, value: Any) -> int:
+        # numpy's whole numbers are Integral, too.
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_whole or not least <= value <= _MOST:
+            raise refuse(name, value, f"a whole number from {least} to {_MOST}", "give an int of that range")
+        return int(value)
+
+    return Kind("n", read, check, int, least)
+
+
+def _choice(*choices: str) -> Kind:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise refuse(name, value, f"one of {', '.join(map(repr, choices))}", "choose one of them")
+        return value
+
+    return Kind("choice", str, check, Literal[choices], choices=choices)
+
+
+def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0) -> Kind:
+    """Return the kind of a number or text; both are read as the command line reads what is written there."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, Headroom) and parse is parse_headroom:
+            return value
+        if isinstance(value, bool) or not isinstance(value, str | Real):
+            raise refuse(name, value, "a number or text", "see autotune search --help for what it may be")
+        try:
+            return parse(str(value))
+        except ValueError as error:
+            raise InvalidRequestError(f"{name}={value!r}: {error}", "see autotune search --help") from error
+
+    return Kind(name, parse, check, json, least)
+
+
+TEXT = Kind("text", str, _check_text)
+PATH = Kind("path", str, _check_path)
+TRAINER = Kind("path", str, _check_trainer)
+SCRIPT = Kind("words", str, _check_script)
+FLAG = Kind("flag", str, _check_flag, bool)
+COUNT = _whole(1)
+SEED = _whole(0)
+BYTES = _quantity("size", parse_bytes, int, 1)
+SECONDS = _quantity("duration", parse_seconds, float)
+SHARE = _quantity("share", parse_share, float)
+HEADROOM = _quantity("share|size", parse_headroom, Headroom)
+WORDS = words()
+LEVER = _choice(*get_args(LeverChoice))
+
+SEARCH, PREDICT, VERIFY = ("search",), ("predict",), ("verify",)
+BOTH = ("search", "predict")
+BUDGET = ("search", "resume")
+STORED = ("search", "predict", "resume", "verify", "show", "studies", "report", "export", "dashboard", "db")
+JSON = ("search", "predict", "resume", "verify", "show", "studies", "devices", "models")
+
+TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
+TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: the parameter ``name`` in Python, and on the command line ``--name`` with dashes or ``flag``."""
+
+    name: str
+    kind: Kind
+    help: str
+    section: str
+    """The heading that it stands under in help."""
+    commands: tuple[str, ...] = SEARCH
+    default_text: str | None = None
+    """The default as it is written on the command line, and shown there."""
+    flag: str | None = None
+    """On the command line, where that is not made of the name. ``--no-…`` is a flag that is on by default."""
+    metavar: str | None = None
+    help_in: Mapping[str, str] = field(default_factory=dict)
+    """Other help, by command."""
+    envvar: str | None = None
+    in_function: bool = True
+    """Whether ``autotune.search`` has it, where ``search`` has it."""
+    own_code_decides: bool = False
+    """Whether the user's own training code decides it, so that the option is refused beside such code."""
+    request_field: str | None = None
+    """The field of ``SearchRequest`` that holds it."""
+    recorded_as: str | None = None
+    """Its name in the JSON of a request, where that is not the field's; empty where it is not recorded."""
+    sparse: bool = False
+    """Left out of the JSON where it has its default, as in requests from before there was such an option."""
+
+    @property
+    def parameter(self) -> str:
+        """How it is written on the command line."""
+        return self.flag or "--" + self.name.replace("_", "-")
+
+    @cached_property
+    def default(self) -> Any:
+        """The value where nothing is given."""
+        if self.kind is FLAG:
+            return self.parameter.startswith("--no-")
+        if self.kind is SCRIPT:
+            return ()
+        return None if self.default_text is None else self.kind.read(self.default_text)
+
+    @property
+    def key(self) -> str:
+        """Its name in the JSON of a request; empty where it is not recorded."""
+        return (self.request_field or "") if self.recorded_as is None else self.recorded_as
+
+
+_DATA: dict[str, Any] = {"section": DATA, "own_code_decides": True}
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "model", PATH, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, BOTH,
+        metavar="NAME|FOLDER", own_code_decides=True,
+    ),
+    Option(
+        "trainer", TRAINER,
+        "In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.", TRAINED,
+        metavar="FILE:FUNCTION",
+    ),
+    Option("script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED),
+    Option(
+        "effective_batch", COUNT,
+        "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free. "
+        "A Trainer or script of your own keeps its own.", TRAINED, BOTH, request_field="effective_batch",
+        help_in={
+            "predict": "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and "
+            "the batch free."
+        },
+    ),
+    Option(
+        "task", _choice(*TASKS), f"One of {', '.join(TASKS)} [default: as the architecture says].", TRAINED, BOTH,
+        metavar="TASK", own_code_decides=True,
+    ),
+    Option("seq_len", COUNT, "Tokens a sample [default: 512 or the model's maximum].", TRAINED, BOTH,
+           own_code_decides=True),
+    Option(
+        "padding", SHARE, "Mean share of each text sample that is padding, with a real attention_mask.", TRAINED, BOTH,
+        "0", own_code_decides=True,
+    ),
+    Option(
+        "dtype", _choice(*DTYPES), "What the weights are stored in; precision is the autocast over it.", TRAINED, BOTH,
+        "float32", own_code_decides=True,
+    ),
+    Option(
+        "pretrained", FLAG, "Load real weights; speed and memory do not depend on them.", TRAINED,
+        own_code_decides=True,
+    ),
+    Option(
+        "peft", _choice(*get_args(PeftName)), "Train LoRA adapters on all linear layers, not the weights.", TRAINED,
+        BOTH, own_code_decides=True,
+    ),
+    Option("lora_rank", COUNT, "Rank of the adapters [default: 16].", TRAINED, BOTH, own_code_decides=True),
+    Option(
+        "quantize", _choice(*get_args(QuantizeName)), "Store the frozen weights so, through bitsandbytes.", TRAINED,
+        own_code_decides=True,
+    ),
+    Option(
+        "dataset", PATH,
+        "Your samples: jsonl, csv, parquet, a folder of images or from save_to_disk, NAME[:CONFIG] on the hub "
+        "[default: samples are made up].", metavar="FILE|FOLDER|NAME", **_DATA,
+    ),
+    Option("split", TEXT, "Of the dataset [default: train].", metavar="NAME", **_DATA),
+    Option("text_column", WORDS, "Column of the text, two for pairs [default: text, sentence or the only one].",
+           **_DATA),
+    Option(
+        "label_column", TEXT,
+        "Column of classes or numbers; of target texts for seq2seq [default: label, labels or target].",
+        metavar="NAME", **_DATA,
+    ),
+    Option("image_column", TEXT, "Column of the images [default: image or img].", metavar="NAME", **_DATA),
+    Option("tokenizer", PATH, "Where the tokenizer is [default: where the model's files are].",
+           metavar="FOLDER|NAME", **_DATA),
+    Option(
+        "pad_to_max_length", FLAG,
+        "Pad to --seq-len [default: to the longest of a batch, as DataCollatorWithPadding does].", **_DATA,
+    ),
+    Option("pad_to_multiple_of", COUNT, "Pad on to a multiple of this.", **_DATA),
+    Option("group_by_length", FLAG, "Batches of like lengths: train_sampling_strategy=group_by_length.", **_DATA),
+    Option("gpus", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICT, flag="--gpu"),
+    Option(
+        "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE, BUDGET,
+        metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
+    ),
+    Option(
+        "memory_limit", BYTES, "Search as if the device had no more, e.g. 24GiB [default: all free].", DEVICE, BOTH,
+        help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: as the --gpu has]."},
+        request_field="memory_limit_bytes",
+    ),
+    Option(
+        "headroom", HEADROOM,
+        f"Kept free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", DEVICE, BOTH,
+        request_field="headroom",
+    ),
+    Option("world_size", COUNT, "Do the arithmetic of so many devices.", DEVICE, BOTH, "1",
+           request_field="world_size"),
+    Option(
+        "precision", words(PRECISIONS), "E.g. bf16,tf32 [default: all that the device has].", TRIED, BOTH,
+        request_field="precisions", recorded_as="precision",
+    ),
+    Option(
+        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)), "Both ways, always, never.", TRIED, BOTH,
+        "auto", request_field="gradient_checkpointing",
+    ),
+    Option(
+        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa if there is one].", TRIED, BOTH,
+        own_code_decides=True, request_field="attn_implementations", recorded_as="attn_implementation",
+    ),
+    Option(
+        "optim", WORDS,
+        "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", TRIED, BOTH,
+        help_in={"predict": "Values of TrainingArguments.optim [default: adamw_torch_fused]."},
+        request_field="optims", recorded_as="optim",
+    ),
+    Option(
+        "expandable_segments", LEVER,
+        "CUDA's allocator: where memory limits the best, always, never "
+        "[default: off, or on where PYTORCH_ALLOC_CONF says so].", TRIED,
+        request_field="expandable_segments", sparse=True,
+    ),
+    Option(
+        "torch_compile", LEVER, "The best candidate at the end, everything, nothing.", TRIED, default_text="off",
+        request_field="torch_compile", sparse=True,
+    ),
+    Option(
+        "liger", LEVER, "Liger's kernels: both ways, always, never.", TRIED, default_text="off",
+        own_code_decides=True, request_field="liger", sparse=True,
+    ),
+    Option(
+        "cpu_affinity", LEVER,
+        "All threads on one CPU core: the best candidate where it waits for the host, everything, nothing.", TRIED,
+        default_text="auto", request_field="cpu_affinity", sparse=True,
+    ),
+    Option(
+        "batch_multiple", COUNT, "Per-device batches are multiples of it [default: 8, then 4, 2, 1].", TRIED, BOTH,
+        request_field="batch_multiple",
+    ),
+    Option(
+        "objective", _choice(*get_args(Objective)), "The most samples a second, or the largest batch that fits.", HOW,
+        default_text="throughput", request_field="objective",
+    ),
+    Option(
+        "trials", COUNT, "Run at most so many trials.", HOW, BUDGET, request_field="trials",
+        help_in={"resume": "Run at most so many trials, the recorded ones among them [default: as before]."},
+    ),
+    Option(
+        "time_budget", SECONDS, "Start no trial after this long, e.g. 5m.", HOW, BUDGET,
+        help_in={"resume": "Start no trial after this long in all [default: as before]."},
+        request_field="time_budget_seconds",
+    ),
+    Option(
+        "trial_timeout", SECONDS, "Time limit of one trial.", HOW, BUDGET, "3m",
+        help_in={"resume": "Time limit of one trial [default: as before]."}, request_field="trial_timeout_seconds",
+    ),
+    Option(
+        "baseline", FLAG, "Do not measure the TrainingArguments defaults for comparison.", HOW, flag="--no-baseline",
+        request_field="measure_baseline",
+    ),
+    Option("verify", FLAG, "At the end, have a stock Trainer show that the result is true.", HOW),
+    Option("steps", COUNT, "Optimizer steps of the stock run.", HOW, VERIFY, "100"),
+    Option(
+        "fresh", FLAG, "Measure everything anew, reuse nothing that earlier searches measured.", HOW,
+        request_field="fresh",
+    ),
+    Option(
+        "tolerance", SHARE,
+        "A gain in samples/s that is not worth a trial; between two that were measured in turn, none at all.", HOW,
+        default_text="0.01", request_field="tolerance", sparse=True,
+    ),
+    Option(
+        "sampler", _choice(*get_args(SamplerName)),
+        "What proposes candidates: autotune's own, or one of Optuna's.", HOW, default_text="autotune",
+        request_field="sampler",
+    ),
+    Option("seed", SEED, "Of the sampler, the weights and the data.", HOW, default_text="42", request_field="seed"),
+    Option(
+        "study", TEXT, "Name of the study; an existing one is continued [default: made up].", WHERE, metavar="NAME",
+        request_field="study", recorded_as="",
+    ),
+    Option("all_batches", FLAG, "Show every batch, not only the largest that fits.", WHERE, PREDICT, flag="--all"),
+    Option("anatomy", FLAG, "Show what each peak consists of.", WHERE, PREDICT),
+    Option(
+        "storage", PATH, "SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.", WHERE,
+        STORED, "studies/autotune.db", metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",
+    ),
+    Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),
+    Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",
+           in_function=False),
+)  # fmt: skip
+
+BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+
+
+def options_of(command: str) -> tuple[Option, ...]:
+    """Return the options of a command, in the order of its help."""
+    return tuple(option for option in OPTIONS if command in option.commands)
+
+
+def names(section: str) -> tuple[str, ...]:
+    """Return the names of the options under a heading."""
+    return tuple(option.name for option in OPTIONS if option.section == section)
+
+
+def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    """Return Python arguments as the command line has them: text parsed, paths as text, lists as tuples.
+
+    ``None`` stays where it is the default of an option that is not ``required``. Raises ``InvalidRequestError`` for
+    what is no value of its option.
+    """
+    return {
+        name: None
+        if value is None and BY_NAME[name].default is None and name not in required
+        else BY_NAME[name].kind.check(name, value)
+        for name, value in given.items()
+    }
+
+
+def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ``SearchRequest`` that options say, by name; those that were not given are left out."""
+    return {
+        option.request_field: options[option.name]
+        for option in OPTIONS
+        if option.request_field is not None and options.get(option.name) is not None
+    }

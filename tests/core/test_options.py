@@ -1,0 +1,136 @@
+"""The table of options against what is written beside it: the function's signature, the request, the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, get_args
+
+import click
+import pytest
+from searching import BERT_LARGE, H200
+
+from autotune import api
+from autotune.cli.main import cli
+from autotune.core import options
+from autotune.core.errors import InvalidRequestError
+from autotune.core.options import BY_NAME, FLAG, HEADROOM, OPTIONS, SCRIPT, Option, check_arguments, options_of
+from autotune.core.workload import DTypeName, Task
+from autotune.tuning.request import SearchRequest, request_from_document
+from autotune.verify.throughput import DEFAULT_STEPS
+
+SIGNATURE = inspect.signature(api.search, eval_str=True).parameters
+FIELDS = {field.name: field for field in dataclasses.fields(SearchRequest)}
+RECORDED = [option for option in OPTIONS if option.key]
+# Filled in where a request is made: from the user's code, from the environment, as a headroom.
+FILLED_IN = {"optim", "expandable_segments", "headroom"}
+
+
+def commands() -> dict[str, click.Command]:
+    """Every command by the name that the table has for it; those of a group share the group's."""
+    found: dict[str, click.Command] = {}
+    for name in cli.list_commands(click.Context(cli)):
+        made = cli.get_command(click.Context(cli), name)
+        assert made is not None
+        found[name] = made.commands["upgrade"] if isinstance(made, click.Group) else made
+    return found
+
+
+def test_names_are_unique() -> None:
+    assert len(BY_NAME) == len(OPTIONS)
+
+
+class TestFunction:
+    def test_has_the_options_of_the_search(self) -> None:
+        assert set(SIGNATURE) - {"progress"} == {o.name for o in options_of("search") if o.in_function}
+
+    @pytest.mark.parametrize("name", sorted(set(SIGNATURE) - {"progress"}))
+    def test_has_their_defaults(self, name: str) -> None:
+        default = SIGNATURE[name].default
+        assert check_arguments({name: default})[name] == BY_NAME[name].default
+
+    @pytest.mark.parametrize("name", sorted(o.name for o in options_of("search") if o.kind.name == "choice"))
+    def test_has_their_choices(self, name: str) -> None:
+        def literals(annotation: Any) -> set[str]:
+            if isinstance(annotation, str):
+                return {annotation}
+            return {each for inner in get_args(annotation) for each in literals(inner)}
+
+        # The user's own code is no task that a person names.
+        assert literals(SIGNATURE[name].annotation) - {"own"} == set(BY_NAME[name].kind.choices)
+
+    def test_a_verification_runs_as_many_steps_as_the_command_s(self) -> None:
+        assert BY_NAME["steps"].default == DEFAULT_STEPS
+
+    def test_a_word_that_a_list_does_not_know_is_refused(self) -> None:
+        with pytest.raises(InvalidRequestError, match="precision='fp8' is not one of 'fp32', 'tf32'"):
+            check_arguments({"precision": ["fp8"]})
+
+
+class TestRequest:
+    def test_every_field_is_an_option_s(self) -> None:
+        assert set(FIELDS) - {"workload", "device"} == {o.request_field for o in OPTIONS if o.request_field}
+
+    @pytest.mark.parametrize("option", [o for o in OPTIONS if o.request_field], ids=lambda o: o.name)
+    def test_fields_have_the_options_defaults(self, option: Option) -> None:
+        if option.name not in FILLED_IN:
+            assert FIELDS[str(option.request_field)].default == option.default
+
+    def test_recorded_names_are_those_of_the_table(self) -> None:
+        document = SearchRequest(BERT_LARGE, H200).document()
+        sparse = {option.key for option in RECORDED if option.sparse}
+        shown = {option.key for option in RECORDED if option.kind is not HEADROOM} - sparse
+        assert set(document) == shown | {"model", "headroom_fraction", "headroom_bytes"}
+
+    def test_an_option_of_a_later_version_is_refused_unless_it_is_off(self) -> None:
+        document = SearchRequest(BERT_LARGE, H200).document()
+        off = {**document, "warp": None, "weft": False}
+        assert request_from_document(off, BERT_LARGE, H200, "s") == SearchRequest(BERT_LARGE, H200, study="s")
+        with pytest.raises(ValueError, match="warp"):
+            request_from_document({**document, "warp": 9}, BERT_LARGE, H200, "s")
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("trials", 0), ("trials", True), ("tolerance", float("nan")), ("seed", -1), ("optim", []), ("objective", "x"),
+         ("precision", ["fp8"]), ("measure_baseline", 1), ("headroom_fraction", -0.1), ("world_size", 1.5)],
+    )  # fmt: skip
+    def test_a_record_with_a_wrong_value_is_refused(self, key: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=key):
+            request_from_document({**SearchRequest(BERT_LARGE, H200).document(), key: value}, BERT_LARGE, H200, "s")
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.name)
+    def test_each_command_has_its_options(self, option: Option) -> None:
+        for name, command in commands().items():
+            found = [param for param in command.params if param.name == option.name and _is_of(option, param)]
+            assert len(found) == (name in option.commands), (name, option.name)
+            for param in found:
+                assert option.kind is SCRIPT or option.parameter in param.opts
+
+    @pytest.mark.parametrize("option", options_of("search"), ids=lambda o: o.name)
+    def test_what_is_not_given_is_the_default(self, option: Option) -> None:
+        context = commands()["search"].make_context("search", [])
+        assert context.params[option.name] == option.default
+
+    def test_a_flag_is_given(self) -> None:
+        words = [option.parameter for option in options_of("search") if option.kind is FLAG]
+        given = commands()["search"].make_context("search", words).params
+        assert all(given[option.name] is not option.default for option in options_of("search") if option.kind is FLAG)
+
+    def test_a_study_that_goes_on_keeps_what_it_was_searched_with(self) -> None:
+        given = commands()["resume"].make_context("resume", ["bert"]).params
+        assert all(given[o.name] is None for o in options_of("resume") if o.request_field)
+
+
+def _is_of(option: Option, param: click.Parameter) -> bool:
+    """Whether a parameter is the option's; verify's --study and show's STUDY are others of the same name."""
+    return isinstance(param, click.Argument) == (option.kind is SCRIPT) and not (
+        option.name == "study" and isinstance(param, click.Option) and "FILE" in str(param.help)
+    )
+
+
+def test_the_types_of_the_signature_are_those_of_the_values() -> None:
+    assert set(get_args(Task)) == {*BY_NAME["task"].kind.choices, "own"}
+    assert set(get_args(DTypeName)) == set(BY_NAME["dtype"].kind.choices)
+    assert options.SEED.check("seed", 0) == 0
