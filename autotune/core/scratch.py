@@ -28,6 +28,11 @@ class Scratch:
         return os.path.join(self.path, "out")
 
     @property
+    def stop_file(self) -> str:
+        """Where a process that the job started says why it ended the job; not there otherwise."""
+        return os.path.join(self.path, "stopped.json")
+
+    @property
     def temporary(self) -> str:
         """The ``TMPDIR`` of the job: sockets of data loader workers, compiled kernels and the like."""
         return os.path.join(self.path, "tmp")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.machinery
 import inspect
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.launch_command import Launched, find_command, take_launchers_off
 from autotune.core.masking import mask_secrets
 
 DEFAULT_FUNCTION = "build"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
 """Set in the processes that run the user's own code, to the name of that."""
-
-_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
-# Options of the interpreter that change nothing which a trial depends on, and those that take a value.
-_PYTHON_FLAGS = frozenset({"-u", "-B", "-O", "-OO", "-E", "-s", "-I", "-P", "-q", "-v", "-b", "-d"})
-_PYTHON_OPTIONS = frozenset({"-W", "-X"})
-_LAUNCHERS = frozenset({"accelerate", "torchrun", "deepspeed", "mpirun", "srun", "uv", "poetry", "nohup", "bash", "sh"})
+STOP_VARIABLE = "AUTOTUNE_STOP"
+"""Set there, too: the job's process and the file in which a process that it started says why it ended the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,8 @@ class TrainingSource:
     """The script's dotted name where it is run as ``python -m`` would."""
     function: str | None = None
     """What of the file builds the ``Trainer``: called with a dictionary of ``TrainingArguments`` fields."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Variables of the environment that a launcher would have set for the script."""
 
     @property
     def name(self) -> str:
@@ -67,7 +65,8 @@ class TrainingSource:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> TrainingSource:
         """The inverse of ``dataclasses.asdict``."""
-        return cls(**{**document, "argv": tuple(document["argv"])})
+        variables = tuple((name, value) for name, value in document.get("variables", ()))
+        return cls(**{**document, "argv": tuple(document["argv"]), "variables": variables})
 
 
 def find_trainer(text: str) -> TrainingSource:
@@ -105,39 +104,51 @@ def locate_function(function: Any) -> str:
 
 
 def find_script(words: Sequence[str]) -> TrainingSource:
-    """The source that a command line after ``--`` names, with or without ``python`` before it, or with ``-m``.
+    """Return the source that a command line after ``--`` names: a file, a module after ``-m``, a console command.
 
-    Raises ``InvalidRequestError`` where it is none that can be run within a trial, or is not there.
+    An interpreter before it is left out, and so are launchers that would start one process. Raises
+    ``InvalidRequestError`` where it cannot be run within a trial, or is not there.
     """
-    command = " ".join(words)
-    left = list(words)
-    if _ASSIGNMENT.match(left[0]) or Path(left[0]).name == "env":
-        raise InvalidRequestError(
-            f"{command[:80]!r} begins with a variable of the environment, which is no script",
-            "set it before autotune itself: NAME=value autotune search … -- python train.py …",
-        )
-    if Path(left[0]).name in _LAUNCHERS:
-        raise InvalidRequestError(
-            f"{command[:80]!r} starts other processes, which cannot be measured from within",
-            "give the script itself and its own options: -- python train.py …",
-        )
-    if _PYTHON.fullmatch(Path(left[0]).name):
-        left = left[1:]
-        while left and left[0] in _PYTHON_FLAGS | _PYTHON_OPTIONS:
-            left = left[2:] if left[0] in _PYTHON_OPTIONS else left[1:]
+    launched = take_launchers_off(words)
+    left = list(launched.words)
     if left[:1] == ["-m"] and len(left) > 1:
         module, *arguments = left[1:]
         file = _module_file(module)
-        return TrainingSource("script", str(file), _digest(file), os.getcwd(), tuple(arguments), module)
+        return _script(file, arguments, launched, module)
     if not left or left[0].startswith("-"):
         raise InvalidRequestError(
-            f"{command[:80]!r} names no script", "give one after the --, such as: -- python train.py --do_train"
+            f"{' '.join(words)[:80]!r} names no script", "give one after the --, such as: -- python train.py --do_train"
         )
+    command = None if os.path.exists(os.path.expanduser(left[0])) else find_command(left[0])
     hint = "name a Python file, as in: -- python train.py --do_train"
-    file = _file(left[0], f"the script {left[0]}", hint)
-    if not _is_python(file):
-        raise InvalidRequestError(f"the script {left[0]} is no Python", hint)
-    return TrainingSource("script", str(file), _digest(file), os.getcwd(), tuple(left[1:]))
+    file = _file(command or left[0], f"the script {left[0]}", hint)
+    _check_is_python(file, left[0], hint)
+    return _script(file, left[1:], launched)
+
+
+def _script(file: Path, arguments: Sequence[str], launched: Launched, module: str | None = None) -> TrainingSource:
+    return TrainingSource(
+        "script", str(file), _digest(file), os.getcwd(), tuple(arguments), module, variables=launched.variables
+    )
+
+
+def _check_is_python(file: Path, name: str, hint: str) -> None:
+    """Raise ``InvalidRequestError`` for a file that Python could not run."""
+    if file.suffix == ".ipynb":
+        raise InvalidRequestError(
+            f"{name} is a notebook, not a script",
+            f"make a script of it: jupyter nbconvert --to script {file.name}, then: -- python {file.stem}.py",
+        )
+    if _is_python(file):
+        return
+    with contextlib.suppress(OSError, UnicodeDecodeError), file.open() as lines:
+        first = lines.readline(300)
+        if first.startswith("#!") and first.split()[-1].endswith("sh"):
+            raise InvalidRequestError(
+                f"the script {name} is run by a shell, which starts other processes",
+                "give the line with python that it contains: -- python train.py …",
+            )
+    raise InvalidRequestError(f"the script {name} is no Python", hint)
 
 
 def _is_python(file: Path) -> bool:

@@ -108,7 +108,11 @@ class Workload:
     def recorded_document(self) -> dict[str, Any]:
         """Return it as JSON-ready data for the record, with secrets among a script's options masked."""
         source = self.source.masked() if self.source is not None else None
-        return dataclasses.replace(self, source=source).document()
+        document = dataclasses.replace(self, source=source).document()
+        if source is not None and not source.variables:
+            # Absent, as in workloads from before there were any.
+            document["source"].pop("variables")
+        return document
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Workload:

@@ -395,8 +395,8 @@ class LocalRunner:
             **self._device_facts(),
         }
         answer = self._run_job(job, lambda _: None)
-        is_late = answer.get("timed_out") or answer.get("overdue")
-        if not is_late and (answer.get("signal") or answer.get("lost")):
+        is_answered = "result" in answer or answer.get("timed_out") or answer.get("overdue")
+        if not is_answered and (answer.get("signal") or answer.get("lost")):
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_job(job, lambda _: None)
         if self._workload.source is not None:

@@ -28,6 +28,7 @@ import traceback
 from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
+from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
@@ -49,6 +50,8 @@ class _Child:
         self.timed_out = False
         self.scratch = scratch
         self.log_path: str = job["log_path"]
+        self.kind: str = job["kind"]
+        self.has_result = False
 
 
 class Server:
@@ -118,6 +121,7 @@ class Server:
             self._refuse(job, f"{error.message}; {error.hint}")
             return
         job["output_dir"] = scratch.output_dir
+        job["stop_file"] = scratch.stop_file
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
@@ -165,6 +169,7 @@ class Server:
         # What the job left behind was orphaned, and so adopted; other jobs go on.
         process.end_children(spared=self._children)
         os.close(child.lines.fd)
+        self._report_stop(child)
         child.scratch.remove()
         code = os.waitstatus_to_exitcode(status)
         self.report(
@@ -176,6 +181,21 @@ class Server:
             }
         )
 
+    def _report_stop(self, child: _Child) -> None:
+        """Report, as the job's result, why a process that the job started has ended it."""
+        try:
+            with open(child.scratch.stop_file, encoding="utf-8") as file:
+                why = json.load(file)
+        except (OSError, ValueError):
+            return
+        if child.has_result:
+            return
+        if child.kind == "trial":
+            result = outcome_document(Failed("error", why["message"]))
+        else:
+            result = {"source_error": why["message"], "source_hint": why["hint"]}
+        self.report({"result": result, "id": child.id})
+
     def _forward(self, child: _Child) -> None:
         """Hand the child's complete lines on, each marked with whose it is."""
         for line in child.lines.read():
@@ -185,6 +205,7 @@ class Server:
                 message = None
             if not isinstance(message, dict):
                 message = {"malformed": line[:200].decode(errors="replace")}
+            child.has_result = child.has_result or "result" in message
             self.report({**message, "id": child.id})
 
 

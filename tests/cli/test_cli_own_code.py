@@ -167,7 +167,7 @@ def test_the_loader_of_ones_own_data_is_tuned_where_it_is_the_bottleneck(tmp_pat
     [
         (("--trainer", "none.py:build"), ("none.py", "train.py:build")),
         (("--", "python", "none.py"), ("none.py", "train.py")),
-        (("--", "torchrun", "run.py"), ("torchrun run.py", "python train.py")),
+        (("--", "torchrun", "--nproc-per-node", "2", "run.py"), ("several processes", "-- python run.py")),
         (("--", "python"), ("'python' names no script", "--do_train")),
         (("--trainer", "run.py", "--", "run.py"), ("--trainer run.py", "leave one of them out")),
         (("--model", "bert-tiny", "--", "run.py"), ("--model means nothing", "leave --model out")),

@@ -72,12 +72,12 @@ def test_a_function_is_found_and_build_is_its_usual_name(folder: Path) -> None:
         (["--do_train"], "names no script"),
         (["python", "-m", "pack.none"], "there is no module pack.none"),
         (["python", "-m", "none.such"], "there is no module none.such"),
-        (["accelerate", "launch", "run_glue.py"], "starts other processes"),
+        (["accelerate", "launch", "--num_processes", "2", "run_glue.py"], "starts several processes"),
         (["SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
         (["env", "SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
         (["./run.sh"], "the script ./run.sh is no Python"),
         (["binary", "run_glue.py"], "the script binary is no Python"),
-        (["torchrun", "--nproc-per-node", "1", "run_glue.py"], "starts other processes"),
+        (["torchrun", "--nproc-per-node", "2", "run_glue.py"], "starts several processes"),
     ],
 )
 def test_what_cannot_be_run_is_refused(words: list[str], message: str) -> None:

@@ -28,7 +28,7 @@ class UserCodeError(Exception):
 
 def enter(source: TrainingSource) -> None:
     """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
-    os.environ.update({**_SILENCED, WITHIN_VARIABLE: source.name})
+    os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.
     sys.argv = [source.file]

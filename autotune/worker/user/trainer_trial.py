@@ -28,6 +28,7 @@ from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, s
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.run import Trial
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script, trim
+from autotune.worker.user.guard import Guard
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 
 SendMessage = Callable[[str, Document], None]
@@ -154,6 +155,8 @@ class _OwnTrial(Trial):
         assert self._workload.source is not None
         self._source = self._workload.source
         self._finish = finish
+        self._stop_file: str = job["stop_file"]
+        self._guard = Guard(self._source, self._refuse)
         self._callback: MeasureCallback | None = None
         self._is_unmodified: bool = job.get("unmodified", False)
         self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
@@ -164,6 +167,7 @@ class _OwnTrial(Trial):
             self._open_device()
             self._phases.enter(self._source.kind)
             enter(self._source)
+            self._guard.install(self._stop_file)
             self._overlay = Overlay(
                 output_dir,
                 tuned=self._wanted if self._source.kind == "script" else {},
@@ -175,6 +179,10 @@ class _OwnTrial(Trial):
             _run_source(self._source, self._wanted, output_dir)
         except BaseException as error:
             self._end(self._judged(error))
+
+    def _refuse(self, message: str, hint: str) -> NoReturn:
+        """End the trial of code that trains in a way that is not measured."""
+        self._end(self._judged(UserCodeError(message, hint)))
 
     def _judged(self, error: BaseException) -> OutOfMemory | Failed:
         trim(error, self._source)
@@ -192,6 +200,7 @@ class _OwnTrial(Trial):
 
     def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
         """Stands in for ``Trainer.train``: trains, and ends the process."""
+        self._guard.lift()
         try:
             self._check(trainer)
             self._prepare(trainer)
@@ -356,6 +365,9 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
+        Guard(self._source, lambda message, hint: self._fail(UserCodeError(message, hint))).install(
+            self._job["stop_file"]
+        )
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Document) -> None:

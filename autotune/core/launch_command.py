@@ -1,0 +1,296 @@
+"""Take launchers off a command line, down to the one Python file or module that it runs in one process.
+
+``torchrun --nproc-per-node 1 train.py`` becomes ``train.py``. A command that starts several processes, or whose
+options are not known here, is refused: what another process does cannot be measured from within a trial.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.core.errors import InvalidRequestError
+
+_PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
+# Options of the interpreter that change nothing which a trial depends on, and those that take a value.
+_PYTHON_FLAGS = frozenset({"-u", "-B", "-O", "-OO", "-E", "-s", "-I", "-P", "-q", "-v", "-b", "-d"})
+_PYTHON_OPTIONS = frozenset({"-W", "-X"})
+
+# Commands that prepare an environment and start another process in it.
+_ENVIRONMENT_RUNNERS = frozenset({"uv", "poetry", "pipenv", "pdm", "hatch", "rye", "conda", "mamba", "micromamba"})
+_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh", "fish"})
+_WRAPPERS = frozenset({"nohup", "nice", "time", "taskset", "numactl", "stdbuf", "timeout", "sudo", "xargs"})
+_CLUSTERS = frozenset({"mpirun", "mpiexec", "srun", "sbatch", "ray", "docker", "apptainer", "singularity"})
+
+# Modules that start what follows them in other processes, by the command of the same meaning.
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "torchrun": "torchrun",
+    "accelerate.commands.launch": "accelerate-launch",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "accelerate": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed": "deepspeed",
+    "trl": "trl",
+    "trl.cli": "trl",
+}
+
+# torch 2.13, torch.distributed.run.get_args_parser: the options that take a value, and those that take none.
+_TORCHRUN_OPTIONS = frozenset(
+    {
+        "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts",
+        "monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee",
+        "local-ranks-filter", "node-rank", "master-addr", "master-port", "local-addr", "logs-specs", "numa-binding",
+        "signals-to-handle", "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters", "r", "t",
+    }
+)  # fmt: skip
+_TORCHRUN_FLAGS = frozenset({"standalone", "use-env"})
+# accelerate 1.15, accelerate.commands.launch.launch_command_parser: those that leave it one process on one machine.
+_ACCELERATE_OPTIONS = frozenset(
+    {
+        "num-processes", "num-machines", "num-cpu-threads-per-process", "mixed-precision", "machine-rank",
+        "main-process-ip", "main-process-port", "gpu-ids", "dynamo-backend", "dynamo-mode", "config-file",
+        "rdzv-backend", "rdzv-conf", "max-restarts", "monitor-interval", "log-dir", "role", "tee", "same-network",
+    }
+)  # fmt: skip
+_ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinity"})
+
+# What accelerate's own configuration file may say for one process to be certain (accelerate config writes it).
+_ONE_PROCESS = {"num_processes": ("1",), "num_machines": ("1",), "distributed_type": ("NO", "'NO'", '"NO"')}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A command line without its launchers."""
+
+    words: tuple[str, ...]
+    """A file or ``-m`` and a module, then its own options."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Variables of the environment that the launcher would have set and that scripts read."""
+
+
+def take_launchers_off(words: Sequence[str]) -> Launched:
+    """Return what a command line runs in one process.
+
+    Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
+    """
+    command = shlex.join(words)
+    left, variables = list(words), dict[str, str]()
+    for _ in range(len(words) + 1):
+        left = _without_python(left, command)
+        name = _command_of(left)
+        if name is None:
+            break
+        left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], command, variables)
+    return Launched(tuple(left), tuple(sorted(variables.items())))
+
+
+def find_command(name: str) -> str | None:
+    """Return the file of a console command, as a shell would find it; ``None`` where there is none.
+
+    Raises ``InvalidRequestError`` for a command that belongs to another Python, whose packages trials do not have.
+    """
+    if os.sep in name or (found := shutil.which(name)) is None:
+        return None
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    try:
+        with open(found, "rb") as file:
+            first = file.readline(300).decode(errors="replace")
+    except OSError:
+        return None
+    interpreter = first[2:].split()[:1] if first.startswith("#!") else []
+    is_foreign = (
+        bool(interpreter)
+        and _PYTHON.fullmatch(Path(interpreter[0]).name) is not None
+        and os.path.dirname(interpreter[0]) != os.path.dirname(sys.executable)
+    )
+    if is_foreign and not os.path.exists(beside):
+        raise InvalidRequestError(
+            f"{name} belongs to another Python, {interpreter[0]}, whose packages trials do not have",
+            f"install autotune there, and run it with that Python: {interpreter[0]} -m autotune search … -- {name} …",
+        )
+    return beside if is_foreign else found
+
+
+def _without_python(words: list[str], command: str) -> list[str]:
+    """Return the words without an interpreter and its options; raises where they cannot be a command of one process."""
+    if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
+        raise InvalidRequestError(
+            f"{command[:80]!r} begins with a variable of the environment, which is no script",
+            "set it before autotune itself: NAME=value autotune search … -- python train.py …",
+        )
+    if words and _PYTHON.fullmatch(Path(words[0]).name):
+        words = words[1:]
+        while words and words[0] in _PYTHON_FLAGS | _PYTHON_OPTIONS:
+            words = words[2:] if words[0] in _PYTHON_OPTIONS else words[1:]
+    return words
+
+
+def _command_of(words: Sequence[str]) -> str | None:
+    """Return the launcher that the words begin with; ``None`` where they begin with the script itself."""
+    if not words:
+        return None
+    if words[0] == "-m":
+        return _LAUNCHER_MODULES.get(words[1]) if len(words) > 1 else None
+    name = Path(words[0]).name
+    # A file of the user's that bears a launcher's name is a file of the user's.
+    is_own_file = name.endswith(".py") or (name == words[0] and os.path.isfile(name))
+    return name if name in _TAKE_OFF and not is_own_file else None
+
+
+def _take_off_torchrun(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, command)
+    for option in ("nproc-per-node", "nnodes"):
+        if given.get(option, "1") not in ("1", "1:1"):
+            raise _several(command, f"--{option} {given[option]}", left)
+    return left
+
+
+def _take_off_accelerate(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    if words[:1] != ["launch"]:
+        raise InvalidRequestError(
+            f"{command[:80]!r} starts no training", "give the script and its own options: -- python train.py …"
+        )
+    return _take_off_accelerate_launch(words[1:], command, variables)
+
+
+def _take_off_accelerate_launch(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    given, left = _split(words, _ACCELERATE_OPTIONS, _ACCELERATE_FLAGS, command)
+    for option in ("num-processes", "num-machines"):
+        if given.get(option, "1") != "1":
+            raise _several(command, f"--{option} {given[option]}", left)
+    config, path = _accelerate_config(given.get("config-file"))
+    for name, single in _ONE_PROCESS.items():
+        if name.replace("_", "-") not in given and config.get(name, single[0]) not in single:
+            if name == "distributed_type" and given.get("num-processes") == "1":
+                continue
+            raise _several(command, f"{name}: {config[name]} in {path}", left)
+    precision = given.get("mixed-precision", config.get("mixed_precision", "").strip("'\""))
+    if precision:
+        variables["ACCELERATE_MIXED_PRECISION"] = precision
+    return left
+
+
+def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
+    """Read the flat part of accelerate's configuration file, the default one where none is given."""
+    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    path = os.path.expanduser(given or os.path.join(home, "accelerate", "default_config.yaml"))
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}, path
+    pairs = (line.partition(":") for line in lines if line and not line.startswith((" ", "#", "-")))
+    return {name.strip().strip("\"'"): value.strip().rstrip(",") for name, colon, value in pairs if colon}, path
+
+
+def _take_off_trl(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    # trl 1.16, trl.cli: each command runs the module of its name among trl.scripts through accelerate's launcher.
+    if not words or words[0].startswith("-"):
+        raise InvalidRequestError(
+            f"{command[:80]!r} names no training", "give its module: -- python -m trl.scripts.sft …"
+        )
+    for place, word in enumerate(words):
+        if word.partition("=")[0] in ("--num_processes", "--accelerate_config"):
+            left = ["-m", f"trl.scripts.{words[0]}", *words[1:place], *words[place + ("=" not in word) + 1 :]]
+            raise _several(command, word, left)
+    return ["-m", f"trl.scripts.{words[0]}", *words[1:]]
+
+
+def _refuse_deepspeed(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    raise _unknown(command, "starts a process for each GPU", words[at:] if at is not None else [])
+
+
+def _refuse_environment(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    name = Path(command.split()[0]).name
+    rest = words[1:] if words[:1] == ["run"] else words
+    shown = shlex.join(_as_python(rest)) if rest and not rest[0].startswith("-") else "python train.py …"
+    raise InvalidRequestError(
+        f"{command[:80]!r} starts another process, which cannot be measured from within",
+        f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
+    )
+
+
+def _refuse_shell(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    raise InvalidRequestError(
+        f"{command[:80]!r} is run by a shell, which starts other processes that cannot be measured from within",
+        "give the line with python that it contains: -- python train.py …",
+    )
+
+
+def _refuse_wrapper(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+    python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), None)
+    raise _unknown(command, "starts another process", words[python:] if python is not None else [])
+
+
+_TakeOff = Callable[[list[str], str, dict[str, str]], list[str]]
+_TAKE_OFF: dict[str, _TakeOff] = {
+    "torchrun": _take_off_torchrun,
+    "accelerate": _take_off_accelerate,
+    "accelerate-launch": _take_off_accelerate_launch,
+    "trl": _take_off_trl,
+    "deepspeed": _refuse_deepspeed,
+    **dict.fromkeys(_ENVIRONMENT_RUNNERS, _refuse_environment),
+    **dict.fromkeys(_SHELLS, _refuse_shell),
+    **dict.fromkeys(_WRAPPERS | _CLUSTERS, _refuse_wrapper),
+}
+
+
+def _split(
+    words: list[str], options: frozenset[str], flags: frozenset[str], command: str
+) -> tuple[dict[str, str], list[str]]:
+    """Return a launcher's own options, and what it launches: a file or ``-m`` and a module, with their options.
+
+    Raises ``InvalidRequestError`` for an option that is not known.
+    """
+    given: dict[str, str] = {}
+    left = list(words)
+    is_module = False
+    while left and left[0].startswith("-"):
+        word, equals, value = left.pop(0).partition("=")
+        name = word.lstrip("-").replace("_", "-")
+        if name in ("m", "module"):
+            is_module = True
+        elif name in options and (equals or left):
+            given[name] = value if equals else left.pop(0)
+        elif name not in flags:
+            rest = left[left.index(script) :] if (script := _first_script(left)) else []
+            raise _unknown(command, f"has the launcher's option {word}, of which it is not known what it does", rest)
+    if not left:
+        raise InvalidRequestError(f"{command[:80]!r} names no script", "give one after the launcher's options")
+    return given, ["-m", *left] if is_module else left
+
+
+def _first_script(words: Sequence[str]) -> str | None:
+    return next((word for word in words if word.endswith(".py")), None)
+
+
+def _as_python(words: Sequence[str]) -> list[str]:
+    """Return the words with ``python`` before them, where they have no interpreter and are no console command."""
+    if not words:
+        return ["python", "train.py", "…"]
+    is_script = words[0] == "-m" or words[0].endswith(".py")
+    return ["python", *words] if is_script else list(words)
+
+
+def _several(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{command[:80]!r} starts several processes ({what}), and a trial is one",
+        f"give the script itself, which is then measured on one device: -- {shlex.join(_as_python(left))}",
+    )
+
+
+def _unknown(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
+    shown = shlex.join(_as_python(left)) if left else "python train.py …"
+    return InvalidRequestError(
+        f"{command[:80]!r} {what}, which cannot be measured from within",
+        f"give the script itself and its own options: -- {shown}",
+    )

@@ -1,0 +1,271 @@
+"""Stop code that begins to train where nothing measures it: at its first backward pass or optimizer step.
+
+Other processes that the user's code starts are looked at before they start. A launcher ends the job at once. Any other
+Python may run, with ``started_python/sitecustomize.py`` in it, which stops a training there as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
+from autotune.worker.user.on_import import on_import
+
+Stop = Callable[[str, str], None]
+"""Ends the job; called with what cannot be measured, and what to do about it."""
+
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
+_LAUNCHER_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "torch.distributed.elastic",
+    "accelerate.commands",
+    "deepspeed.launcher",
+)
+_STARTED_PYTHON = Path(__file__).parent / "started_python"
+
+# peft's LoRA-GA and similar initialisations run backward passes to choose first weights, and no optimizer.
+_PREPARES_WEIGHTS = ("peft.",)
+
+
+class Guard:
+    """Stops the job where the user's code trains in a way that is not measured; lifted where one that is begins."""
+
+    def __init__(self, source: TrainingSource, stop: Stop) -> None:
+        self._source = source
+        self._stop = stop
+        self._is_lifted = False
+        self._process = os.getpid()
+
+    def install(self, stop_file: str) -> None:
+        """Watch this process, and those that it starts, from now on."""
+        os.environ[STOP_VARIABLE] = f"{self._process}:{stop_file}"
+        paths = [str(_STARTED_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        import torch
+
+        _watch_steps(torch, self._on_step)
+        _watch_spawned(torch, self._on_spawn)
+        sys.addaudithook(self._on_event)
+
+    def lift(self) -> None:
+        """What trains from now on is measured."""
+        self._is_lifted = True
+
+    def _end(self, message: str, hint: str) -> None:
+        if os.getpid() == self._process:
+            self._stop(message, hint)
+        else:
+            # A fork of the job's process.
+            _end_job(message, hint)
+
+    def _on_step(self) -> None:
+        if not self._is_lifted and not _prepares_weights():
+            self._end(*describe_training(self._source))
+
+    def _on_spawn(self) -> None:
+        if not self._is_lifted:
+            self._end(
+                f"{self._source.name} starts processes of its own to train in (torch.multiprocessing)",
+                "have it train in the process that it is: with one device, most scripts do where they are told so",
+            )
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Look at a process before it starts; called by Python for everything that it audits."""
+        if event not in _STARTS or self._is_lifted:
+            return
+        words, environment = _STARTS[event](arguments)
+        becomes = event == "os.exec" and os.getpid() == self._process
+        if becomes or _is_launcher(words) or (_is_python(words) and _is_unguarded(environment)):
+            verb = "becomes" if becomes else "starts"
+            self._end(
+                f"{self._source.name} {verb} another process, in which nothing can be measured: "
+                f"{shlex.join(words)[:200]}",
+                _instead(words),
+            )
+
+
+def guard_started_python() -> None:
+    """Stop a training in this process, one that the user's code started, and with it the job."""
+    name = os.environ.get(WITHIN_VARIABLE, "the script")
+    # The names that torch.multiprocessing's and datasets' own helpers have on their command lines.
+    command = shlex.join(sys.orig_argv)[:200]
+
+    def on_step() -> None:
+        if not _prepares_weights():
+            _end_job(f"{name} trains in another process that it starts: {command}", _instead(sys.orig_argv))
+
+    on_import("torch.optim", lambda _: _watch_steps(sys.modules["torch"], on_step))
+
+
+def _end_job(message: str, hint: str) -> NoReturn:
+    """Leave word of why, then end the job's process and this one; the server tells it in the job's place."""
+    process, _, path = os.environ[STOP_VARIABLE].partition(":")
+    written = f"{path}.{os.getpid()}"
+    Path(written).write_text(json.dumps({"message": message, "hint": hint}))
+    os.replace(written, path)
+    os.kill(int(process), signal.SIGKILL)
+    os._exit(1)
+
+
+def _watch_steps(torch: Any, on_step: Callable[[], None]) -> None:
+    """Have ``on_step`` called before each backward pass and each step of an optimizer."""
+    backward = torch.autograd.backward
+
+    def watched(*words: Any, **options: Any) -> Any:
+        on_step()
+        return backward(*words, **options)
+
+    torch.autograd.backward = watched
+    # torch.optim deletes the name of this module of its own.
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    optimizers.register_optimizer_step_pre_hook(lambda *_: on_step())
+
+
+def _watch_spawned(torch: Any, on_spawn: Callable[[], None]) -> None:
+    """Have ``on_spawn`` called before torch starts processes that run a function."""
+
+    def watch(module: ModuleType) -> None:
+        start = module.start_processes
+
+        def start_processes(*words: Any, **options: Any) -> Any:
+            on_spawn()
+            return start(*words, **options)
+
+        module.start_processes = start_processes  # type: ignore[attr-defined]
+
+    for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
+        if hasattr(sys.modules.get(name), "start_processes"):
+            watch(sys.modules[name])
+
+
+def describe_training(source: TrainingSource) -> tuple[str, str]:
+    """Return what trains at this moment, as the call stack shows, and what to do instead."""
+    from transformers import Trainer
+
+    frames = _frames()
+    for frame in frames:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            kind = type(owner).__name__
+            return (
+                f"{kind} of {source.name} trains by a method of its own, which never calls Trainer.train",
+                "only the steps within Trainer.train of a Trainer can be measured",
+            )
+    return (
+        f"{source.name} trains in a loop of its own{_place(frames, source)}",
+        "only training with transformers.Trainer or a subclass can be measured",
+    )
+
+
+def _place(frames: Sequence[FrameType], source: TrainingSource) -> str:
+    """Return `` at FILE:LINE`` of the innermost line of the user's own; empty where none is on the stack."""
+    folders = {str(Path(source.file).parent), source.cwd}
+    for frame in frames:
+        path = Path(os.path.abspath(frame.f_code.co_filename))
+        is_installed = "site-packages" in path.parts or "dist-packages" in path.parts
+        if str(path) == source.file or (not is_installed and any(map(path.is_relative_to, folders))):
+            return f" at {path.name}:{frame.f_lineno}"
+    return ""
+
+
+def _frames() -> list[FrameType]:
+    """List the frames of this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _prepares_weights() -> bool:
+    """Return whether a library that chooses first weights by backward passes is at work."""
+    return any(str(frame.f_globals.get("__name__", "")).startswith(_PREPARES_WEIGHTS) for frame in _frames())
+
+
+# Processes that are about to start: the words of their command line and their environment, where it is not this one's.
+_Started = tuple[list[str], Mapping[Any, Any] | None]
+
+
+def _of_popen(arguments: tuple[Any, ...]) -> _Started:
+    executable, words, _, environment = arguments
+    found = [_text(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]
+    if executable is not None and found:
+        found[0] = _text(executable)
+    return _of_shell(found), environment
+
+
+def _of_exec(arguments: tuple[Any, ...]) -> _Started:
+    path, words, environment = arguments[-3:]
+    return [_text(path), *(_text(word) for word in list(words)[1:])], environment
+
+
+def _of_system(arguments: tuple[Any, ...]) -> _Started:
+    return _of_shell(["sh", "-c", _text(arguments[0])]), None
+
+
+def _of_shell(words: list[str]) -> list[str]:
+    """Return the words of the command that a shell is given; other words as they are."""
+    if len(words) > 2 and Path(words[0]).name in ("sh", "bash") and words[1] == "-c":
+        try:
+            return shlex.split(words[2])
+        except ValueError:
+            return words[2].split()
+    return words
+
+
+_STARTS: dict[str, Callable[[tuple[Any, ...]], _Started]] = {
+    "subprocess.Popen": _of_popen,
+    "os.exec": _of_exec,
+    "os.posix_spawn": _of_exec,
+    "os.spawn": _of_exec,
+    "os.system": _of_system,
+}
+
+
+def _text(word: Any) -> str:
+    return os.fsdecode(word) if isinstance(word, str | bytes | os.PathLike) else str(word)
+
+
+def _is_launcher(words: Sequence[str]) -> bool:
+    """Return whether a command starts processes to train in, as the launchers of torch and accelerate do."""
+    return any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
+
+
+def _is_python(words: Sequence[str]) -> bool:
+    """Return whether a command runs a script or a module in another Python."""
+    if not words or not Path(words[0]).name.startswith(("python", "pypy")):
+        return False
+    return any(word == "-m" or word.endswith(".py") for word in words[1:])
+
+
+def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
+    """Return whether a process would start without what stops a training in it."""
+    if environment is None:
+        return False
+    given = {_text(name): _text(value) for name, value in environment.items()}
+    return STOP_VARIABLE not in given or str(_STARTED_PYTHON) not in given.get("PYTHONPATH", "")
+
+
+def _instead(words: Sequence[str]) -> str:
+    """Return what to give in place of the script that starts these words."""
+    from autotune.core.errors import InvalidRequestError
+    from autotune.core.launch_command import take_launchers_off
+
+    try:
+        left = list(take_launchers_off([str(word) for word in words]).words)
+    except InvalidRequestError:
+        left = next((list(words[at:]) for at, word in enumerate(words) if str(word).endswith(".py")), [])
+    left = left[1:] if left and Path(left[0]).name.startswith("python") else left
+    if not left or left[0] == "-c":
+        return "give the command that trains in the process that it is: -- python train.py …"
+    return f"give what it starts: -- python {shlex.join(left)[:300]}"

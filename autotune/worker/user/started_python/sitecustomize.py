@@ -1,0 +1,26 @@
+"""Imported by every Python that the user's code starts: a training in it is stopped at its first backward pass.
+
+Such a process has no trial's limits and nothing measures it, so what it would write is what a training writes.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_next() -> None:
+    """Run the ``sitecustomize`` that this one stands before."""
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
+    del sys.modules["sitecustomize"]
+    if importlib.util.find_spec("sitecustomize") is not None:
+        importlib.import_module("sitecustomize")
+
+
+_run_the_next()
+if "AUTOTUNE_STOP" in os.environ:
+    from autotune.worker.user.guard import guard_started_python
+
+    guard_started_python()

@@ -1,0 +1,119 @@
+"""From a command line with launchers to the one script that it runs, or to the command that would work."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.launch_command import find_command, take_launchers_off
+from autotune.core.training_source import find_script
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script, and no accelerate configuration of this machine's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "train.py").write_text("raise AssertionError('nobody runs this')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        ("train.py --lr 1", "train.py --lr 1"),
+        ("python -u train.py -m x", "train.py -m x"),
+        ("torchrun train.py --lr 1", "train.py --lr 1"),
+        ("torchrun --standalone --nproc_per_node=1 --nnodes 1:1 train.py --nproc 2", "train.py --nproc 2"),
+        ("python -m torch.distributed.run --nproc-per-node 1 -m pack.train --x", "-m pack.train --x"),
+        ("python3 -m torch.distributed.launch --use_env train.py", "train.py"),
+        ("accelerate launch train.py --lr 1", "train.py --lr 1"),
+        ("accelerate launch --num_processes 1 --gpu_ids 0 python train.py", "train.py"),
+        (".venv/bin/accelerate launch --num_machines=1 -m pack.train", "-m pack.train"),
+        ("python -m accelerate.commands.launch --cpu train.py", "train.py"),
+        ("python -m accelerate.commands.accelerate_cli launch train.py", "train.py"),
+        ("trl sft --config sft.yaml", "-m trl.scripts.sft --config sft.yaml"),
+        (".venv/bin/trl dpo --x 1", "-m trl.scripts.dpo --x 1"),
+        ("./ray/train.py", "./ray/train.py"),
+    ],
+)
+def test_a_launcher_of_one_process_is_taken_off(command: str, left: str) -> None:
+    assert " ".join(take_launchers_off(command.split()).words) == left
+
+
+def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
+    words = ["accelerate", "launch", "--mixed_precision", "bf16", "train.py"]
+    assert take_launchers_off(words).variables == (("ACCELERATE_MIXED_PRECISION", "bf16"),)
+    (folder / "config.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\ndistributed_type: 'NO'\n")
+    source = find_script(["accelerate", "launch", "--config_file", "config.yaml", "train.py"])
+    assert source.variables == (("ACCELERATE_MIXED_PRECISION", "fp16"),)
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "hint"),
+    [
+        (
+            "torchrun --nproc_per_node 4 train.py --x 1",
+            "several processes (--nproc-per-node 4)",
+            "python train.py --x 1",
+        ),
+        ("torchrun --nproc-per-node gpu train.py", "several processes", "-- python train.py"),
+        ("python -m torch.distributed.run --nnodes 2 train.py", "several processes", "-- python train.py"),
+        ("torchrun --no-python train.sh", "the launcher's option --no-python", "-- python train.py …"),
+        ("torchrun --nproc-per-node", "the launcher's option --nproc-per-node", "python"),
+        ("accelerate launch --multi_gpu train.py", "the launcher's option --multi_gpu", "-- python train.py"),
+        ("accelerate launch --num_processes=2 train.py", "several processes (--num-processes 2)", "-- python train.py"),
+        ("accelerate test", "starts no training", "-- python train.py"),
+        ("trl sft --num_processes 2 --x", "several processes (--num_processes)", "-- python -m trl.scripts.sft --x"),
+        ("trl --help", "names no training", "trl.scripts.sft"),
+        ("deepspeed --num_gpus 2 train.py --x", "a process for each GPU", "-- python train.py --x"),
+        ("uv run train.py --x", "another process", "uv run autotune search … -- python train.py --x"),
+        ("poetry run python train.py", "another process", "poetry run autotune search … -- python train.py"),
+        ("bash train.sh", "run by a shell", "the line with python"),
+        ("nohup python train.py --x", "another process", "-- python train.py --x"),
+        ("srun -n 4 python train.py", "another process", "-- python train.py"),
+    ],
+)
+def test_anything_else_is_refused_with_what_would_work(command: str, message: str, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
+        take_launchers_off(command.split())
+    assert hint in raised.value.hint
+
+
+def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Path) -> None:
+    default = folder / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    with pytest.raises(InvalidRequestError, match=r"num_processes: 2 in .*default_config.yaml"):
+        take_launchers_off(["accelerate", "launch", "train.py"])
+    assert take_launchers_off(["accelerate", "launch", "--num_processes", "1", "train.py"]).words == ("train.py",)
+
+
+def test_a_console_command_is_found_on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = folder / "bin"
+    commands.mkdir()
+    own, foreign = commands / "trainer-cli", commands / "foreign-cli"
+    own.write_text("#!/usr/bin/env bash\n")
+    own.write_text(f"#!{sys.executable}\nprint('trains')\n")
+    foreign.write_text("#!/opt/other/bin/python3\nprint('trains')\n")
+    for file in (own, foreign):
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+    assert find_script(["trainer-cli", "train", "x.yaml"]).file == str(own)
+    assert find_command("no-such-command") is None
+    with pytest.raises(InvalidRequestError, match="foreign-cli belongs to another Python, /opt/other/bin/python3"):
+        find_script(["foreign-cli", "train"])
+
+
+def test_a_notebook_and_a_shell_script_say_what_they_are(folder: Path) -> None:
+    (folder / "lora.ipynb").write_text('{"cells": []}')
+    (folder / "run").write_text("#!/bin/bash\nexec python train.py\n")
+    with pytest.raises(InvalidRequestError, match=r"lora.ipynb is a notebook") as raised:
+        find_script(["lora.ipynb"])
+    assert "jupyter nbconvert --to script lora.ipynb" in raised.value.hint
+    with pytest.raises(InvalidRequestError, match=r"the script ./run is run by a shell"):
+        find_script(["./run"])

@@ -1,0 +1,119 @@
+"""Code that trains where nothing measures it is stopped before its first step, in whatever process that is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Failed
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+
+LOOP = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    loss = model(torch.ones(4, 2)).mean()
+    loss.backward()
+    open("trained", "w").close()
+    optimizer.step()
+"""
+STARTS = "import subprocess, sys\nsubprocess.run([sys.executable, 'loop.py'], check=True)\n"
+SPAWNS = """
+import torch.multiprocessing
+def train(_):
+    import loop
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=1)
+"""
+LAUNCHES = "import os\nos.system('torchrun --nproc-per-node 1 loop.py --lr 1')\n"
+BECOMES = "import os, sys\nos.execv(sys.executable, [sys.executable, 'loop.py'])\n"
+FORKS = "import os\npid = os.fork()\nif not pid:\n    import loop\nos.waitpid(pid, 0)\nopen('trained', 'w').close()\n"
+STEPS_ALONE = (
+    "import torch\np = torch.nn.Parameter(torch.ones(1))\np.grad = p.detach()\ntorch.optim.SGD([p], 1).step()\n"
+)
+OWN_TRAIN = """
+from transformers import Trainer, TrainingArguments
+import torch
+class Rollouts(Trainer):
+    def train(self):
+        torch.nn.Linear(2, 1)(torch.ones(4, 2)).sum().backward()
+        open("trained", "w").close()
+Rollouts(torch.nn.Linear(2, 1), TrainingArguments("out")).train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a loop in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        (LOOP, "run.py trains in a loop of its own at run.py:7", ""),
+        (STEPS_ALONE, "run.py trains in a loop of its own at run.py:4", ""),
+        (OWN_TRAIN, "Rollouts of run.py trains by a method of its own, which never calls Trainer.train", ""),
+        (STARTS, "run.py trains in another process that it starts: ", "-- python loop.py"),
+        (SPAWNS, "run.py starts processes of its own to train in (torch.multiprocessing)", ""),
+        (LAUNCHES, "run.py starts another process, in which nothing can be measured: torchrun",
+         "-- python loop.py --lr 1"),
+        (BECOMES, "run.py becomes another process, in which nothing can be measured: ", "-- python loop.py"),
+        (FORKS, "run.py trains in a loop of its own at loop.py:7", ""),
+    ],
+    ids=["loop", "step alone", "own train", "starts", "spawns", "launches", "becomes", "forks"],
+)  # fmt: skip
+def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
+    trial_server: ServerClient, folder: Path, text: str, message: str, hint: str
+) -> None:
+    (folder / "run.py").write_text(text)
+    workload = Workload.of_source(find_script(["run.py"]))
+    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    assert answer.result["source_error"].startswith(message)
+    assert hint in answer.result["source_hint"]
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"loop.py", "run.py"}
+    if text in (LOOP, STARTS):
+        outcome = trial_server.trial(workload, Candidate(Arm(), 8)).outcome
+        assert isinstance(outcome, Failed)
+        assert outcome.message.startswith(message)
+
+
+def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> None:
+    """Python among them, as long as it does not train."""
+    (folder / "says.py").write_text(
+        "import torch, pathlib\npathlib.Path('said').write_text(str(torch.ones(1).sum()))\n"
+    )
+    (folder / "run.py").write_text(
+        "import subprocess, sys\n"
+        f"subprocess.run([{sys.executable!r}, 'says.py'], check=True)\n"
+        "subprocess.run(['true'], check=True)\n"
+        "raise SystemExit('ran ' + open('said').read())\n"
+    )
+    workload = Workload.of_source(find_script(["run.py"]))
+    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    assert "'ran tensor(1.)'" in answer.result["source_error"]
+
+
+def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: ServerClient, folder: Path) -> None:
+    """As peft's LoRA-GA makes some before the Trainer is built."""
+    package = folder / "peft"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "ga.py").write_text("def prepare(loss):\n    loss.backward()\n")
+    (folder / "run.py").write_text(
+        "import sys, torch\n"
+        "sys.modules.pop('peft', None)\n"
+        "from peft.ga import prepare\n"
+        "prepare(torch.ones(1, requires_grad=True).sum())\n"
+    )
+    workload = Workload.of_source(find_script(["run.py"]))
+    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    assert answer.result["source_error"] == "run.py ended without having called Trainer.train"
