@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
@@ -11,6 +12,14 @@ from autotune.core.statistics import Estimate, estimate_mean
 # (another process, a page fault) and dropped. Both numbers are a choice, not a measurement.
 _DELAY_FROM = 5
 _DELAY_TIMES = 1.5
+
+
+class StepEstimate(NamedTuple):
+    """A mean step time with its uncertainty."""
+
+    seconds: float
+    relative_half_width: float
+    """Half the 95 % interval, relative to the mean; infinite where it is not known."""
 
 
 def without_delay(seconds: Sequence[float]) -> list[float]:

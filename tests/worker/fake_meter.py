@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from autotune.worker.trial.meter import PeakBytes
+
 
 class FakeClock:
     """Stands in for the module ``time``: it moves only when it is told to."""
@@ -64,8 +66,8 @@ class FakeMeter:
     def reset_peaks(self) -> None:
         self._peak_bytes = self.held_bytes
 
-    def peaks(self) -> tuple[int, int]:
-        return self._peak_bytes, self._peak_bytes * 11 // 10
+    def peaks(self) -> PeakBytes:
+        return PeakBytes(self._peak_bytes, self._peak_bytes * 11 // 10)
 
     def allocation_retries(self) -> int | None:
         return 3

@@ -13,7 +13,7 @@ from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
-from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import gpu_busy, measure
 from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals
 from autotune.worker.trial.measure import micro_steps_to_run

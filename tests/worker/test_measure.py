@@ -13,7 +13,7 @@ from fake_meter import FakeClock, FakeMeter
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
-from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import measure
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing

@@ -12,7 +12,7 @@ from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort
-from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import measure
 from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.measure import MOST_SKIPPED_STEPS, most_steps

@@ -1,4 +1,4 @@
-"""The columns of the user's data: which holds what, and whether it is of a kind that can be trained on."""
+"""Find the columns of the user's dataset that hold text, labels or tokens, and check that they can be trained on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")
-# Of fewer, each may well be of another class.
+# With fewer samples, each may well have a class of its own.
 _FEW_SAMPLES = 20
 _LABEL_NAMES = ("label", "labels", "target")
 
 
 def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
-    """The column that was asked for, or the first of the usual names that is there."""
+    """Return the column that the user named, or the first of the usual names that exists.
+
+    Raises ``InvalidRequestError`` where there is none.
+    """
     names = dataset.column_names
     if asked is not None:
         if asked not in names:
@@ -38,7 +41,7 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
 
 
 def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
-    """The columns that are tokenized together; never ``not_text``, unless it was asked for."""
+    """Return the columns that are tokenized together; never ``not_text``, unless the user named it."""
     asked = spec.text_columns
     if asked is not None:
         return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
@@ -48,12 +51,12 @@ def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tup
 
 
 def is_string(feature: Any) -> bool:
-    """Whether a column holds text."""
+    """Return whether a column holds text."""
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
 def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> None:
-    """Raise where a column of tokens that were made before is not one of lists of whole numbers."""
+    """Raise ``InvalidRequestError`` where a column of tokens holds anything but lists of integers."""
     column = dataset.data.column(name)
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -69,7 +72,7 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
 
 
 def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
-    """The labels as classes from 0 (or as numbers to regress on), and how many classes there are."""
+    """Return the labels, as classes from 0 or as numbers to regress on, and the number of classes (1 for numbers)."""
     name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
     feature = dataset.features[name]
     values = dataset[name][:]
@@ -90,7 +93,7 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
 
 
 def _check_finite(values: list[float], spec: DataSpec, name: str) -> None:
-    """A label that is no number would make every loss one that is none."""
+    """Raise ``InvalidRequestError`` where a label is NaN or infinite: every loss would be NaN."""
     wrong = [value for value in values if not math.isfinite(value)]
     if wrong:
         raise InvalidRequestError(
@@ -101,7 +104,7 @@ def _check_finite(values: list[float], spec: DataSpec, name: str) -> None:
 
 
 def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], int]:
-    """The number of each sample's class from 0, and how many there are."""
+    """Return the class of each sample, counted from 0, and the number of classes."""
     where = f"--dataset {spec.label}: the column {name!r}"
     if not all(isinstance(value, int | str) for value in values):
         raise InvalidRequestError(f"{where} holds neither classes nor numbers", "name another with --label-column")

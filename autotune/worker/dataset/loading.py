@@ -1,4 +1,4 @@
-"""The user's data as a dataset, from a file, a folder or the hub, and in one line why it cannot be one."""
+"""Load the user's dataset from a file, a folder or the hub, and say in one line why it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from autotune.models.hub_revision import commit_of
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import in_stored_order
 
-# How datasets says of files without rows that there are none.
+# Part of the message of datasets for files without rows.
 _NO_DATA = "corresponds to no data"
-# Enough to find one that is not like the first.
+# Most files that are compared to find one with other columns.
 _MOST_COMPARED = 200
 _MOST_COLUMNS = 8
 _NOTHING = "nothing"
 
 
 def load(spec: DataSpec, folder: Path) -> Any:
-    """The ``Dataset`` of a split, of one sample or more; what is needed for it on the way lies in ``folder``.
+    """Return the ``Dataset`` of a split; files that are made on the way are put in ``folder``.
 
     Raises ``InvalidRequestError`` where it cannot be read, has no such split, or is empty.
     """
@@ -57,7 +57,7 @@ def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
     hint = f"check what is {where}, and --split {spec.split}"
     if spec.kind == "hub":
         hint += "; there is no file or folder of this name here"
-    # datasets says that something went wrong; what it was is the cause.
+    # The message of datasets only says that something failed; the exception's cause says what.
     why = first_line(error.__cause__ or error)
     return InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint)
 
@@ -65,7 +65,7 @@ def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
     if spec.kind == "hub":
         name, _, config = spec.source.partition(":")
-        # What was looked up is what is read. Offline there is only what was read before.
+        # Read the revision that was looked up. Offline, only a revision that was downloaded earlier is there.
         revision = None if constants.HF_HUB_OFFLINE else commit_of(spec.content)
         return load_dataset(name, config or None, split=spec.split, revision=revision)
     if spec.kind == "imagefolder":
@@ -77,13 +77,13 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
         return load_dataset(spec.kind, data_files=links, split="train", cache_dir=str(cache), **options)
     except Exception as error:
         if len(files) > 1 and _NO_DATA not in str(error):
-            # What datasets says of files that differ names neither them nor their columns.
+            # The message of datasets about files that differ names neither the files nor their columns.
             _check_alike(spec, files, links, options)
         raise
 
 
 def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
-    """Raise where the first sample of a file has other columns than that of the first file which has one."""
+    """Raise ``InvalidRequestError`` where a file's first sample has other columns than that of the first file."""
     some = zip(files[:_MOST_COMPARED], links, strict=False)
     known = [(file, kinds) for file, link in some if (kinds := _kinds(spec, link, options))]
     for file, kinds in known[1:]:
@@ -98,14 +98,14 @@ def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: di
 
 
 def _is_like(kinds: dict[str, str], others: dict[str, str]) -> bool:
-    """Whether the columns are the same and hold the same; a value that is empty may be anything."""
+    """Return whether two samples have the same columns of the same kinds; an empty value may be of any kind."""
     if set(kinds) != set(others):
         return False
     return all(kind == others[name] or _NOTHING in (kind, others[name]) for name, kind in kinds.items())
 
 
 def _kinds(spec: DataSpec, link: str, options: dict[str, str]) -> dict[str, str]:
-    """What the columns of a file's first sample hold; nothing where it cannot be read or has none."""
+    """Return the kind of each column of a file's first sample; empty where it cannot be read or has none."""
     try:
         rows = load_dataset(spec.kind, data_files=[link], split="train", streaming=True, **options)
         row: dict[str, Any] = next(iter(rows), {})
@@ -121,6 +121,6 @@ def _kind(value: Any) -> str:
 
 
 def _listed(kinds: dict[str, str]) -> str:
-    """``text (text), label (number) …``."""
+    """Return ``text (text), label (number) …``."""
     some = [f"{name} ({kind})" for name, kind in kinds.items()]
     return in_one_line(", ".join(some[:_MOST_COLUMNS]) + (" …" if len(some) > _MOST_COLUMNS else ""))

@@ -1,4 +1,4 @@
-"""Reading the user's data once: loaded, its columns checked, tokenized, measured, saved for the trials to map."""
+"""Prepare the user's dataset once: load it, check its columns, tokenize it, and save it for the trials to map."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths,
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.worker.dataset.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
-from autotune.worker.dataset.epoch_sample import (
+from autotune.worker.dataset.loading import load
+from autotune.worker.dataset.prepared import (
     IMAGE,
     LENGTHS_FILE,
     SAMPLES_FOLDER,
     TARGET_LENGTHS_FILE,
     TOKENIZER_FOLDER,
-    grouped_order,
 )
-from autotune.worker.dataset.loading import load
+from autotune.worker.dataset.schedule import grouped_order
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table
 
@@ -43,19 +43,19 @@ _TARGET_NAMES = ("target", "summary", "labels", "label")
 _IMAGE_NAMES = ("image", "img", "pixel_values")
 _TOKENS = "input_ids"
 _BINS = 16
-# The batch for which the share of padding is told.
+# Batch size for which the share of padding is reported.
 _SHOWN_BATCH = 8
-# Batches of so many samples say what share of an epoch is padding.
+# Samples from which the share of padding is computed.
 _SHOWN_SAMPLES = 20_000
 
 
 def read_data(job: Document) -> Document:
-    """The facts of the job's data, which then lies in ``folder``; ``error`` with its hint where it is no good."""
+    """Prepare the job's dataset in ``folder`` and return its facts, or ``error`` with message and hint."""
     workload = Workload.from_document(job["workload"])
     folder = Path(job["folder"])
     known = facts_in(folder)
     if known is not None:
-        # Another search was quicker.
+        # Another search prepared it first.
         return {"facts": dataclasses.asdict(known)}
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     disable_progress_bar()
@@ -70,19 +70,22 @@ def read_data(job: Document) -> Document:
         return {"error": [error.message, error.hint]}
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        # After an error nothing is there that was not before.
+        # After an error, leave no folder that was not there before.
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
 
 
 def _is_at_hand(name: str | None) -> bool:
-    """Whether a folder is there, or else the hub answers: asked once, since ``from_pretrained`` tries for a minute."""
+    """Return whether a tokenizer's folder exists, or the hub answers.
+
+    The hub is asked once and briefly, since ``from_pretrained`` retries for a minute.
+    """
     if name is None or os.path.isdir(name):
         return True
     try:
         get_hf_file_metadata(hf_hub_url(name, "tokenizer_config.json"), timeout=_HUB_TIMEOUT_SECONDS)
     except HfHubHTTPError:
-        # An answer, if only that there is no such file.
+        # The hub answered, if only that there is no such file.
         return True
     except Exception:
         return False
@@ -90,7 +93,7 @@ def _is_at_hand(name: str | None) -> bool:
 
 
 class _Reading:
-    """One reading of one workload's data into a folder."""
+    """Prepares the dataset of one workload in a folder."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         assert workload.data is not None
@@ -99,7 +102,7 @@ class _Reading:
         self._folder = folder
 
     def run(self) -> DataFacts:
-        """Everything, in order."""
+        """Load, check, tokenize and save the dataset; return its facts."""
         dataset = load(self._spec, self._folder)
         if self._workload.task == "image-classification":
             return self._read_images(dataset)
@@ -151,14 +154,14 @@ class _Reading:
                     f"the tokenizer in {name} has neither a padding token nor one that ends a text",
                     "set its pad_token and save it again",
                 )
-            # As the examples of transformers do for GPT-2 and its kin.
+            # As transformers' examples do for GPT-2 and similar models.
             tokenizer.pad_token = tokenizer.eos_token
         if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
             raise InvalidRequestError(f"the tokenizer in {name} has no mask token", "use --task causal-lm, or another")
         return tokenizer
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
-        """The dataset as tokens, and how long each sample was before it was cut."""
+        """Return the tokenized dataset, and the length of each sample before truncation."""
         for name in (*texts, *((target,) if target else ())):
             if not is_string(dataset.features[name]):
                 raise InvalidRequestError(
@@ -197,7 +200,7 @@ class _Reading:
         return found, np.array(raw, dtype=np.int64)
 
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
-        """A dataset that holds tokens already, cut to the sequence length."""
+        """Return a dataset that holds tokens already, truncated to the sequence length, and the lengths before that."""
         limit = self._workload.seq_len
         kept = [_TOKENS, *(name for name in ("token_type_ids",) if name in dataset.column_names)]
         if target is not None:
@@ -223,7 +226,7 @@ class _Reading:
         return self._folder / "cache" / name
 
     def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
-        """A token that the model has no embedding for would end every trial."""
+        """Raise ``InvalidRequestError`` where a token has no embedding in the model, which would end every trial."""
         found = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
         smallest, largest = found["min"] or 0, found["max"] or 0
         vocabulary = self._workload.config.get("vocab_size")
@@ -280,12 +283,12 @@ class _Reading:
 
 
 def _token_counts(dataset: Any, column: str) -> Any:
-    """An array (samples,) of the lengths of a column of lists."""
+    """Return an array (samples,) of the lengths of a column of lists."""
     return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
 
 
 def _padding_share(lengths: Any, spec: DataSpec, seq_len: int) -> float:
-    """The share of the tokens of batches of 8 that is padding."""
+    """Return the share of the tokens of batches of 8 that is padding."""
     some = np.random.default_rng(0).permutation(lengths)[:_SHOWN_SAMPLES]
     if spec.group_by_length:
         some = some[grouped_order(some, _SHOWN_BATCH, 0)]

@@ -1,4 +1,4 @@
-"""LoRA adapters over a model's frozen weights, and those weights stored in 4 or 8 bits."""
+"""Add LoRA adapters to a model, and quantize its frozen weights to 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autotune.models.tasks import PEFT_TASKS
 
 
 def adapt(model: Any, workload: Workload) -> Any:
-    """The model with what the workload asks for put around it: frozen weights in few bits, LoRA adapters."""
+    """Return the model with its weights quantized and LoRA adapters added, as far as the workload asks for it."""
     if workload.quantize is not None and next(model.parameters()).device.type != "meta":
         _quantize(model, workload)
     return _with_lora(model, workload) if workload.peft == "lora" else model
 
 
 def quantization_config(workload: Workload) -> Any:
-    """What ``from_pretrained`` wants to be told; ``None`` where weights are stored as they are."""
+    """Return the quantization config for ``from_pretrained``; ``None`` where weights are not quantized."""
     if workload.quantize is None:
         return None
     from transformers import BitsAndBytesConfig
@@ -35,7 +35,7 @@ def _with_lora(model: Any, workload: Workload) -> Any:
 
     rank = workload.lora_rank
     assert rank is not None, "an adapter has a rank"
-    # peft knows no image classification, whose new head must be trained all the same.
+    # peft has no task type for image classification, whose new head has to be trained all the same.
     has_head = workload.task == "image-classification" and hasattr(model, "classifier")
     config = LoraConfig(
         r=rank,
@@ -49,7 +49,7 @@ def _with_lora(model: Any, workload: Workload) -> Any:
 
 
 def _quantize(model: Any, workload: Workload) -> None:
-    """Replace every linear layer but those of the head, in place, as ``from_pretrained`` does with real weights."""
+    """Quantize every linear layer but the head in place, as ``from_pretrained`` does with real weights."""
     if getattr(model, "is_quantized", False):
         return
     import bitsandbytes
@@ -68,7 +68,7 @@ def _quantize(model: Any, workload: Workload) -> None:
 
 def _in_few_bits(bitsandbytes: Any, module: torch.nn.Linear, workload: Workload) -> Any:
     size = (module.in_features, module.out_features, module.bias is not None)
-    # Quantizing happens on the way to the device, and so must start from the host.
+    # bitsandbytes quantizes while moving weights to the device, so they have to start on the host.
     weight = module.weight.data.cpu()
     if workload.quantize == "8bit":
         made = bitsandbytes.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=6.0)
@@ -82,7 +82,7 @@ def _in_few_bits(bitsandbytes: Any, module: torch.nn.Linear, workload: Workload)
 
 
 def _heads(model: Any) -> set[str]:
-    """Names of layers that stay as they are: the output embedding, and the last child, a new head."""
+    """Return the names of layers that are not quantized: the output embedding, and the last child, a new head."""
     output = model.get_output_embeddings()
     last = [name for name, _ in model.named_children()][-1]
     found = {name for name, module in model.named_modules() if module is output}

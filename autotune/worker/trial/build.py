@@ -1,4 +1,4 @@
-"""Building the model of a workload, with random weights unless real ones were asked for."""
+"""Build the model of a workload, with random weights unless pretrained ones were asked for."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from autotune.worker.trial.adapters import adapt, quantization_config
 
 
 def auto_class(workload: Workload) -> Any:
-    """The ``AutoModelFor…`` class of the workload's task."""
+    """Return the ``AutoModelFor…`` class of the workload's task."""
     return getattr(transformers, AUTO_CLASS_OF_TASK[workload.task])
 
 
 def build_config(workload: Workload) -> Any:
-    """The ``PretrainedConfig``; its dtype is the workload's, whatever the file said."""
+    """Return the ``PretrainedConfig``, with the workload's dtype in place of the file's."""
     facts = {key: value for key, value in workload.config.items() if key not in ("model_type", "torch_dtype", "dtype")}
     config = AutoConfig.for_model(workload.model_type, **facts)
     if workload.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
-        # Decoders refuse batches without one: they look for the last token that is not padding.
+        # Decoders need one to find the last token that is not padding.
         config.pad_token_id = 0
     return config
 
 
 def model_class(workload: Workload) -> Any:
-    """The concrete class that will be built; importing it early saves each trial the import.
+    """Return the class of the model. Importing it before the fork saves each trial the import.
 
-    Raises ``ValueError`` where transformers has none for this task.
+    Raises ``ValueError`` where transformers has no class for this task and model type.
     """
     try:
         return class_for_config(auto_class(workload), build_config(workload))
@@ -51,7 +51,7 @@ def _quiet() -> Iterator[None]:
 
 
 def check_liger_knows(model_type: str) -> None:
-    """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log it and go on without."""
+    """Raise ``ValueError`` where Liger has no kernels for a model; the Trainer would only log that and go on."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -60,7 +60,7 @@ def check_liger_knows(model_type: str) -> None:
 
 
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
-    """The model in training mode on ``device``, its weights stored in the workload's dtype."""
+    """Build the model in training mode on ``device``, with weights in the workload's dtype."""
     dtype = getattr(torch, workload.dtype)
     if workload.weights:
         model = auto_class(workload).from_pretrained(

@@ -1,12 +1,12 @@
-"""For how much of an optimizer step the GPU computes: one more step after the timed ones, in parts under a profiler.
+"""Measure the share of a step in which the GPU is busy, in one more step under the profiler after the timed ones.
 
-Kineto records every kernel, copy and memset that the GPU executed, with CUDA activity alone and so nothing of torch's
-operations. Profiling slows the host down but hardly the kernels. So the GPU's seconds are taken from the profiled step
-and divided by the seconds of the timed ones.
+Kineto records every kernel, copy and memset that the GPU executes. Only CUDA activity is recorded, not torch's
+operators. Profiling slows down the host but hardly the kernels. So the GPU's busy seconds are taken from the profiled
+step and divided by the seconds of the timed steps.
 
-At most two micro-steps are profiled, whatever the accumulation: one that adds to existing gradients and stands for all
-but the last, and the last one with clipping and the optimizer. What is copied to the GPU before the step begins is not
-in it: that is waiting for data, which is measured apart.
+At most two micro-steps are profiled, whatever the accumulation. One adds to existing gradients and stands for all but
+the last. The other is the last one, with clipping and the optimizer. Copies to the GPU before the step begins are left
+out: they are part of waiting for data, which is measured separately.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Profiler(Protocol):
     """Records what the GPU executes."""
 
     def start(self) -> None:
-        """Record from now on."""
+        """Start recording."""
 
     def stop(self) -> float | None:
-        """Wait for the device, stop; seconds during which it executed something, ``None`` where it does not say."""
+        """Wait for the device and stop; return its busy seconds, ``None`` where they are not known."""
 
 
 class KinetoProfiler:
-    """``torch.profiler`` with CUDA activity alone."""
+    """Records with ``torch.profiler``, CUDA activity only."""
 
     def __init__(self) -> None:
         self._profile: Any = None
@@ -50,11 +50,11 @@ class KinetoProfiler:
 
 
 def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
-    """Start and end, in nanoseconds, of all that the GPU executed while ``profile`` ran; ``None`` where it is not told.
+    """Return start and end, in nanoseconds, of everything the GPU executed during ``profile``; ``None`` if not known.
 
-    ``profile.events()`` builds a tree of Python objects, which takes many times as long, so the raw events are read.
-    They have no public name; those used here are the same from torch 2.6 to 2.13. Spans that name a part of the
-    program (``record_function``) are no work of the GPU's.
+    The raw events are read, since ``profile.events()`` builds a tree of Python objects, which takes many times as long.
+    They have no public name; those used here are the same from torch 2.6 to 2.13. ``record_function`` spans only name a
+    part of the program and are no work of the GPU's.
     """
     try:
         events = profile.profiler.kineto_results.events()
@@ -65,7 +65,7 @@ def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
 
 
 def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
-    """Seconds that are in at least one of the intervals of nanoseconds; ``None`` where there is none."""
+    """Return the seconds covered by at least one interval of nanoseconds; ``None`` where there is none."""
     total, reached = 0, None
     for start, end in sorted(intervals or ()):
         begin = start if reached is None else max(start, reached)
@@ -75,7 +75,7 @@ def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
 
 
 class BusyStep:
-    """Profiles parts of a step as a training callback goes through it; no error of the profiler leaves it."""
+    """Profiles parts of a step, driven by a training callback. Errors of the profiler never leave this class."""
 
     def __init__(self, profiler: Profiler, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
         self._profiler = profiler
@@ -91,21 +91,21 @@ class BusyStep:
 
     @property
     def _takes_all(self) -> bool:
-        """Whether the whole step is profiled at once; where it has more micro-steps, two of them are."""
+        """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         return self._run < 3
 
     def begin(self) -> None:
-        """Take the time: what follows is run for the profile alone."""
+        """Start the clock of the profiling itself: what follows is run for the profile alone."""
         self._began = time.perf_counter()
 
     def step_begins(self) -> None:
-        """The batches are there."""
+        """Note that the step's batches are there."""
         self._parts = []
         if self._takes_all:
             self._start()
 
     def micro_step_ends(self, number: int) -> None:
-        """So many micro-steps are over, and another one follows."""
+        """Note that ``number`` micro-steps are over and another follows."""
         if self._takes_all:
             return
         if number == 2:
@@ -114,11 +114,11 @@ class BusyStep:
             self._start()
 
     def step_is_void(self) -> None:
-        """The step was cut short and says nothing."""
+        """Discard the step, which was cut short."""
         self._stop()
 
     def step_ends(self, step_seconds: float, cost: float) -> None:
-        """The step is over; ``cost`` is that of its batches over the mean that ``step_seconds`` stands for."""
+        """Record the step. ``cost`` is the size of its batches over the mean that ``step_seconds`` stands for."""
         self._stop()
         self._cost_seconds += time.perf_counter() - self._began
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
@@ -129,15 +129,15 @@ class BusyStep:
 
     @property
     def share(self) -> float | None:
-        """Mean over the profiled steps, above 0 and at most 1; ``None`` where the profiler gave no answer."""
+        """Mean share of the profiled steps, above 0 and at most 1; ``None`` where the profiler gave no answer."""
         if self.is_broken or not self._shares:
             return None
-        # Kernels of a step may be a little slower than those of the timed ones.
+        # The kernels of a profiled step may be slightly slower than those of the timed steps.
         return min(1.0, sum(self._shares) / len(self._shares))
 
     @property
     def cost_seconds(self) -> float | None:
-        """What all of this took; ``None`` before it was tried."""
+        """Time spent on profiling; ``None`` before it began."""
         return self._cost_seconds or None
 
     def _start(self) -> None:
@@ -150,7 +150,7 @@ class BusyStep:
     def _guarded(self, act: Any, *, starts: bool) -> None:
         if self.is_broken:
             return
-        # What was issued before belongs to the part before.
+        # Work that was issued before belongs to the part before.
         self._meter.synchronize()
         try:
             found = act()
@@ -164,7 +164,7 @@ class BusyStep:
 
 
 def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:
-    """What profiles a step on this device; ``None`` on a CPU, which has no work of another device's to record."""
+    """Return what profiles a step on this device; ``None`` on a CPU, which has no separate device to record."""
     if meter.device.type != "cuda":
         return None
     return BusyStep(KinetoProfiler(), meter, micro_steps_run, micro_steps)

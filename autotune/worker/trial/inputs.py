@@ -1,7 +1,7 @@
-"""Hold the inputs of micro-steps that a trial leaves out, so that its peak memory is that of the whole step.
+"""Keep the inputs of left-out micro-steps on the device, so that peak memory is that of the whole step.
 
-The Trainer moves the inputs of all micro-steps to the device before the first one runs. A trial that runs a few
-micro-steps in place of many would show a peak that is too small, and run where the training runs out of memory.
+The Trainer moves the inputs of all micro-steps to the device before the first one runs. A trial that runs only a few of
+the micro-steps would otherwise show too small a peak, and complete where the training runs out of memory.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: every request is rounded up to a multiple of it.
+# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: the size of every request is rounded up to a multiple of it.
 _BLOCK_BYTES = 512
-# The inputs of a step are there until those of the next one are: two exchanges show what that needs.
+# The inputs of one step are freed only after those of the next are there, so two steps show the peak.
 _EXCHANGES = 2
 
 
 class LeftOutInputs:
-    """Copies of a micro-step's inputs, one for each micro-step that is left out."""
+    """Copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
 
     def __init__(self, trainer: Any, left_out: int) -> None:
-        """Have the trainer's steps begin with the copies on the device, next to the inputs that it needs itself."""
+        """Copy the inputs at the start of each of the trainer's steps."""
         self.micro_batch_bytes: int | None = None
-        """What the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
+        """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
         self._left_out = left_out
         self._held: list[list[torch.Tensor]] = []
         self._exchanges = 0
@@ -38,9 +38,9 @@ class LeftOutInputs:
         return fetched
 
     def _hold(self, micro_batches: list[Any]) -> None:
-        """Copy the largest of these where it is larger than what is held, and in the first steps in any case.
+        """Copy the largest of these inputs, where they are larger than the copies held, and in the first steps always.
 
-        Later steps are timed, and the copies stay: nothing is allocated in them.
+        Later steps are timed. The copies stay, so that nothing is allocated in those.
         """
         largest = max((list(self._on_device(inputs)) for inputs in micro_batches), key=_bytes_of, default=None)
         if largest is None:

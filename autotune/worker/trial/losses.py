@@ -1,4 +1,4 @@
-"""Whether training goes as it should: the last loss is a number, and which updates fp16's scaler left out."""
+"""Check that the training loss stays finite, and count the updates that fp16's gradient scaler skips."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-# torch.amp.GradScaler's default, which accelerate leaves as it is.
+# Default of torch.amp.GradScaler, which accelerate does not change.
 _FIRST_SCALE = 2.0**16
 
 
 def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
-    """Have ``take`` called with the batch of every micro-step and its loss, a tensor that nobody has waited for.
+    """Call ``take`` with the batch and the loss of every micro-step; the loss is a tensor on the device, not yet waited
+    for.
 
-    Works with any subclass of ``Trainer``, since it stands before the instance's own ``training_step``.
+    Works with any subclass of ``Trainer``, since it wraps the instance's own ``training_step``.
     """
     run_step = trainer.training_step
 
@@ -28,8 +29,8 @@ def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
 class LossWatch:
     """Keeps the loss of a trainer's latest micro-step.
 
-    A weight that became NaN makes every later loss NaN, so the last one tells of all. The ``Trainer`` itself
-    leaves such losses out of what it logs (``logging_nan_inf_filter``).
+    A weight that became NaN makes every later loss NaN, so checking the last one is enough. The ``Trainer`` itself
+    leaves such losses out of its log (``logging_nan_inf_filter``).
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -40,25 +41,25 @@ class LossWatch:
         self._latest = loss
 
     def problem(self) -> str | None:
-        """What is wrong with the last loss, in words; ``None`` where it is finite or no step was run."""
+        """Say what is wrong with the last loss; ``None`` where it is finite or no step was run."""
         value = 0.0 if self._latest is None else float(self._latest)
         return None if math.isfinite(value) else f"the loss of the last step is {value}"
 
 
 class ScalerWatch:
-    """Which updates a gradient scaler leaves out, step by step: its scale comes down with each of them.
+    """Counts the updates that a gradient scaler skips, step by step: each of them lowers its scale.
 
-    Reading the scale waits for the device. Without a scaler no update is left out.
+    Reading the scale waits for the device. Without a scaler no update is skipped.
     """
 
     def __init__(self, scaler: Any = None) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
         self.skipped = 0
-        """Updates that were left out so far."""
+        """Updates skipped so far."""
 
     def step_was_skipped(self) -> bool:
-        """Whether the update of the step that just ended was left out; to be asked once a step."""
+        """Return whether the update of the step that just ended was skipped; to be called once a step."""
         if self._scaler is None:
             return False
         before, self._scale = self._scale, self._scaler.get_scale()
@@ -68,11 +69,10 @@ class ScalerWatch:
 
 
 def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
-    """How many updates a gradient scaler has left out so far, from how far its scale has come down; 0 without one.
+    """Return how many updates a gradient scaler has skipped so far, computed from its scale; 0 without a scaler.
 
-    True while the scale has not grown yet: it does so after ``growth_interval`` (2,000) good steps in a row.
-    The fused optimizers leave an update out on the device, where accelerate's own count does not see it.
-    Waits for the device.
+    Valid until the scale grows for the first time, after ``growth_interval`` (2,000) good steps in a row. The fused
+    optimizers skip updates on the device, where accelerate does not count them. Waits for the device.
     """
     if scaler is None or not scaler.is_enabled():
         return 0

@@ -1,4 +1,8 @@
-"""Timing optimizer steps from inside a real ``Trainer``: warm-up, measured steps, when to stop."""
+"""Time the optimizer steps of a real ``Trainer`` from a callback, and decide when they are enough.
+
+A step whose shapes are new to the GPU is run twice: the first run, called a rehearsal, loads and compiles kernels and
+is not counted; the second is timed.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +17,45 @@ from transformers import TrainerCallback
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Effort, Measurement
-from autotune.core.step_time import is_enough, mean_step
+from autotune.core.step_time import StepEstimate, is_enough, mean_step
 from autotune.space.dataloader import batches_ahead
 from autotune.space.features import compiles
-from autotune.worker.dataset.epoch_sample import Schedule
+from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.losses import ScalerWatch
-from autotune.worker.trial.meter import Meter
+from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
 
-# Rehearsals of three steps and more may take so many times as long as the measured steps, and no longer.
+# Once three steps are measured, stop when rehearsals took this many times ``max_seconds``. A choice, not measured.
 _REHEARSAL_PATIENCE = 3.0
-# NVML's counter moves on every 20 to 100 ms, by GPU; over less than this its steps would show. They show more where
-# rehearsals come between the measured steps, so that it is read more often.
+# NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show,
+# and more so where rehearsals come between measured steps, so that it is read more often.
 _LEAST_ENERGY_SECONDS = 0.5
 _LEAST_REHEARSED_SECONDS = 1.0
 
 
 MOST_SKIPPED_STEPS = 20
-"""So many steps whose update fp16's gradient scaler left out are run again; of later ones it is only told.
+"""Most steps that are run again because fp16's gradient scaler skipped their update; more are only reported.
 
-Each halves the scale of 65,536, so that it is below 1 after 17 of them."""
+Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
 
 def most_steps(candidate: Candidate, effort: Effort) -> int:
-    """Steps that a trial may take in all, without rehearsals."""
+    """Return the most steps that a trial may run, without rehearsals."""
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
     return effort.warmup_steps + effort.max_steps + effort.busy_steps + skipped
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
-    """Micro-steps in each step of the trial: all, or a few that stand for the rest."""
+    """Return the micro-steps to run in each step of the trial: all of them, or a few that stand for the rest."""
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
 
 
 def steps_lying_ready(candidate: Candidate, effort: Effort) -> int:
-    """Steps whose batches the arm's loading processes may have ready, which say nothing of how fast more is loaded."""
+    """Return how many steps' batches the data loader workers may have prefetched.
+
+    Steps on prefetched batches say nothing about how fast data is loaded.
+    """
     return math.ceil(batches_ahead(candidate.arm) / micro_steps_to_run(candidate, effort))
 
 
@@ -60,11 +67,11 @@ class _Step:
     data_seconds: float
     optimizer_seconds: float
     micro_seconds: float
-    """One micro-step that adds to existing gradients; 0 where none was run."""
+    """Time of a micro-step that adds to existing gradients; 0 where none was run."""
 
 
 class _Rehearsals:
-    """Steps with shapes that were new, and what they took longer than the same batches right after."""
+    """Compares steps with new shapes, which are rehearsals, with the same batches run again right after."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -74,13 +81,13 @@ class _Rehearsals:
         self._last: tuple[_Step, int] | None = None
 
     def begin(self, step: _Step, new_shapes: int) -> None:
-        """A rehearsal is over."""
+        """Record a rehearsal."""
         self.steps += 1
         self.seconds += step.seconds
         self._last = step, new_shapes
 
     def end(self, step: _Step) -> None:
-        """A measured step is over; where it was rehearsed, the two are compared, less their waiting for data."""
+        """Record a measured step, and compare it with its rehearsal if it had one, without waits for data."""
         if self._last is not None:
             rehearsal, new_shapes = self._last
             self._extra_seconds += rehearsal.seconds - rehearsal.data_seconds - step.seconds + step.data_seconds
@@ -88,16 +95,16 @@ class _Rehearsals:
         self.forget()
 
     def forget(self) -> None:
-        """The step that comes next is none that was rehearsed."""
+        """Forget the last rehearsal: the next step does not repeat it."""
         self._last = None
 
     def seconds_a_shape(self) -> float | None:
-        """What a shape costs when it comes for the first time; ``None`` where none was new."""
+        """Return the extra time of a shape's first run; ``None`` where no shape was new."""
         return max(0.0, self._extra_seconds / self._shapes) if self._shapes else None
 
 
 class _Energy:
-    """Joules over measured steps, from a counter that is read before and after each."""
+    """Adds up the joules of measured steps, from a counter that is read before and after each."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -105,11 +112,11 @@ class _Energy:
         self.joules: float | None = 0.0
 
     def read(self) -> None:
-        """What comes next is measured."""
+        """Read the counter before a measured step."""
         self._before = self._meter.energy_joules()
 
     def add(self) -> None:
-        """A measured step is over."""
+        """Add the joules of a measured step."""
         before, after = self._before, self._meter.energy_joules()
         if self.joules is None or before is None or after is None:
             self.joules = None
@@ -118,11 +125,11 @@ class _Energy:
 
 
 class MeasureCallback(TrainerCallback):  # type: ignore[misc]
-    """Marks phases on the device's timeline and synchronises once an optimizer step.
+    """Times the steps of a ``Trainer``, synchronizing with the device once an optimizer step.
 
-    ``on_enough`` is called with the measurement inside the last step; ``on_step`` after each step
-    with its number. ``busy`` profiles the steps after the timed ones, where the effort asks for some.
-    The callback owns no policy but ``Effort``.
+    ``on_enough`` is called with the measurement inside the last step, ``on_step`` with the step's number after each.
+    ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to measure follows from
+    ``effort`` alone.
     """
 
     def __init__(
@@ -144,7 +151,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._schedule = schedule
         self._rehearsing = rehearsing
         self._rehearsals = _Rehearsals()
-        self._worst_peaks: tuple[int, int] | None = None
+        self._worst_peaks: PeakBytes | None = None
         self._warmup: list[_Step] = []
         self._measured: list[_Step] = []
         self._marks: list[Any] = []
@@ -156,23 +163,24 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._steps_run_again = 0
         self._warmup_steps = effort.warmup_steps
         self._costs: list[float] = []
-        """Of the measured steps' batches, where a schedule knows them."""
+        """Padded tokens of each measured step's batches, where a schedule knows them."""
         self._busy = busy
         self._busy_steps = 0
         self._is_profiled = False
         self._is_finished = False
         self.pending: Measurement | None = None
-        """The measurement, from the last timed step on: profiling adds to it, and must not lose it."""
+        """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
+        it."""
         self._energy = _Energy(meter)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock of the first step starts here."""
+        """Start the clock of the first step."""
         self._scaler = ScalerWatch(getattr(kwargs.get("optimizer"), "scaler", None))
         self._meter.synchronize()
-        self._begin_measuring()
+        self._start_clock()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Batches are fetched by now: what passed since the last step is data."""
+        """Note when the batches are there: the time since the last step was spent waiting for data."""
         self._begin = time.perf_counter()
         self._marks = [self._meter.mark()]
         self._is_profiled = self.pending is not None and not self._new_shapes()
@@ -180,29 +188,29 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._busy.step_begins()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One micro-step of several is over."""
+        """Note the end of a micro-step that is not the last."""
         self._marks.append(self._meter.mark())
         if self._is_profiled and self._busy is not None:
             self._busy.micro_step_ends(len(self._marks) - 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The last micro-step and gradient clipping are over."""
+        """Note the end of the last micro-step and of gradient clipping."""
         self._marks.append(self._meter.mark())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Weights are updated."""
+        """Note the end of the optimizer's update."""
         self._marks.append(self._meter.mark())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the step down; stop when there is enough."""
+        """Record the step, and stop the training once enough was measured."""
         self._meter.synchronize()
         end = time.perf_counter()
         if self.pending is not None:
             self._end_profiled(self.pending, control)
             return
-        step = self._taken_down(end)
+        step = self._timed_step(end)
         self._previous_end = end
-        # Steps whose update was left out are cheaper, and the optimizer may have no state yet.
+        # Skipped updates cost less time, and before the first update the optimizer has no state.
         again = self._scaler.step_was_skipped() and self._steps_run_again < MOST_SKIPPED_STEPS
         is_warm, new_shapes = self._is_warm, self._new_shapes()
         is_measured = is_warm and not new_shapes and not again
@@ -229,21 +237,21 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             else:
                 self._finish(self.pending, control)
         elif self._is_warm:
-            self._begin_measuring()
+            self._start_clock()
 
     @property
     def _is_warm(self) -> bool:
-        """Whether as many steps were dropped as the effort says, not counting those whose update was left out."""
+        """Whether all warm-up steps were run, not counting those whose update was skipped."""
         return len(self._warmup) >= self._warmup_steps
 
     def _step_is_over(self) -> None:
         self._steps_seen += 1
         if self._first_reserved is None:
-            self._first_reserved = self._meter.peaks()[1]
+            self._first_reserved = self._meter.peaks().reserved
         self._on_step(self._steps_seen)
 
     def _end_profiled(self, measured: Measurement, control: Any) -> None:
-        """A step after the timed ones is over, one of those that are profiled or a rehearsal of one."""
+        """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
         assert self._busy is not None
         if self._is_profiled:
             self._busy.step_ends(measured.step_seconds, self._relative_cost())
@@ -253,12 +261,12 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._finish(measured, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Where the data ends before a step is profiled, what was timed counts all the same."""
+        """Keep what was timed where the data ends before a step is profiled."""
         if self.pending is not None and not self._is_finished:
             self._finish(self.pending, control)
 
     def _finish(self, measured: Measurement, control: Any) -> None:
-        """There is enough of everything."""
+        """Stop the training, and hand the measurement on."""
         self._is_finished = True
         control.should_training_stop = True
         if self._busy is not None:
@@ -267,7 +275,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._on_enough(measured)
 
     def _cost_of_step(self) -> list[float]:
-        """Padded tokens of the step that is ending, where a schedule knows them."""
+        """Return the padded tokens of the step that ends, as a list of one; empty where no schedule knows them."""
         if self._schedule is None:
             return []
         timed = [not new for new in self._schedule.new_lengths[: self._position]]
@@ -275,44 +283,44 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         return list(self._schedule.costs[index : index + 1])
 
     def _relative_cost(self) -> float:
-        """The same over the mean step's that the measurement stands for."""
+        """Return the padded tokens of the step that ends, over those of the epoch's mean step."""
         costs = self._cost_of_step()
         return costs[0] / self._schedule.epoch_cost if costs and self._schedule else 1.0
 
     @property
     def _position(self) -> int:
-        """Of the step under way among those that a schedule has after the warm-up's."""
+        """Index of the current step among those of the schedule that follow the warm-up."""
         return self._steps_seen - self._effort.warmup_steps
 
     def _new_shapes(self) -> int:
-        """Shapes of the step under way that are new, where it will come again; warm-up steps are dropped anyhow."""
+        """Return how many shapes of the current step are new, if the step is run again; 0 during warm-up."""
         if self._rehearsing is not None:
             return self._rehearsing.new_shapes
         new = self._schedule.new_lengths if self._schedule else ()
         return new[self._position] if 0 <= self._position < len(new) else 0
 
-    def _begin_measuring(self) -> None:
-        """Read the energy, which belongs to no step's time."""
+    def _start_clock(self) -> None:
+        """Start the clock of a step, after reading the energy counter, which takes time itself."""
         self._energy.read()
         self._previous_end = time.perf_counter()
 
     @property
     def micro_steps_seen(self) -> int:
-        """Micro-steps of the step that is ending."""
+        """Micro-steps of the step that ends."""
         return len(self._marks) - 2
 
     def drop_step(self) -> None:
-        """Take nothing down of the step that is ending; the clock of the next one starts here."""
+        """Discard the step that ends, and start the clock of the next one."""
         if self._is_profiled and self._busy is not None:
             self._busy.step_is_void()
         self._meter.synchronize()
         self._rehearsals.forget()
-        self._begin_measuring()
+        self._start_clock()
 
-    def _taken_down(self, end: float) -> _Step:
+    def _timed_step(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between
-        # The second micro-step is the first that adds to gradients, as all later ones do; where batches
-        # differ, more of them count for more than that.
+        # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
+        # in length, the mean over more of them matters more than that difference.
         first = 1 if self._schedule is None else 0
         return _Step(
             seconds=end - self._previous_end,
@@ -327,27 +335,27 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             return True
         if len(measured) >= 3 and self._rehearsals.seconds >= _REHEARSAL_PATIENCE * self._effort.max_seconds:
             return True
-        return is_enough(measured, self._effort, self._estimate()[1])
+        return is_enough(measured, self._effort, self._estimate().relative_half_width)
 
     def _is_behind(self) -> bool:
-        """Whether the first steps say enough: two, since one can be slow for reasons of its own."""
+        """Return whether the first steps show that the candidate cannot win. One slow step may have another cause."""
         behind = self._effort.behind_step_seconds
         whole = [self._whole_step_seconds(step) for step in self._measured]
         if behind is None or len(whole) < 2:
             return False
-        # The first three steps of a schedule are a quick, a slow and a middling one.
+        # The first three steps of a schedule are a fast, a slow and a medium one.
         return min(whole) > behind if self._schedule is None else len(whole) == 3 and statistics.fmean(whole) > behind
 
-    def _estimate(self) -> tuple[float, float]:
-        """Seconds of a step, and half the 95 % interval over them; infinite below two steps."""
+    def _estimate(self) -> StepEstimate:
+        """Return the estimated step time; its half-width is infinite with fewer than two steps."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
         if self._schedule is not None:
             return replace(self._schedule, costs=tuple(self._costs)).estimate(whole)
         estimate = mean_step(whole)
-        return estimate.mean, estimate.relative_half_width() if len(whole) > 1 else math.inf
+        return StepEstimate(estimate.mean, estimate.relative_half_width() if len(whole) > 1 else math.inf)
 
     def _whole_step_seconds(self, step: _Step) -> float:
-        """The step as the candidate will run it: micro-steps that were left out are added."""
+        """Return the time of the candidate's whole step, with the missing micro-steps added."""
         run = micro_steps_to_run(self._candidate, self._effort)
         missing = self._candidate.gradient_accumulation_steps - run
         if missing == 0:
@@ -355,22 +363,22 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         return step.seconds + missing * (step.micro_seconds + step.data_seconds / run)
 
     def measurement(self) -> Measurement:
-        """What was seen so far; needs at least one measured step."""
+        """Return the measurement so far; needs at least one measured step."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
         seconds, spread = self._estimate()
-        allocated, reserved = self._meter.peaks()
+        peaks = self._meter.peaks()
         joules_per_sample = self._joules_per_sample(seconds)
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._measured])
-        worst = self._worst_peaks or (None, None)
+        worst = self._worst_peaks
         return Measurement(
             step_seconds=seconds,
             step_seconds_each=tuple(whole),
             relative_spread=spread if len(whole) > 1 else 0.0,
             samples_per_second=self._candidate.samples_per_step / seconds,
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
+            peak_allocated_bytes=peaks.allocated,
+            peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
             micro_steps_run=run,
             optimizer_seconds=statistics.median(step.optimizer_seconds for step in self._measured),
@@ -386,12 +394,12 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             epoch_lengths=self._schedule.epoch_lengths if self._schedule else None,
             worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
             worst_batch_step_seconds=self._worst_step_seconds(),
-            worst_batch_peak_allocated_bytes=worst[0],
-            worst_batch_peak_reserved_bytes=worst[1],
+            worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
+            worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
         )
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
-        """Mean power over the measured steps times the seconds that a sample takes, micro-steps left out included."""
+        """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
         run_seconds = sum(step.seconds for step in self._measured)
         joules = self._energy.joules
         least = _LEAST_REHEARSED_SECONDS if self._rehearsals.steps else _LEAST_ENERGY_SECONDS
@@ -400,12 +408,15 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 
     def _compile_seconds(self) -> float:
-        """What the dropped steps took beyond as many measured ones."""
+        """Return the extra time of the warm-up steps, compared with as many measured ones."""
         usual = statistics.median(step.seconds for step in self._measured)
         return max(0.0, sum(step.seconds - usual for step in self._warmup))
 
     def _worst_step_seconds(self) -> float | None:
-        """The quickest of the warm-up steps of worst batches that had the optimizer's state."""
+        """Return the fastest warm-up step on the largest batches that had optimizer state.
+
+        ``None`` without a dataset.
+        """
         if self._schedule is None or self._schedule.worst_tokens is None:
             return None
         return min((step.seconds for step in self._warmup[1 : self._schedule.worst_steps]), default=None)

@@ -1,4 +1,4 @@
-"""Clocks and memory gauges of a device: one class for CUDA, one for the CPU, the same contract."""
+"""Measure time, memory and energy on a device: one class for CUDA and one for the CPU, behind one protocol."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,15 @@ from autotune.space.features import with_expandable_segments
 from autotune.worker.private.torch import set_allocator_settings
 
 
+class PeakBytes(NamedTuple):
+    """Peak memory, in bytes."""
+
+    allocated: int
+    reserved: int
+
+
 class Meter(Protocol):
-    """What a trial asks of its device."""
+    """What a trial measures on its device."""
 
     device: torch.device
 
@@ -25,35 +32,35 @@ class Meter(Protocol):
         """Make every allocation beyond ``cap_bytes`` fail from now on."""
 
     def synchronize(self) -> None:
-        """Wait until all work given to the device is done."""
+        """Wait until the device has finished all work."""
 
     def mark(self) -> Any:
-        """A point on the device's timeline, cheap enough for every micro-step."""
+        """Return a point on the device's timeline; cheap enough for every micro-step."""
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another; both must lie before the last ``synchronize``."""
+        """Return the seconds between two marks; both must be from before the last ``synchronize``."""
 
     def reset_peaks(self) -> None:
-        """Forget peaks so far; what is allocated now stays counted."""
+        """Reset the peaks to what is allocated now."""
 
-    def peaks(self) -> tuple[int, int]:
-        """Peak allocated and peak reserved bytes since ``reset_peaks``."""
+    def peaks(self) -> PeakBytes:
+        """Return the peak bytes since ``reset_peaks``."""
 
     def allocation_retries(self) -> int | None:
-        """How often the allocator had to empty its cache to go on; ``None`` where it does not say."""
+        """Return how often the allocator had to free its cache and retry; ``None`` where it is not known."""
 
     def device_used_bytes(self) -> int | None:
-        """All memory in use on the device, whoever holds it; ``None`` where unknown."""
+        """Return the memory in use on the device, by all processes; ``None`` where it is not known."""
 
     def context_bytes(self) -> int | None:
-        """What this process holds on the device beside what its allocator reserves; ``None`` where unknown."""
+        """Return this process's device memory beyond what its allocator reserved; ``None`` where it is not known."""
 
     def energy_joules(self) -> float | None:
-        """What the device has used since some moment in the past, all processes; ``None`` where unknown."""
+        """Return the device's energy counter, which starts at an arbitrary value; ``None`` where there is none."""
 
 
 class CudaMeter:
-    """CUDA events, the caching allocator's statistics, NVML."""
+    """Measures with CUDA events, the caching allocator's statistics and NVML."""
 
     def __init__(self, uuid: str) -> None:
         self.device = torch.device("cuda", 0)
@@ -81,8 +88,8 @@ class CudaMeter:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peaks(self) -> tuple[int, int]:
-        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+    def peaks(self) -> PeakBytes:
+        return PeakBytes(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
 
     def allocation_retries(self) -> int | None:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
@@ -101,10 +108,10 @@ class CudaMeter:
 
 
 def expand_segments(expand: bool) -> None:
-    """Have CUDA's caching allocator expand its segments or not, whatever the environment says.
+    """Turn expandable segments of CUDA's caching allocator on or off, whatever the environment says.
 
-    torch reads the variable of the environment only once, perhaps on import; settings given here count from
-    then on, and must come before anything is allocated.
+    torch reads its environment variable only once, perhaps on import. Settings given here take effect at once; they
+    must come before the first allocation.
     """
     settings = with_expandable_segments(os.environ, expand=expand)
     if settings is None:
@@ -113,7 +120,7 @@ def expand_segments(expand: bool) -> None:
 
 
 def _status_bytes(field: str) -> int:
-    """A ``kB`` field of /proc/self/status in bytes; 0 where there is no such file."""
+    """Return a ``kB`` field of /proc/self/status in bytes; 0 where there is no such file."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
@@ -124,13 +131,13 @@ def _status_bytes(field: str) -> int:
 
 
 class CpuMeter:
-    """The process's own clock and resident memory.
+    """Measures with the process's own clock and its resident memory.
 
-    The limit is ``RLIMIT_DATA``, relative to what is mapped already: torch's CPU allocator then
-    raises a clean error, reproducibly. The peak is the growth of the high-water mark of resident
-    memory (VmHWM) since the limit was set, less the pages of library files that were read in since:
-    a forked process meets them anew (30 to 40 MiB in a training step), and the limit does not count them.
-    A CPU has no caching allocator whose reserve could differ, so allocated and reserved are the same number here.
+    The limit is ``RLIMIT_DATA``, on top of what is mapped already: beyond it torch's CPU allocator raises a clean
+    error, reproducibly. The peak is the growth of the high-water mark of resident memory (VmHWM) since the limit was
+    set, less the pages of library files read since. A forked process reads those again (30 to 40 MiB in a training
+    step), and the limit does not count them. A CPU has no caching allocator, so allocated and reserved bytes are the
+    same here.
     """
 
     def __init__(self) -> None:
@@ -160,16 +167,16 @@ class CpuMeter:
         return end - start
 
     def reset_peaks(self) -> None:
-        # proc_pid_clear_refs(5): a 5 has VmHWM start again from what is resident now.
+        # proc_pid_clear_refs(5): writing a 5 resets VmHWM to what is resident now.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
             self._peak_bytes = 0
 
-    def peaks(self) -> tuple[int, int]:
+    def peaks(self) -> PeakBytes:
         file_bytes = max(0, _status_bytes("RssFile") - self._start_file_bytes)
-        # File pages that were read in after the peak would lower it, so it is kept.
+        # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)
-        return self._peak_bytes, self._peak_bytes
+        return PeakBytes(self._peak_bytes, self._peak_bytes)
 
     def allocation_retries(self) -> int | None:
         return None
@@ -185,5 +192,5 @@ class CpuMeter:
 
 
 def open_meter(device_kind: str, uuid: str) -> Meter:
-    """The meter of the one device that this process can see."""
+    """Return the meter of the only device that this process sees."""
     return CudaMeter(uuid) if device_kind == "cuda" else CpuMeter()

@@ -1,8 +1,8 @@
-"""A data loader of the user's whose steps come twice where their shapes are new, so that the second time can be timed.
+"""Yield steps with new shapes twice from the user's data loader, so that their second run can be timed.
 
-For a shape that it has not seen yet a GPU chooses, builds and loads kernels: with cuDNN's attention 70 ms for each
-padded length was seen on an H200, now and then 1.7 s, where the step itself took 75 ms. Padded to the longest of each
-batch, nearly all of the first steps are such steps, and hardly any of a long training's.
+For a shape that it has not run yet, a GPU chooses, compiles and loads kernels. With cuDNN's attention on an H200 that
+took 70 ms for each new padded length, and sometimes 1.7 s, where the step itself took 75 ms. With batches padded to
+their longest sample, nearly all of the first steps have new lengths, and hardly any of a long training's steps do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Rehearsing:
-    """Which steps come twice, and whether the one under way is the first of two.
+    """Decides which steps are yielded twice, and tells whether the current one is the first run of two.
 
-    ``new_shapes`` counts the new ones of the step whose batches were given last; 0 says that it is to be timed: none is
-    new, or it came just before. For each step that is given one is taken from the data loader, so that waiting for data
-    takes as long as ever; those that were taken too early come later.
+    ``new_shapes`` counts the new shapes of the current step. It is 0 for a step to be timed: one with known shapes, or
+    the second run. For each step that is yielded, one is fetched from the data loader, so that waiting for data takes
+    as long as without rehearsals. Surplus steps are queued.
     """
 
     def __init__(self, micro_steps: int) -> None:
@@ -27,15 +27,15 @@ class Rehearsing:
         self._seen: set[Hashable] = set()
         self._taken: deque[list[Any]] = deque()
         self._owed: list[Any] = []
-        """The step that was rehearsed last, until it comes again: in the next epoch, if this one ends before."""
+        """The step to repeat. Where the epoch ends first, it comes at the start of the next."""
         self.new_shapes = 0
 
     def over(self, loader: Any) -> Any:
-        """What stands in for a data loader."""
+        """Return a wrapper to use in place of a data loader."""
         return _Loader(self, loader)
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """The batches of a data loader, those of some steps twice."""
+        """Yield the batches of a data loader, with steps of new shapes twice."""
         batches = iter(loader)
         while True:
             if taken := list(itertools.islice(batches, self._micro_steps)):
@@ -46,24 +46,24 @@ class Rehearsing:
                 if not self._taken:
                     return
                 step = self._taken.popleft()
-                # What is cut short at the end of the data is not timed in any case.
+                # A last step that is cut short by the end of the data is never timed.
                 shapes = {_shapes(batch) for batch in step} - self._seen if len(step) == self._micro_steps else shapes
             self.new_shapes = len(shapes)
             yield from self._rehearsed(step, shapes) if shapes else step
 
     def _rehearsed(self, step: list[Any], shapes: set[Hashable]) -> Iterator[Any]:
-        """The batches of a step that comes for the first time."""
-        # What trains on a batch may take things out of it.
+        """Yield the batches of a step that is run for the first time."""
+        # A copy, since training may remove entries from a batch.
         *others, last = (copy.copy(batch) for batch in step)
         yield from others
-        # Nobody may ask for more once this one is given.
+        # Recorded before the last batch is yielded: the caller may ask for no more after it.
         self._seen |= shapes
         self._owed = step
         yield last
 
 
 class _Loader:
-    """A data loader in all but what iterating over it gives."""
+    """A data loader with other batches: everything else is that of the wrapped one."""
 
     def __init__(self, rehearsing: Rehearsing, loader: Any) -> None:
         self._rehearsing = rehearsing
@@ -80,7 +80,7 @@ class _Loader:
 
 
 def _shapes(batch: Any) -> Hashable:
-    """The shapes of a batch's tensors, as they lie in it."""
+    """Return the shapes of a batch's tensors, nested as the batch is."""
     if hasattr(batch, "shape"):
         return tuple(batch.shape)
     if hasattr(batch, "items"):

@@ -1,4 +1,4 @@
-"""One trial: a real ``Trainer`` with the candidate's ``TrainingArguments``, measured or out of memory."""
+"""Run one trial: train a candidate with a real ``Trainer``, and return a measurement, out of memory or a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import training_arguments
-from autotune.worker.dataset.epoch_sample import BatchShape, Feed, Schedule
+from autotune.worker.dataset.prepared import PreparedDataset
+from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows
@@ -33,7 +34,7 @@ Send = Callable[[Document], None]
 
 
 class Phases:
-    """What a trial is doing, how long each part took, told to the parent as it goes."""
+    """Times the phases of a trial, and reports each to the parent process as it begins."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -42,13 +43,13 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def enter(self, name: str) -> None:
-        """End the phase under way and begin another."""
+        """End the current phase and begin another."""
         self.end()
         self.current = name
         self._send({"phase": name})
 
     def end(self) -> None:
-        """End the phase under way."""
+        """End the current phase."""
         now = time.perf_counter()
         if self.current:
             self.seconds[self.current] = round(now - self._started, 4)
@@ -65,7 +66,7 @@ def trainer_arguments(
     rehearsals: int = 0,
     **others: Any,
 ) -> Any:
-    """The candidate's arguments, with reporting and saving off and enough steps to measure."""
+    """Return the candidate's arguments without reporting and saving, and with enough steps to measure."""
     fields = {f.name for f in dataclasses.fields(TrainingArguments)}
     arguments = training_arguments(candidate, fields, device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
@@ -82,12 +83,15 @@ def trainer_arguments(
 
 
 def _micro_steps(arguments: Any) -> int:
-    """All that are run in a trial."""
+    """Return the number of micro-steps in all steps of a trial."""
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
 
 
-def _train_as_far_as_it_is_measured(trainer: Any, callback: MeasureCallback) -> float | None:
-    """Train; the mean loss, ``None`` where only the profiled step failed, after all that is needed was measured."""
+def _train_until_measured(trainer: Any, callback: MeasureCallback) -> float | None:
+    """Train until everything is measured; return the mean loss.
+
+    ``None`` where only the profiled step failed, after everything else was measured.
+    """
     try:
         return float(trainer.train().training_loss)
     except Exception:
@@ -98,7 +102,7 @@ def _train_as_far_as_it_is_measured(trainer: Any, callback: MeasureCallback) -> 
 
 
 class Trial:
-    """Everything between a job and its outcome, so that a failure knows the phase and the meter."""
+    """Runs a job, and keeps the phase and the meter so that a failure can report them."""
 
     def __init__(self, job: Document, send: Send) -> None:
         self._workload = Workload.from_document(job["workload"])
@@ -109,7 +113,7 @@ class Trial:
         self._cap_bytes: int = job["cap_bytes"]
         self._seed: int = job["seed"]
         self._data_folder: str | None = job.get("data_folder")
-        # The server makes it, and removes it together with the trial's TMPDIR.
+        # Made by the server, which removes it together with the trial's TMPDIR.
         self._output_dir: str = job["output_dir"]
         self._send = send
         self._phases = Phases(send)
@@ -119,8 +123,8 @@ class Trial:
         self._cpu_core: int | None = None
 
     def run(self) -> Document:
-        """Train and measure; never raises for what training does."""
-        # What another trial compiled would make this one's start-up look cheap.
+        """Train and measure, and return the outcome as a document; an error of the training becomes a failure."""
+        # An own cache: kernels compiled by an earlier trial would make this one's start-up look cheap.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "compiled")
         try:
             outcome = self._train(self._output_dir)
@@ -132,7 +136,7 @@ class Trial:
     def _open_device(self) -> Meter:
         self._phases.enter("device")
         if self._candidate.arm.cpu_affinity:
-            # First of all: threads that CUDA and torch start inherit it.
+            # Before anything else, since threads inherit the pinning from the thread that starts them.
             self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
@@ -143,14 +147,14 @@ class Trial:
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         meter = self._open_device()
-        feed = self._open_feed()
+        prepared = self._open_dataset()
         self._phases.enter("model")
         model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
         meter.reset_peaks()
         self._phases.enter("trainer")
         if self._candidate.arm.use_liger_kernel:
             check_liger_knows(self._workload.model_type)
-        schedule = self._schedule(feed) if feed else None
+        schedule = self._schedule(prepared) if prepared else None
         arguments = trainer_arguments(
             self._candidate,
             self._device_kind,
@@ -158,7 +162,7 @@ class Trial:
             output_dir,
             self._seed,
             rehearsals=schedule.rehearsals if schedule else 0,
-            **(feed.arguments if feed else {}),
+            **(prepared.arguments if prepared else {}),
         )
         results: list[Measurement] = []
         callback = MeasureCallback(
@@ -170,8 +174,8 @@ class Trial:
             schedule=schedule,
             busy=self._busy_step(),
         )
-        if feed is not None and schedule is not None:
-            trainer = feed.trainer(model, arguments, callback, schedule)
+        if prepared is not None and schedule is not None:
+            trainer = prepared.trainer(model, arguments, callback, schedule)
         else:
             samples = self._candidate.per_device_train_batch_size * _micro_steps(arguments)
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
@@ -181,7 +185,7 @@ class Trial:
         self._hold_inputs(trainer)
         watch = LossWatch(trainer)
         self._phases.enter("train")
-        loss = _train_as_far_as_it_is_measured(trainer, callback)
+        loss = _train_until_measured(trainer, callback)
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
         measured = results[0] if results else callback.pending
@@ -190,7 +194,7 @@ class Trial:
         return self._completed(measured, loss)
 
     def _busy_step(self) -> BusyStep | None:
-        """What profiles a step after the timed ones, where that is asked for and the device can."""
+        """Return what profiles a step after the timed ones; ``None`` where it is not asked for or not possible."""
         assert self._meter is not None
         if not self._effort.busy_steps:
             return None
@@ -206,24 +210,28 @@ class Trial:
         )
 
     def _hold_inputs(self, trainer: Any) -> None:
-        """Have the inputs of micro-steps that the trial leaves out on the device, as in the whole step."""
+        """Keep inputs on the device for the micro-steps that the trial leaves out, as a whole step would."""
         run = trainer.args.gradient_accumulation_steps
         self._inputs = LeftOutInputs(trainer, max(0, self._candidate.gradient_accumulation_steps - run))
 
-    def _open_feed(self) -> Feed | None:
-        """The user's data, where there is some; one more warm-up step where its batches differ."""
+    def _open_dataset(self) -> PreparedDataset | None:
+        """Open the user's dataset, if there is one.
+
+        With batches of different lengths there is one more warm-up step. Batches that are prefetched during the slow
+        first steps say nothing about how fast data is loaded, so the steps that use them up count as warm-up, too.
+        """
         if self._data_folder is None:
             return None
         self._phases.enter("data")
-        feed = Feed(self._workload, self._data_folder)
+        dataset = PreparedDataset(self._workload, self._data_folder)
         effort = self._effort
-        self._worst_steps = max(3, effort.warmup_steps + 1) if feed.varies else effort.warmup_steps
-        # What lies ready when the slow first steps are over says nothing of how fast more is loaded.
+        self._worst_steps = max(3, effort.warmup_steps + 1) if dataset.varies else effort.warmup_steps
+        # Steps whose batches may be prefetched by then.
         ready = steps_lying_ready(self._candidate, effort)
         self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
-        return feed
+        return dataset
 
-    def _schedule(self, feed: Feed) -> Schedule:
+    def _schedule(self, dataset: PreparedDataset) -> Schedule:
         candidate = self._candidate
         shape = BatchShape(
             candidate.per_device_train_batch_size,
@@ -232,24 +240,24 @@ class Trial:
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
             most_steps(candidate, self._effort) - self._effort.warmup_steps,
-            # What a GPU does for shapes that are new to it (kernels are chosen, built, loaded) takes seconds.
-            rehearses=feed.makes_new_shapes and self._device_kind == "cuda",
+            # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
+            rehearses=dataset.makes_new_shapes and self._device_kind == "cuda",
         )
-        return feed.schedule(shape, self._seed)
+        return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
-        peaks = self._meter.peaks() if self._meter else (None, None)
+        peaks = self._meter.peaks() if self._meter else None
         outcome = classify(
             error,
             during=self._phases.current,
             on_cpu=self._device_kind == "cpu",
             memory={
-                "peak_allocated_bytes": peaks[0],
-                "peak_reserved_bytes": peaks[1],
+                "peak_allocated_bytes": peaks.allocated if peaks else None,
+                "peak_reserved_bytes": peaks.reserved if peaks else None,
                 "cap_bytes": self._cap_bytes,
             },
         )
-        # The log is where people are sent to look; where memory has run out there may be none left for it.
+        # Errors tell users to look at the log. After running out of host memory there may be none left for printing.
         with contextlib.suppress(MemoryError):
             print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
         return outcome

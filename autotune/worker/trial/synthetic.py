@@ -1,4 +1,4 @@
-"""Synthetic samples, shaped by the task. Values are random; nothing is learned from them."""
+"""Make synthetic samples with the shapes of a task. Values are random; nothing is learned from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from autotune.core.workload import Workload
 
-# Distinct samples; more would cost memory and change nothing.
+# Number of distinct samples. More would take memory and change nothing.
 _POOL = 64
 _IGNORED = -100  # torch.nn.CrossEntropyLoss's default ignore_index
 _MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
@@ -19,7 +19,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class SyntheticDataset(Dataset[Sample]):
-    """``length`` samples drawn in turn from a small pool."""
+    """A dataset of ``length`` samples that repeats a small pool."""
 
     def __init__(self, pool: list[Sample], length: int) -> None:
         self._pool = pool
@@ -33,15 +33,15 @@ class SyntheticDataset(Dataset[Sample]):
 
 
 def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Generator) -> list[int]:
-    """How many tokens of each of ``count`` samples are real, so that ``padding`` is the mean fraction that is not.
+    """Draw the numbers of real tokens of ``count`` samples, so that ``padding`` is the mean fraction of padding.
 
-    Lengths are uniform over the widest range with that mean, one from each ``count``-th of the range:
-    drawn freely, the mean of a few dozen would be off by several per cent.
+    The numbers are spread evenly over the widest range with that mean, one in each ``count``-th of it. The mean of a
+    few dozen independent draws would be off by several per cent.
     """
     low = max(0.0, 1 - 2 * padding)
     high = min(1.0, 2 * (1 - padding))
     places = (torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)) / count
-    # A causal model predicts nothing from a single token, and the mean loss of nothing is no number.
+    # A causal model predicts nothing from a single token, and the mean loss of no predictions is NaN.
     least = min(2, seq_len)
     return [max(least, min(seq_len, round(seq_len * (low + (high - low) * place)))) for place in places.tolist()]
 
@@ -86,7 +86,7 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
 
 
 def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) -> SyntheticDataset:
-    """Samples for ``model``: text (seq_len,), images (channels, height, width), speech (mel bins, frames)."""
+    """Return samples for ``model``: text (seq_len,), images (channels, height, width), speech (mel bins, frames)."""
     generator = torch.Generator().manual_seed(seed)
     count = min(_POOL, length)
     lengths = [workload.seq_len] * count

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker import process
-from autotune.worker.dataset.epoch_sample import Feed
+from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.trial.affinity import pin_to_one_core
@@ -140,13 +140,13 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     model = build_model(workload, job["attn_implementation"], meter.device)
     fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
     fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
-    feed = Feed(workload, job["data_folder"]) if workload.data is not None else None
-    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(feed.arguments if feed else {})})
+    dataset = PreparedDataset(workload, job["data_folder"]) if workload.data is not None else None
+    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(dataset.arguments if dataset else {})})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
-    if feed is not None:
-        return Trainer(model=model, args=made, callbacks=callbacks, **feed.ingredients(model, evaluated))
+    if dataset is not None:
+        return Trainer(model=model, args=made, callbacks=callbacks, **dataset.ingredients(model, evaluated))
     per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
     return Trainer(
         model=model,

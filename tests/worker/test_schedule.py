@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.core.dataset_spec import DataSpec
-from autotune.worker.dataset.epoch_sample import BatchShape, Schedule, make_schedule
+from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
 
 SPEC = DataSpec("/x.jsonl", "json", "")
 GROUPED = DataSpec("/x.jsonl", "json", "", group_by_length=True)

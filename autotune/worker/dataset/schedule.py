@@ -1,0 +1,188 @@
+"""Choose the samples of a trial: the largest batches first, then steps that represent a whole epoch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.statistics import quantile
+from autotune.core.step_time import StepEstimate
+from autotune.worker.private.transformers import length_grouped_order
+
+# An epoch is drawn from at most this many samples: more take time to shuffle and change nothing.
+_MOST_SAMPLES = 100_000
+_MOST_TOKENS = 2**31
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of a trial's samples, and what its measured steps represent."""
+
+    order: tuple[int, ...]
+    """Indices of samples, batch after batch."""
+    worst_steps: int
+    """Number of steps on the largest batches, which come first."""
+    costs: tuple[float, ...]
+    """Padded tokens of each measured step, in order; all equal where lengths do not vary."""
+    epoch_cost: float
+    """Padded tokens of the mean step of an epoch."""
+    worst_tokens: int | None
+    """Padded length of the largest batches; ``None`` for images."""
+    new_lengths: tuple[int, ...] = ()
+    """For each step after the warm-up, how many of its padded lengths no earlier step had; 0 where it is measured.
+
+    A step with new lengths is a rehearsal: it is repeated, and measured then. Empty where nothing is rehearsed."""
+    epoch_lengths: int = 1
+    """Number of different padded lengths among the batches of an epoch."""
+
+    @property
+    def rehearsals(self) -> int:
+        """Number of steps after the warm-up that are not measured."""
+        return sum(1 for new in self.new_lengths if new)
+
+    def estimate(self, seconds: list[float]) -> StepEstimate:
+        """Estimate the mean step time of an epoch, in seconds; the half-width is infinite with fewer than two steps.
+
+        Steps differ since their batches differ, which is known. A regression on padded tokens removes that part from
+        the residuals, and corrects the mean where the measured steps are larger or smaller than the epoch's mean step.
+        """
+        mean = statistics.fmean(seconds)
+        count = len(seconds)
+        if count < 2:
+            return StepEstimate(mean, math.inf)
+        costs = np.array(self.costs[:count]) / self.epoch_cost
+        slope, residuals, unknowns = 0.0, np.array(seconds) - mean, 1
+        if count > 3 and costs.std() > 1e-6:
+            slope = max(0.0, float(np.polyfit(costs, seconds, 1)[0]))
+            residuals, unknowns = residuals - slope * (costs - costs.mean()), 2
+        mean += slope * (1 - float(costs.mean()))
+        error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count))
+        return StepEstimate(mean, quantile(count - unknowns) * error / mean)
+
+
+def grouped_order(lengths: Any, step_samples: int, seed: int) -> list[int]:
+    """Return the order of an epoch that the Trainer's own sampler gives for ``group_by_length``."""
+    return length_grouped_order(lengths.tolist(), step_samples, seed)
+
+
+def _spread_positions(count: int) -> Iterator[int]:
+    """Yield positions below ``count``, of which the first few are spread evenly at any time.
+
+    The middle comes first, then one below and one above in turn (van der Corput's sequence, mirrored).
+    """
+    yield count // 2
+    for number in itertools.count(1):
+        place, fraction, rest = 0.0, 0.25, number
+        while rest:
+            place += fraction * (rest & 1)
+            rest, fraction = rest >> 1, fraction / 2
+        yield int(place * count)
+        yield count - 1 - int(place * count)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How many samples and steps of each kind a trial has."""
+
+    batch: int
+    """Samples in a micro-step."""
+    micro_steps: int
+    """Micro-steps of the candidate's optimizer step."""
+    micro_steps_run: int
+    """Micro-steps that are run of them."""
+    worst_steps: int
+    ordinary_steps: int
+    """Steps between those on the largest batches and the measured ones."""
+    measured_steps: int
+    rehearses: bool = False
+    """Whether measured steps with new padded lengths are run twice."""
+
+
+def make_schedule(
+    samples: int, lengths: Any, targets: Any, spec: DataSpec, seq_len: int, shape: BatchShape, seed: int
+) -> Schedule:
+    """Schedule the largest batches, then steps that are spread evenly over those of a shuffled or grouped epoch.
+
+    ``lengths`` and ``targets`` are arrays (samples,) of token counts, or ``None``.
+    """
+    sizes = np.ones(samples, dtype=np.int64) if lengths is None else np.asarray(lengths)
+    worst = _worst_steps(sizes, targets, spec, shape)
+    random = np.random.default_rng(seed)
+    epoch = random.permutation(samples)[:_MOST_SAMPLES]
+    step_samples = shape.batch * shape.micro_steps
+    if spec.group_by_length and lengths is not None:
+        epoch = epoch[grouped_order(sizes[epoch], step_samples, seed)]
+    epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
+    # Axes: step, micro-step, sample.
+    steps = epoch.reshape(-1, shape.micro_steps, shape.batch)
+    padded = _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
+    # Inputs and targets are padded separately: both lengths in one number.
+    shapes = padded
+    if targets is not None:
+        shapes = padded * _MOST_TOKENS + _padded(np.asarray(targets)[steps].max(axis=2), spec, seq_len, is_text=True)
+    micro_costs = shape.batch * padded
+    costs = micro_costs.sum(axis=1)
+    by_cost = np.argsort(costs, kind="stable")
+    order, measured_costs, new_lengths = list(worst), [], []
+    positions = _spread_positions(len(by_cost))
+    worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
+    # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
+    seen: set[int] = set()
+    for step in random.choice(len(steps), shape.ordinary_steps):
+        order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
+        seen.update(shapes[step, : shape.micro_steps_run].tolist())
+    for _ in range(shape.measured_steps):
+        step = by_cost[next(positions)]
+        run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
+        new = set(shapes[step, run].tolist()) - seen if shape.rehearses else set()
+        seen |= new
+        order += steps[step, run].reshape(-1).tolist() * (2 if new else 1)
+        measured_costs.append(float(micro_costs[step, run].mean()) * shape.micro_steps)
+        new_lengths += [len(new), 0] if new else [0]
+    return Schedule(
+        tuple(order),
+        shape.worst_steps,
+        tuple(measured_costs),
+        float(costs.mean()),
+        worst_tokens,
+        tuple(new_lengths) if shape.rehearses else (),
+        len(np.unique(shapes)),
+    )
+
+
+def _padded(longest: Any, spec: DataSpec, seq_len: int, *, is_text: bool) -> Any:
+    """Return ``DataSpec.padded`` of an array."""
+    if not is_text:
+        return longest
+    multiple = spec.pad_to_multiple_of or 1
+    tokens = np.full_like(longest, seq_len) if spec.padding == "max_length" else longest
+    return -(-tokens // multiple) * multiple
+
+
+def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) -> list[int]:
+    """Return the samples of the warm-up: every micro-step has the longest ones, the last step a mixture.
+
+    The mixture has one longest sample among the shortest: as many padded tokens, but with an attention mask, which may
+    select another attention kernel.
+    """
+    descending = np.argsort(-sizes, kind="stable")
+    longest = descending
+    if targets is not None:
+        # Alternate the longest inputs and the longest targets, so that a batch is as large in both.
+        by_target = np.argsort(-np.asarray(targets), kind="stable")
+        longest = np.column_stack((descending, by_target)).reshape(-1)
+    full = np.resize(longest, shape.batch)
+    heads = longest[: 1 if targets is None else 2]
+    mixed = np.concatenate((heads, descending[::-1]))
+    mixed = np.resize(mixed, shape.batch)
+    micro_steps = [full] * shape.micro_steps_run * (shape.worst_steps - 1) + [mixed] * shape.micro_steps_run
+    if shape.worst_steps < 3:
+        micro_steps = [full] * shape.micro_steps_run * shape.worst_steps
+    return [int(index) for micro_step in micro_steps for index in micro_step]
