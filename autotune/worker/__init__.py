@@ -1,4 +1,4 @@
-"""The child side of a trial: the only code that imports torch, transformers and datasets.
+"""Run the child side of a trial. Only this package imports torch, transformers and datasets.
 
-Nobody imports this package; ``python -m autotune.worker.server`` starts it.
+No other package imports it. The controller starts ``python -m autotune.worker.server``.
 """

@@ -1,4 +1,4 @@
-"""Measure what a training process holds on the GPU beside its allocator: the CUDA context with kernels loaded."""
+"""Measure the GPU memory that a training process holds outside its allocator: the CUDA context with its kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 
 from autotune import devices as device_facts
 
-# A small layer with the operations of a transformer. Kernels are chosen by shape, so that it is no toy either.
+# A small transformer layer. Kernels are chosen by shape, so it must not be too small either.
 _WIDTH = 512
 _HEADS = 8
 _TOKENS = 128
@@ -18,17 +18,18 @@ _VOCABULARY = 1024
 
 
 def context_bytes(uuid: str, *, convolves: bool) -> int:
-    """Measure how much the device memory in use grows when this process trains, less what its allocator reserves.
+    """Measure how much device memory this process takes when it trains, less what its allocator reserves.
 
-    NVML does not tell it by process everywhere (containers hide process ids). CUDA loads kernels when they are first
-    used, and libraries allocate when they are first called, so that a context without any of them is 130 to 150 MiB
-    smaller than that of a trial (H200, torch 2.11).
+    NVML does not report memory by process everywhere (containers hide process ids), so the growth of all memory in use
+    is measured. The process trains, since CUDA loads kernels and libraries allocate memory when they are first used: a
+    context without that is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no
+    figure.
     """
     before = device_facts.device_used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
-    # Where there is no room for the layer, or an operation is missing, the context is measured without it.
+    # Where the layer does not fit, or an operation is missing, the context is measured without it.
     with contextlib.suppress(RuntimeError):
         use_kernels(device, convolves=convolves)
     torch.cuda.synchronize()
@@ -41,9 +42,9 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
 
 
 def use_kernels(device: torch.device, *, convolves: bool) -> None:
-    """Train a small transformer layer for one step in 16 bits, whose kernels take more room than those of float32.
+    """Train a small transformer layer for one step in 16 bits, whose kernels take more memory than those of float32.
 
-    On an H200 a trial in bf16 held 767 MiB and one in tf32 751; each precision more would take another second here.
+    On an H200 a trial held 767 MiB in bf16 and 751 MiB in tf32. Each further precision would take another second here.
     """
     layer = torch.nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, activation="gelu", batch_first=True)
     parts = torch.nn.ModuleList([torch.nn.Embedding(_VOCABULARY, _WIDTH), layer, torch.nn.Linear(_WIDTH, _VOCABULARY)])
@@ -65,7 +66,7 @@ def use_kernels(device: torch.device, *, convolves: bool) -> None:
 
 
 def _autocast(device: torch.device) -> torch.dtype:
-    """The 16-bit precision that a trial may use."""
+    """Return the 16-bit precision that a trial may use on the device."""
     # CUDA C++ Programming Guide: bfloat16 arithmetic from compute capability 8.0.
     has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if has_bf16 else torch.float16

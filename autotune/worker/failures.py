@@ -1,4 +1,4 @@
-"""Telling out of memory from every other failure, in all the words that libraries have for it."""
+"""Classify an exception: out of memory in all its wordings, a lost GPU, or another failure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
 
-# Lower-case fragments of messages, each seen in the wild; the exception's type alone does not tell,
-# because cuBLAS, cuDNN and asynchronous kernels raise plain RuntimeErrors.
+# Lower-case parts of messages, each of which has occurred. The exception's type alone is not enough: cuBLAS, cuDNN and
+# asynchronous kernels raise plain RuntimeErrors.
 _DEVICE_FRAGMENTS = (
     "cuda out of memory",
     "cuda error: out of memory",
@@ -21,8 +21,9 @@ _DEVICE_FRAGMENTS = (
     "nonzero is not supported for tensors with more than int_max",
     "canuse32bitindexmath",
 )
-# cuDNN gives these when it cannot get a workspace, but also for layers it does not know; cuBLAS the first
-# when it cannot get memory for its handle, but also after a kernel that failed.
+# Messages that mean out of memory only near the limit. cuDNN gives them when it cannot allocate a workspace, but also
+# for unsupported layers. cuBLAS gives the first when it cannot allocate its handle, but also after a kernel that
+# failed.
 _DEVICE_FRAGMENTS_NEAR_LIMIT = (
     "cublas_status_not_initialized",
     "cudnn_status_not_supported",
@@ -36,10 +37,10 @@ _HOST_FRAGMENTS = (
     "std::bad_alloc",
     "unable to allocate",
 )
-# How oneDNN words it on a CPU. Of what it has no kernel for it says "could not create a primitive descriptor …".
+# oneDNN's message on a CPU. For unsupported operations it says "could not create a primitive descriptor …" instead.
 _ONEDNN_LINE = "could not create a primitive"
-# Xid errors of the driver, ECC errors and GPUs that fell off the bus, as CUDA words them (CUDA runtime API,
-# cudaError). A kernel's assertion or illegal access is not among them: that is a bug, and the GPU is well.
+# Xid errors of the driver, ECC errors and GPUs that fell off the bus, in the words of CUDA (CUDA runtime API,
+# cudaError). A kernel's assertion or illegal access is a bug, and leaves the GPU intact, so it is not among them.
 _LOST_DEVICE_FRAGMENTS = (
     "uncorrectable ecc error",
     "uncorrectable nvlink error",
@@ -54,14 +55,15 @@ _LOST_DEVICE_FRAGMENTS = (
     "cuda error: unknown error",
     "contained to this gpu",
 )
-# Enough for CUDA's words on what was free.
+# Long enough for CUDA's message with the memory that was free.
 _MOST_CHARACTERS = 300
-# Near the limit: cuDNN asks for workspaces of a few hundred MiB, a tenth of a small card.
+# Share of the cap from which the limit is near: cuDNN asks for workspaces of a few hundred MiB, a tenth of a small
+# card.
 _NEAR_LIMIT = 0.9
 
 
 def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
-    """Whether ``error`` says that memory ran out; ``fraction_used`` is peak reserved over cap."""
+    """Return whether an error means out of memory; ``fraction_used`` is peak reserved memory over the cap."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return True
     text = str(error).lower()
@@ -78,13 +80,13 @@ def _is_onednns(text: str) -> bool:
 
 
 def is_lost_device(error: BaseException) -> bool:
-    """Whether ``error`` says that the GPU itself, or this process's hold on it, has failed."""
+    """Return whether an error means that the GPU, or this process's connection to it, has failed."""
     text = str(error).lower()
     return "cuda" in text and any(fragment in text for fragment in _LOST_DEVICE_FRAGMENTS)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """Return the error and the errors it was raised from, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -94,18 +96,17 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """``TypeName: the first line of its message``, at most 300 characters, the last an ``…`` where it is cut."""
+    """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``."""
     text = str(error).strip()
     line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
     return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"
 
 
 def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[str, Any]) -> OutOfMemory | Failed:
-    """The outcome that an exception stands for.
+    """Return the outcome of a trial that ended with an exception.
 
-    ``memory`` holds ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes`` (or ``None``).
-    On a CPU the device's memory is the host's, limited for the trial; so running out of it is
-    running out of the device.
+    ``memory`` holds ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes`` (or ``None``). On a CPU the
+    device's memory is the host's, limited for the trial, so running out of either counts as ``device``.
     """
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0

@@ -1,4 +1,4 @@
-"""What the server imports for its trials, once: all that they need, nothing that starts CUDA, little else."""
+"""Import once, in the server, what its trials need, without starting CUDA."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from autotune.core.workload import Workload
 from autotune.devices import CAPABILITY_VARIABLE
 
 COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
-"""Set where the server imports torch alone and each trial the rest: seconds slower, but nothing is shared."""
+"""Set this to have the server import torch alone, and each trial the rest: seconds slower, with nothing shared."""
 
-# transformers imports these where they are installed, for what no training step does (assisted decoding, the losses
-# of object detection). Without scipy, datasets and peft a server takes 116 MiB less and 0.2 to 0.6 of 4 seconds less
-# (transformers 5.23, datasets 5.2; neither sklearn nor peft was installed).
+# transformers imports these where they are installed, for features that no training step uses (assisted decoding, the
+# losses of object detection). Without scipy, datasets and peft a server takes 116 MiB less, and 0.2 to 0.6 of 4 seconds
+# less (transformers 5.23, datasets 5.2; neither sklearn nor peft was installed).
 _NO_STEP_NEEDS = ("sklearn", "scipy")
 
 
-# Of torch.cuda: the compute capability, properties with it in them, and the device meant.
+# Functions of torch.cuda that are answered without starting CUDA.
 _ASKED = ("get_device_capability", "get_device_properties", "current_device")
 
 
 class CudaStartedError(Exception):
-    """An import started CUDA in the server."""
+    """An import started CUDA in the server, so that forked trials could not use it."""
 
 
 class _Properties:
-    """A GPU's compute capability, and of torch whatever else is asked of it."""
+    """A GPU's properties: the compute capability as it was given, everything else asked of torch."""
 
     def __init__(self, major: int, minor: int, find: Callable[[int], Any]) -> None:
         self.major = major
@@ -38,17 +38,18 @@ class _Properties:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            # Of a copy that is being made, say, which has nothing to ask yet.
+            # While a copy of this object is made, it has no attributes yet.
             raise AttributeError(name)
         return getattr(self._find(0), name)
 
 
 @contextlib.contextmanager
 def _cuda_not_started() -> Iterator[None]:
-    """Import packages that ask what the GPU can do while they are imported, and keep CUDA from being started by that.
+    """Answer questions about the GPU during imports without starting CUDA; raise ``CudaStartedError`` if it started.
 
-    transformers imports peft where that is installed, which imports bitsandbytes and torchao, which ask torch for
-    the compute capability: after that no forked child could use the GPU. The controller knows it from the driver.
+    transformers imports peft where it is installed, which imports bitsandbytes and torchao, which ask torch for the
+    compute capability. Once CUDA is started, no forked child can use the GPU. The controller knows the capability from
+    the driver.
     """
     import torch
 
@@ -68,9 +69,9 @@ def _cuda_not_started() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[None]:
-    """Import as if some packages were not installed; ``forever`` are those that nothing may import later either."""
+    """Import as if some packages were not installed; those in ``forever`` cannot be imported later either."""
     hidden = [name for name in (*packages, *forever) if name not in sys.modules]
-    # What Python itself takes for "not to be found".
+    # ``None`` in sys.modules makes Python raise ModuleNotFoundError.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
@@ -81,23 +82,23 @@ def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[No
 
 
 def _not_used_by(workload: Workload) -> tuple[str, ...]:
-    """Packages that ``transformers`` asks for in its Trainer, and that this workload has no use for."""
+    """Return packages that transformers' Trainer imports and that this workload does not use."""
     unused = () if workload.data else ("datasets",)
     return (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
 
 
 def import_everything(preload: dict[str, Any] | None) -> int:
-    """Import what trials need; returns the number of threads that torch would use."""
+    """Import what trials need; return the number of threads that torch would use."""
     import torch
 
     threads = torch.get_num_threads()
-    # After a parallel operation here, children would wait for threads that fork did not copy.
+    # After a parallel operation in this process, children would wait for threads that fork does not copy.
     torch.set_num_threads(1)
     if COLD_VARIABLE in os.environ:
         return threads
     workload = Workload.from_document(preload) if preload else None
     if workload is not None and workload.source is not None:
-        # Code of the user's own may use anything.
+        # The user's own code may use any package.
         workload = None
     hidden = ((), ()) if workload is None else (_NO_STEP_NEEDS, _not_used_by(workload))
     with _cuda_not_started(), _without(*hidden):
@@ -107,7 +108,7 @@ def import_everything(preload: dict[str, Any] | None) -> int:
         if workload is not None:
             from autotune.worker.trial.build import model_class
 
-            # Only a head start: what is wrong with the workload is told by the inspect job.
+            # Only to save time. If the workload is wrong, the inspect job says why.
             with contextlib.suppress(Exception):
                 model_class(workload)
     return threads

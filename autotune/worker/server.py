@@ -1,19 +1,19 @@
-"""The server process: imports torch and transformers once, forks a child per job, reports how it ended.
+"""Serve trials: import torch and transformers once, fork a child for each job, and report how it ended.
 
-Both sides write lines of JSON. The controller writes to standard input, first the workload and, once the server
-is ``ready``, any number of jobs::
+Both sides write lines of JSON. The controller writes to standard input: first the workload and, once the server is
+``ready``, any number of jobs::
 
     {"workload": {…} | null}
     {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
 
-The server answers on the file descriptor named on the command line: ``ready`` or ``import_error`` once,
-then for each job ``started`` (with ``pid``, and ``folder``, which the server removes in the end), any number of
+The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
+each job it sends ``started`` (with ``pid``, and ``folder``, which the server removes at the end), any number of
 ``progress``, at most one ``result``, and exactly one ``ended`` (with ``exit_code``, ``signal``, ``timed_out``, and
-``refused`` with the reason where no process could be started).
-When standard input closes, or the controller dies, every descendant is killed and the server leaves.
+``refused`` with the reason where no process could be started). When standard input closes or the controller dies, the
+server kills every descendant and exits.
 
-The server itself imports only. A tensor operation or a ``torch.cuda`` call before a fork would
-leave children with dead thread pools or an unusable CUDA.
+The server itself only imports. A tensor operation or a ``torch.cuda`` call before a fork would leave children with
+dead thread pools or an unusable CUDA.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
 
-# What a job may write in one line: its results are far shorter, the user's own code may write anything.
+# Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
 
 
 class _Child:
-    """A job under way."""
+    """A job whose process is running."""
 
     def __init__(self, job: dict[str, Any], pid: int, result_fd: int, scratch: Scratch) -> None:
         self.id = job["id"]
@@ -55,7 +55,7 @@ class _Child:
 
 
 class Server:
-    """Waits for the controller, for what children say and for their ends, all at once; never for one of them alone."""
+    """Waits for the controller, its children's messages and their ends all at once, and never for one of them alone."""
 
     def __init__(self, report_fd: int, control: LineReader, torch_threads: int) -> None:
         self._reports = LineWriter(report_fd)
@@ -64,7 +64,7 @@ class Server:
         self._children: dict[int, _Child] = {}
         self._parent = os.getppid()
         self._told_to_leave = False
-        # A byte arrives here with every signal, which ends the waiting.
+        # Every signal writes a byte to this pipe, which ends the waiting.
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(wake_write, False)
@@ -76,7 +76,7 @@ class Server:
         self._told_to_leave = True
 
     def report(self, message: dict[str, Any]) -> None:
-        """Send one line to the controller, at once or as soon as it reads again."""
+        """Send a message to the controller, now or as soon as it reads again."""
         self._reports.put(json.dumps(message).encode())
 
     def serve(self) -> None:
@@ -114,7 +114,7 @@ class Server:
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
-        # Made and removed here, since a job may be killed at any point.
+        # Made and removed by the server, since a job may be killed at any point.
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
         except AutotuneError as error:
@@ -144,12 +144,12 @@ class Server:
         self.report({"started": job["id"], "pid": pid, "folder": scratch.path})
 
     def _refuse(self, job: dict[str, Any], why: str) -> None:
-        """Report the end of a job that never began."""
+        """Report the end of a job that could not be started."""
         ended = {"ended": job["id"], "exit_code": None, "signal": None, "timed_out": False}
         self.report({**ended, "refused": why})
 
     def _attend(self, child: _Child) -> None:
-        # A job that says more than the controller reads has to wait, until its time limit if need be.
+        # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
         if not self._reports.is_full:
             self._forward(child)
         process.bound_log(child.log_path)
@@ -166,7 +166,7 @@ class Server:
         process.kill_group(child.pid)
         process.bound_log(child.log_path)
         del self._children[child.pid]
-        # What the job left behind was orphaned, and so adopted; other jobs go on.
+        # Processes that the job left behind are orphans, which this process has adopted. Other jobs go on.
         process.end_children(spared=self._children)
         os.close(child.lines.fd)
         self._report_stop(child)
@@ -197,7 +197,7 @@ class Server:
         self.report({"result": result, "id": child.id})
 
     def _forward(self, child: _Child) -> None:
-        """Hand the child's complete lines on, each marked with whose it is."""
+        """Forward the child's complete lines, each with the job's id."""
         for line in child.lines.read():
             try:
                 message = json.loads(line)
@@ -212,7 +212,7 @@ class Server:
 def _become_child(
     job: dict[str, Any], scratch: Scratch, server: int, result_fd: int, torch_threads: int, close: list[int]
 ) -> NoReturn:
-    """The forked half: its own session and log, one job, one result, then gone without clean-up."""
+    """Run one job in the forked child: in its own session and log, without clean-up at the end."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -248,7 +248,7 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 
     torch.set_num_threads(torch_threads)
     if job["kind"] == "predict":
-        # Patches torch for good, so it is imported where it is used: in this process alone.
+        # Patches torch permanently, so it is imported only in this process.
         from autotune.worker.fake.predict import predict
 
         send("result", predict(job))
@@ -267,7 +267,7 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 
 
 def _read_workload(control: LineReader) -> dict[str, Any] | None:
-    """Wait for the first line from the controller, the workload; leave where there will be none."""
+    """Wait for the workload, which is the controller's first line; exit if the controller closes before."""
     while True:
         wait_until_ready([control.fd])
         lines = control.read()
@@ -279,12 +279,13 @@ def _read_workload(control: LineReader) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """``python -m autotune.worker.server REPORT_FD``."""
+    """Run ``python -m autotune.worker.server REPORT_FD``."""
     report_fd = int(sys.argv[1])
     os.set_inheritable(report_fd, False)
     process.adopt_orphans()
     control = LineReader(0)
-    # Where trials import by themselves this process does not need it, and may have read it before it began anew.
+    # Not needed where trials import by themselves. The line may have been read before this process started itself
+    # again.
     preload = None if COLD_VARIABLE in os.environ else _read_workload(control)
     try:
         threads = import_everything(preload)
@@ -301,7 +302,7 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         server.report({"ready": os.getpid()})
         server.serve()
-    # Everything is ended by now; taking torch apart module by module would cost another second.
+    # All children have ended. Skip Python's clean-up, since tearing torch down module by module takes a second.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,5 +1,4 @@
-"""A training step on fake tensors: what it would allocate, with no memory and no GPU.
+"""Simulate a training step with fake tensors, to know what it allocates without memory or a GPU.
 
-Importing these modules changes nothing; ``step.trace_step`` patches torch, so it belongs in a
-process of its own.
+Importing these modules changes nothing. ``step.trace_step`` patches torch, so it has to run in a process of its own.
 """

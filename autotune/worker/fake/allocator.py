@@ -1,4 +1,4 @@
-"""A model of CUDA's caching allocator: what a sequence of allocations makes it reserve.
+"""Simulate CUDA's caching allocator: compute the memory that it reserves for a sequence of allocations.
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings.
 """
@@ -13,7 +13,7 @@ from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
 
 MIB = 1024**2
 BLOCK_BYTES = 512
-"""kMinBlockSize: every request is rounded up to a multiple of it."""
+"""kMinBlockSize: the size of every request is rounded up to a multiple of it."""
 _SMALL = MIB  # kSmallSize: requests up to this share small segments
 _SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: requests below _MIN_LARGE share these
@@ -22,12 +22,12 @@ _ROUND_LARGE = 2 * MIB  # kRoundLarge
 
 
 class OutOfCapError(Exception):
-    """The cap was met even after every cached segment was given back."""
+    """The cap was exceeded even after every cached segment was freed."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A piece of a segment; neighbours are linked so that free ones can be merged."""
+    """A block of a segment. Neighbours are linked, so that free ones can be merged."""
 
     address: int
     size: int
@@ -38,7 +38,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocations by number; ``allocated``, ``reserved`` and their peaks in bytes."""
+    """Allocations by number, with allocated and reserved bytes and their peaks."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         self._cap = cap_bytes
@@ -50,7 +50,7 @@ class CachingAllocator:
         self.retries = 0
 
     def allocate(self, number: int, size_bytes: int) -> None:
-        """Serve a request, from the cache or a new segment; ``OutOfCapError`` where neither will do."""
+        """Serve a request from the cache or a new segment; raises ``OutOfCapError`` where neither is possible."""
         size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= _SMALL
         block = self._best_fit(size, small) or self._new_segment(size, small)
@@ -61,11 +61,11 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def holds(self, number: int) -> bool:
-        """Whether the allocation is alive; one of no bytes never was."""
+        """Return whether an allocation exists; one of 0 bytes never does."""
         return number in self._alive
 
     def release(self, number: int) -> None:
-        """Give an allocation back to the cache, merged with free neighbours."""
+        """Return an allocation to the cache, merged with free neighbours."""
         block = self._alive.pop(number)
         self.allocated_bytes -= block.size
         block.free = True
@@ -93,12 +93,12 @@ class CachingAllocator:
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         block = _Block(self._next_address, segment, small)
-        # A gap between segments, so that addresses of different ones never touch.
+        # A gap between segments keeps blocks of different segments from being merged.
         self._next_address += segment + BLOCK_BYTES
         return block
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment to the device."""
+        """Free every segment that is wholly unused."""
         for small, free in self._free.items():
             kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
@@ -130,7 +130,7 @@ class CachingAllocator:
 
 
 def replay(events: Iterable[tuple[int, int]], cap_bytes: int | None = None) -> CachingAllocator:
-    """Serve births and deaths in order; ``OutOfCapError`` when the cap is met."""
+    """Serve allocations and releases in order; raises ``OutOfCapError`` when the cap is exceeded."""
     allocator = CachingAllocator(cap_bytes)
     for number, size in events:
         if size > 0:

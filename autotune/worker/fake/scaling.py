@@ -1,4 +1,8 @@
-"""Derive the allocations of two optimizer steps, at any batch and accumulation, from the trace of one step."""
+"""Derive the allocations of two optimizer steps, at any batch and accumulation, from the trace of one step.
+
+The step is traced at a prime batch, called the telling batch, which divides no dimension of the model. A traced size is
+then a multiple of it exactly when the size grows with the batch.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,19 @@ from autotune.devices.gpus import Chip
 from autotune.worker.fake.allocator import BLOCK_BYTES
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events, Trace
 
-# Primes of which the dimensions of models are seldom multiples; small enough for 32-bit sizes.
+# Primes that rarely divide the dimensions of models, and are small enough for 32-bit sizes.
 _PRIMES = (61, 67, 71, 79, 83, 89, 97, 101, 103, 107)
 
 
 class NoTellingBatchError(ValueError):
-    """Every batch that would tell sizes with it from sizes without is a factor of the model's own dimensions."""
+    """Every possible telling batch divides one of the model's own dimensions."""
 
 
 def telling_batch(numbers: Iterable[int]) -> int:
-    """A batch of which none of the model's numbers is a multiple, nor their neighbours (a sequence less one, say).
+    """Return a batch that divides none of the model's numbers, nor a number next to one (a sequence length less one).
 
-    A size in a step at this batch is then a multiple of it exactly when the batch is a factor of it.
+    A size in a step at this batch is then a multiple of it exactly when it grows with the batch. Raises
+    ``NoTellingBatchError`` where there is no such batch.
     """
     known = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
     for prime in _PRIMES:
@@ -31,18 +36,18 @@ def telling_batch(numbers: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """An allocation's bytes: so many a sample, or so many whatever the batch."""
+    """The bytes of an allocation as a function of the batch: an amount for each sample plus a constant."""
 
     per_sample: int = 0
     constant: int = 0
     columns: int | None = None
-    """Where set, this is the scratch of a column sum of so many columns, and the numbers above are rows."""
+    """If set, this is the scratch memory of a sum over rows, with so many columns; the numbers above count rows."""
     table: int | None = None
-    """Where set, this is what the gradient of an embedding of so many rows is summed in, and the numbers above are
-    indices."""
+    """If set, this is the scratch memory of an embedding's gradient, for a table of so many rows; the numbers above
+    count indices."""
 
     def at(self, batch: int, chip: Chip) -> int:
-        """Bytes at a batch."""
+        """Return the bytes at a batch."""
         size = self.per_sample * batch + self.constant
         if self.columns is None:
             return size
@@ -53,11 +58,11 @@ class Size:
 
 @dataclass(frozen=True)
 class _Event:
-    """A birth or a death in a sequence of two steps."""
+    """An allocation or a release in a sequence of two steps."""
 
     number: int
     origin: int
-    """The allocation of the traced step that this one repeats, or is."""
+    """Number of the allocation in the traced step, which this one is or repeats."""
     is_death: bool
 
 
@@ -65,7 +70,7 @@ class ScalableStep:
     """The allocations of an optimizer step at any per-device batch and accumulation."""
 
     def __init__(self, trace: Trace, batch: int) -> None:
-        """From the trace of a step of two micro-steps at a telling batch: each size is taken as affine in the batch."""
+        """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch."""
         self._trace = trace
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
@@ -74,30 +79,30 @@ class ScalableStep:
         self._events: dict[int, list[_Event]] = {}
 
     def at(self, batch: int, chip: Chip, *, accumulation: int) -> Events:
-        """The events of set-up and two optimizer steps of ``accumulation`` micro-steps at ``batch`` on ``chip``.
+        """Return the events of set-up and two optimizer steps of ``accumulation`` micro-steps at ``batch`` on ``chip``.
 
-        The inputs of all micro-steps are there. Of the micro-steps themselves two stand for any number: later ones
-        repeat the second.
+        The inputs of all micro-steps are included. Two micro-steps stand for any larger number, since later ones repeat
+        the second.
         """
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
             self._events[accumulation] = self._two_steps(accumulation)
         events = [(e.number, DEATH if e.is_death else sizes[e.origin]) for e in self._events[accumulation]]
-        # A trial begins to measure with an empty cache, once its model is built.
+        # A trial empties the cache once its model is built, before it measures.
         return [*events[: self._begins], (0, EMPTY_CACHE), *events[self._begins :]]
 
     def label(self, number: int) -> str:
-        """What an allocation is, in either step."""
+        """Return what kind of allocation this is, in either step."""
         return self._trace.labels[number % self._shift]
 
     def micro_batch_bytes(self, batch: int, chip: Chip) -> int:
-        """What the inputs of one micro-step take on the device, each tensor rounded as the allocator does."""
+        """Return the device memory of one micro-step's inputs, each tensor rounded as the allocator does."""
         return sum(_rounded(self._sizes[number].at(batch, chip)) for number in self._inputs)
 
     def _two_steps(self, accumulation: int) -> list[_Event]:
-        """Set-up, the step, and the step again, without what the first leaves behind: optimizer state above all.
+        """Return set-up, the step, and the step again, without allocations that the first one keeps (optimizer state).
 
-        The Trainer holds the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
+        The Trainer keeps the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
         """
         setup = [_Event(number, number, size == DEATH) for number, size in self._trace.events[: self._begins]]
         loads, step = self._step(accumulation)
@@ -109,9 +114,9 @@ class ScalableStep:
         return [*setup, *loads, *step, *(self._later(event, 1) for event in loads), *deaths, *again]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
-        """The inputs of all micro-steps, and everything else in a step, which ends before the inputs do."""
+        """Return the inputs of all micro-steps, and the other events of a step, which end before the inputs do."""
         inputs = [_Event(number, number, False) for number in self._inputs]
-        # The first step's copies have even multiples of the shift, so that those of the second can have odd ones.
+        # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
         loads = [self._later(event, 2 * number) for number in range(accumulation) for event in inputs]
         part = self._trace.events[self._trace.parts["first micro-step"] :]
         if accumulation == 1:
@@ -121,7 +126,7 @@ class ScalableStep:
         return loads, [_Event(number, number, size == DEATH) for number, size in part if number not in given]
 
     def _later(self, event: _Event, times: int) -> _Event:
-        """The same event of a later copy of the allocation."""
+        """Return the same event for a later copy of the allocation."""
         return _Event(event.number + times * self._shift, event.origin, event.is_death)
 
 
@@ -134,15 +139,15 @@ def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
 
 
 def _alive_after(events: Events) -> list[int]:
-    """Allocations that these events begin and do not end, in order."""
+    """Return the allocations that these events make and do not release, in order."""
     ended = {number for number, size in events if size == DEATH}
     return [number for number, size in events if size != DEATH and number not in ended]
 
 
 def _one_micro_step(trace: Trace) -> Events:
-    """The traced step from its first micro-step on, as it is without the second one.
+    """Return the traced step from its first micro-step on, without the second micro-step.
 
-    What dies in the second micro-step and was there before it, dies as well where there is none.
+    Allocations made before and released in the second micro-step are released here, too.
     """
     second = trace.events[trace.parts["second micro-step"] : trace.parts["update"]]
     absent = {number for number, size in second if size != DEATH}
@@ -153,16 +158,17 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-# aten/src/ATen/native/cuda/Embedding.cu: the gradient of so few indices needs no scratch.
+# aten/src/ATen/native/cuda/Embedding.cu: with at most this many indices, the gradient needs no scratch memory.
 _FEW_INDICES = 3072
 # NROWS_PER_THREAD in aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu.
 _ROWS_A_THREAD = 10
 
 
 def embedding_scratch_bytes(indices: int, rows: int, columns: int) -> int:
-    """What CUDA sums the gradient of an embedding in: a float32 row for every index, and for every ten one more.
+    """Return the scratch memory of an embedding's gradient: a float32 row for each index, and one more for every ten.
 
-    embedding_backward_cuda_kernel allocates for the case that every index is another, up to the table's rows.
+    embedding_backward_cuda_kernel allocates for the case that all indices differ, up to the number of rows of the
+    table.
     """
     if indices <= _FEW_INDICES:
         return 0
@@ -170,10 +176,10 @@ def embedding_scratch_bytes(indices: int, rows: int, columns: int) -> int:
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:
-    """What CUDA's reduction kernel allocates beside its result when it sums ``rows`` rows into one.
+    """Return the scratch memory of CUDA's reduction kernel when it sums ``rows`` rows into one.
 
-    Bias gradients are such sums, and the scratch of one is as large as an activation: 32 MiB for
-    4096 rows of 1024 on an H200. Follows setReduceConfig and ReduceConfig::global_memory_size in
+    Bias gradients are such sums. Their scratch memory is as large as an activation: 32 MiB for 4096 rows of 1024
+    columns on an H200. Follows setReduceConfig and ReduceConfig::global_memory_size in
     aten/src/ATen/native/cuda/Reduce.cuh for contiguous input; sums are accumulated in float32.
     """
     vector = next(v for v in (4, 2, 1) if columns % v == 0)

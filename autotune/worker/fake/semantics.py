@@ -1,7 +1,7 @@
-"""Making fake CPU tensors behave, for memory, as CUDA tensors do.
+"""Make fake CPU tensors allocate as CUDA tensors do: autocast's casts, dropout and attention kernels.
 
-Functions and kernels are replaced for the whole process, because modes are not active inside the
-autograd engine and a checkpoint's recomputation would take another path.
+Functions and kernels are replaced in the whole process. Dispatch modes would not do: they are not active inside the
+autograd engine, and the recomputation of a checkpoint would take another path.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as functional
 from autotune.worker.private.torch import replace_attention, without_cpu_autocast
 from autotune.worker.private.transformers import decide_masks_without_values
 
-# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: what CUDA autocast computes in float32 and CPU
-# autocast leaves alone. Reductions that only return a scalar are left out: they do not weigh.
+# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: operations that CUDA autocast computes in float32 and CPU autocast does
+# not cast. Reductions to a scalar are left out, since their memory does not matter.
 _FLOAT32_OPERATIONS = (
     "acos",
     "asin",
@@ -50,10 +50,10 @@ _FLOAT32_OPERATIONS = (
     "binary_cross_entropy_with_logits",
     "logsumexp",
 )
-# AT_FORALL_FP32_SET_OPT_DTYPE: a dtype argument is filled in instead of casting the input first.
+# AT_FORALL_FP32_SET_OPT_DTYPE: autocast sets the dtype argument instead of casting the input first.
 _FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod")
 
-# On CPU autocast's list and not on CUDA's, where the logits stay 16-bit up to the loss itself.
+# In the list of CPU autocast but not of CUDA, where logits stay in 16 bits up to the loss itself.
 _CPU_ONLY_FLOAT32_OPERATIONS = ("cross_entropy_loss",)
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -82,7 +82,7 @@ def _float32(value: Any) -> Any:
 def _set_dtype(operation: Any) -> Callable[..., Any]:
     def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if args and (args[-1] is None or isinstance(args[-1], torch.dtype)):
-            # Given by position, as cross_entropy_loss does: the dtype of its logits, which then stays.
+            # Given by position, as cross_entropy_loss does. It is the dtype of the logits, which is kept.
             *args, dtype = args  # type: ignore[assignment]
         if dtype is None and input.dtype in _HALF:
             dtype = torch.float32
@@ -93,7 +93,7 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
 
 
 def install_cuda_autocast() -> torch.library.Library:
-    """Give CPU autocast CUDA's float32 list. Keep the returned library alive."""
+    """Make CPU autocast use CUDA's float32 list. Keep the returned library alive."""
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_OPERATIONS:
         library.impl(name, _cast_to_float32(_packet(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def install_cuda_autocast() -> torch.library.Library:
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA's fused dropout saves a boolean mask, a byte an element."""
+    """Apply CUDA's fused dropout, which saves a boolean mask of a byte an element."""
     if not training or p == 0.0:
         return input
     out: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
@@ -121,7 +121,7 @@ def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
             bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
         length = bias.shape[-1]
         if length % 16:
-            # The kernel wants rows aligned to 16 elements: a padded copy, of which a view is used.
+            # The kernel needs rows aligned to 16 elements: a padded copy, of which a view is used.
             bias = functional.pad(bias, (0, 16 - length % 16))[..., :length]
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], length)
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -144,7 +144,8 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
           is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
-    """As _scaled_dot_product_attention_math of transformers/attention.cpp: 16-bit inputs are computed in float32."""
+    """Compute attention as _scaled_dot_product_attention_math of transformers/attention.cpp: 16-bit inputs in
+    float32."""
     dtype = query.dtype
     if dtype in _HALF:
         query, key, value = (t.to(torch.float32) for t in (query, key, value))
@@ -152,7 +153,7 @@ def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(allowed.logical_not(), float("-inf"))
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-    # Names are bound as there: what a name holds lives until it is bound again or the function ends.
+    # Names are bound as in the C++ code: a tensor lives until its name is bound again or the function ends.
     query = query * root
     weights = torch.matmul(query, key.transpose(-2, -1) * root)
     if mask is not None:
@@ -162,7 +163,7 @@ def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
     weights = torch.ops.aten._safe_softmax(weights, -1)
     if dropout_p > 0:
         weights = torch.ops.aten.native_dropout(weights, dropout_p, True)[0]
-    # The second result, which nobody takes; GCC computes arguments from the last to the first.
+    # The second result, which is never used. GCC evaluates arguments from the last to the first.
     unused = weights.to(dtype)
     out = torch.matmul(weights, value).to(dtype)
     del unused
@@ -179,7 +180,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` as the kernel that CUDA would choose (sdp_utils.cpp, priority order)."""
+    """Compute attention with the kernel that CUDA would select (sdp_utils.cpp, priority order)."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))
@@ -187,11 +188,11 @@ def _attention(
             attn_mask = attn_mask.to(dtype)
     with without_cpu_autocast():
         if _HARDWARE["flash"] and attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256:
-            # Flash attention reads grouped key and value heads where they are: nothing is repeated.
+            # Flash attention reads grouped key and value heads in place, without repeating them.
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if not enable_gqa and (attn_mask is None or not attn_mask.requires_grad):
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        # Neither grouped heads nor the gradient of a mask is known to the memory-efficient kernel.
+        # The memory-efficient kernel supports neither grouped heads nor the gradient of a mask.
         if enable_gqa:
             repeats = query.shape[-3] // key.shape[-3]
             key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
@@ -199,10 +200,10 @@ def _attention(
 
 
 def install_cuda_functions(*, flash: bool, padded: bool) -> None:
-    """Replace dropout and attention by what CUDA runs, wherever they are reached from.
+    """Replace dropout and attention by what CUDA runs, however they are reached.
 
-    Samples here are never packed, and masks are full unless samples are ``padded``: transformers finds both out
-    from values; fake tensors have none, and it would keep a mask that a real step drops.
+    Samples are never packed, and masks are full unless samples are ``padded``. transformers finds out both from tensor
+    values, which fake tensors do not have; without this it would keep a mask that a real step drops.
     """
     _HARDWARE["flash"] = flash
     decide_masks_without_values(padded=padded)

@@ -1,4 +1,4 @@
-"""Reach the names of accelerate that are not part of its documented interface."""
+"""Adapt private names of accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reach the names of datasets that are not part of its documented interface."""
+"""Adapt private names of datasets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_stored_order(dataset: Any) -> Any:
-    """Return the dataset without a table of indices over its samples, which slows every access to them down."""
+    """Return the dataset without a table of indices, which slows down every access to its samples."""
     return dataset.flatten_indices() if dataset._indices is not None else dataset
 
 

@@ -1,4 +1,4 @@
-"""Reach the names of torch that are not part of its documented interface."""
+"""Adapt private names of torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as functional
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Give CUDA's caching allocator settings, as ``PYTORCH_ALLOC_CONF`` would; nothing may be allocated yet."""
-    # Newer versions of torch have one function for all accelerators, older ones that of CUDA.
+    """Apply settings to CUDA's caching allocator, as ``PYTORCH_ALLOC_CONF`` does; must precede every allocation."""
+    # Newer versions of torch have one function for all accelerators, older versions one for CUDA.
     native: Any = torch._C
     give = (
         getattr(native, "_accelerator_setAllocatorSettings", None)
@@ -23,9 +23,9 @@ def set_allocator_settings(settings: str) -> None:
 
 @contextlib.contextmanager
 def cuda_answers(answers: Mapping[str, Any]) -> Iterator[None]:
-    """Have functions of ``torch.cuda`` give these answers within the block, whatever they are asked.
+    """Make functions of ``torch.cuda`` return fixed answers within the block.
 
-    What was taken from torch.cuda in the block (torch._dynamo keeps the functions) is the real thing from its end on.
+    Code may keep a replaced function for later, as torch._dynamo does; it behaves like the original after the block.
     """
     real = {name: getattr(torch.cuda, name) for name in answers}
     is_over = False
@@ -40,7 +40,7 @@ def cuda_answers(answers: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _answering(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Make a function that gives the answer until it is over, and is the real one from then on."""
+    """Return a function that gives the answer until ``is_over``, and calls the original from then on."""
     return lambda *args, **kwargs: real(*args, **kwargs) if is_over() else answer
 
 
@@ -48,14 +48,14 @@ def _answering(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool
 
 
 def fake_tensor_mode() -> Any:
-    """Make the mode in which tensors have shapes and no values; real ones may be mixed in."""
+    """Return the mode in which tensors have shapes and no values; real tensors may be mixed in."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_in_autograd() -> bool:
-    """Return whether this thread is autograd's, in the middle of a backward pass."""
+    """Return whether this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -65,12 +65,12 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def without_cpu_autocast() -> Any:
-    """Make a context in which autocast on the CPU casts nothing."""
+    """Return a context in which autocast on the CPU casts nothing."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 def replace_attention(attention: Callable[..., torch.Tensor]) -> None:
-    """Have ``scaled_dot_product_attention`` be another function, wherever it is reached from, in this process."""
+    """Replace ``scaled_dot_product_attention`` in this process, however it is reached."""
     functional.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention

@@ -1,4 +1,4 @@
-"""Reach the names of transformers that are not part of its documented interface."""
+"""Adapt private names of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTEGRATIONS = "transformers.integrations."
 
 
 class OrderedTrainer(Trainer):  # type: ignore[misc]
-    """The real ``Trainer`` and its data loader, with samples in the order that ``train_order`` gives."""
+    """A ``Trainer`` that takes samples in the order of ``train_order``."""
 
     train_order: Sampler[int]
 
@@ -22,7 +22,7 @@ class OrderedTrainer(Trainer):  # type: ignore[misc]
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:
-    """Order samples as the Trainer does with ``train_sampling_strategy=group_by_length``."""
+    """Return the order of samples that the Trainer uses with ``train_sampling_strategy=group_by_length``."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
@@ -30,27 +30,27 @@ def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -
 
 
 def is_reporting(callback_class: type) -> bool:
-    """Return whether a class of callbacks is one of those with which transformers reports to other services."""
+    """Return whether a callback class is one of transformers' integrations, which report to other services."""
     return any(kind.__module__.startswith(_INTEGRATIONS) for kind in callback_class.__mro__)
 
 
 def mean_train_loss(trainer: Any) -> float | None:
-    """Return the mean loss of the steps since training began; ``None`` where the Trainer does not keep their sum."""
+    """Return the mean loss of the steps since training began; ``None`` where the Trainer does not keep the sum."""
     total = getattr(trainer, "_tr_loss", None)
     return None if total is None else float(total) / max(1, trainer.state.global_step)
 
 
 def class_for_config(auto_class: Any, config: Any) -> Any:
-    """Look up the class that an ``AutoModelFor…`` builds from a config; ``KeyError`` where it has none."""
+    """Return the class that an ``AutoModelFor…`` builds from a config; raises ``KeyError`` where there is none."""
     return auto_class._model_mapping[type(config)]
 
 
 def attention_implementations(model_class: type) -> list[str]:
-    """List the implementations of attention that a model class says it supports."""
+    """List the attention implementations that a model class supports."""
     names = ["eager"]
     if getattr(model_class, "_supports_sdpa", False):
         names.append("sdpa")
-    # The second name is that of transformers before 4.53, which code of the user's may still set.
+    # The second name is that of transformers before 4.53, which the user's own models may still set.
     if getattr(model_class, "_supports_flash_attn", False) or getattr(model_class, "_supports_flash_attn_2", False):
         names.append("flash_attention_2")
     if getattr(model_class, "_supports_flex_attn", False):
@@ -59,33 +59,33 @@ def attention_implementations(model_class: type) -> list[str]:
 
 
 def attention_of(config: Any) -> str:
-    """Return the implementation of attention that a built model's config names; ``eager`` where it names none."""
+    """Return the attention implementation of a built model's config; ``eager`` where it names none."""
     attention = getattr(config, "_attn_implementation", None)
     return attention if isinstance(attention, str) else "eager"
 
 
 def optimizer_names() -> list[str]:
-    """List the values that ``TrainingArguments.optim`` may have."""
+    """List the values of ``TrainingArguments.optim``."""
     from transformers.training_args import OptimizerNames
 
     return sorted(name.value for name in OptimizerNames)
 
 
 def optimizer_class(arguments: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the class and the settings of the optimizer that the Trainer would make for these arguments."""
+    """Return the optimizer class and its settings that the Trainer makes for these arguments."""
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     return kind, options
 
 
-# Whether sdpa can do without a mask; absent from a transformers that asks in other words.
+# Functions that decide whether sdpa needs no mask. Some versions of transformers lack one or both.
 _MASK_QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _questions: dict[str, Callable[..., bool]] = {}
 
 
 def decide_masks_without_values(*, padded: bool) -> None:
-    """Have transformers decide about attention masks without looking at values, for the rest of this process.
+    """Make transformers decide about attention masks without reading tensor values, in the rest of this process.
 
-    Samples are never packed. Masks are full unless samples are ``padded``: such a mask is dropped in a real step.
+    Samples are never packed. Unless they are ``padded`` a mask masks nothing, and a real step drops it.
     """
     from transformers import masking_utils
 
@@ -97,7 +97,7 @@ def decide_masks_without_values(*, padded: bool) -> None:
 
 
 def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """Ask the same of a mask that masks nothing, such as a decoder makes for itself."""
+    """Return the same decision for a mask that masks nothing."""
 
     def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
         return ignore(None, *rest, **named)

@@ -1,8 +1,7 @@
-"""Train a few steps without dropout in a process of its own, and report the loss and gradient norm of each.
+"""Train a few steps without dropout in a fresh process, and report the loss and gradient norm of each.
 
-Started as ``python -m autotune.worker.verify.loss_curve RESULT_FD``; it takes its job as ``stock`` beside it does.
-With one seed, two candidates of the same samples a step begin with the same weights and see the same samples in the
-same order.
+Started as ``python -m autotune.worker.verify.loss_curve RESULT_FD``, with a job as ``stock`` reads it. With one seed,
+two candidates with the same samples a step start from the same weights, and see the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from autotune.worker.trial.losses import on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import open_meter
 from autotune.worker.verify.stock import build_trainer, serve
 
-# fp16's scaler begins at 65536 and leaves updates out until gradients no longer overflow; begun here, it need not.
+# fp16's scaler starts at 65,536 and skips updates until gradients no longer overflow. From this scale none is skipped.
 _MODEST_SCALE = 2.0**7
 
 
 def without_dropout(workload: Workload) -> Document:
-    """The workload's document with every probability of dropping something at 0, those its config leaves unsaid too."""
+    """Return the workload's document with every dropout probability set to 0, including the config's defaults."""
     config = build_config(workload).to_dict()
     calm = {key: 0.0 if "drop" in key and isinstance(value, float) else value for key, value in config.items()}
     return {**workload.document(), "config": {**calm, "model_type": workload.model_type}}
 
 
 class _Curve(TrainerCallback):  # type: ignore[misc]
-    """Losses of micro-steps added up to those of steps, gradient norms as the Trainer logs them."""
+    """Records the loss of each step, summed over micro-steps, and the gradient norm that the Trainer logs."""
 
     def __init__(self, micro_steps: int) -> None:
         self._micro_steps = micro_steps
@@ -40,18 +39,18 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
         self.scaler: Any = None
         self.gradient_norms: list[float] = []
         self.skipped: list[int] = []
-        """Updates left out so far, after each step."""
+        """Number of updates skipped so far, after each step."""
 
     def take(self, _: Any, loss: Any) -> None:
-        """One micro-step's share of its step's loss."""
+        """Record one micro-step's share of the loss of its step."""
         self._losses.append(loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Whether this update was left out."""
+        """Record how many updates were skipped so far."""
         self.skipped.append(skipped_steps(self.scaler, _MODEST_SCALE))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """The norm before clipping."""
+        """Record the gradient norm before clipping."""
         if logs and "grad_norm" in logs:
             self.gradient_norms.append(float(logs["grad_norm"]))
 
@@ -63,7 +62,7 @@ class _Curve(TrainerCallback):  # type: ignore[misc]
 
 
 def run_curve(job: Document) -> Document:
-    """Train ``job["steps"]`` steps; ``losses`` and ``gradient_norms`` of each, or how it failed."""
+    """Train ``job["steps"]`` steps; return ``losses`` and ``gradient_norms`` of each, or how it failed."""
     meter = open_meter(job["device_kind"], job["device_uuid"])
     if job["cap_bytes"] is not None:
         meter.limit(job["cap_bytes"])

@@ -1,8 +1,8 @@
-"""Train with a stock ``Trainer`` and exported arguments in a process of its own, as a user will.
+"""Train with a stock ``Trainer`` and exported arguments in a fresh process, as a user will.
 
-Started as ``python -m autotune.worker.verify.stock RESULT_FD`` with one job, a line of JSON, on standard input. It
-writes one line of JSON to the file descriptor. Unlike a trial it is not forked, has no measuring callback, and no cap
-on memory unless the job names one.
+Started as ``python -m autotune.worker.verify.stock RESULT_FD``. It reads one job, a line of JSON, from standard input,
+and writes one line of JSON to the file descriptor. Unlike a trial it is not forked, has no measuring callback, and no
+memory cap unless the job sets one.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
 
-# Batches of the one evaluation, at the Trainer's default size; its memory is that of a single batch.
+# Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.
 _EVALUATION_BATCHES = 4
-# Speeds of so many stretches give the spread; each ends in the only synchronisations that there are.
+# The run is timed in this many stretches, whose speeds give the spread. Only their ends synchronize with the device.
 _STRETCHES = 10
-# At most so many steps are left out at the beginning: kernels are loaded, the allocator finds its blocks.
+# Most warm-up steps at the beginning, in which kernels are loaded and the allocator reserves its segments.
 _MOST_WARMUP_STEPS = 5
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Takes the time at the end of a few steps, has one evaluation and one checkpoint made, reads peaks around them."""
+    """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
 
     def __init__(self, meter: Meter, steps: int, evaluates: bool) -> None:
         self._meter = meter
@@ -53,13 +53,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._new_shapes = 0
         self.during = "train"
         self.stretches: list[Document] = []
-        """Of each: ``steps``, ``samples``, ``seconds``, and ``new_shapes`` of batches that none before it had."""
+        """Each with ``steps``, ``samples``, ``seconds``, and ``new_shapes``: batches with shapes that none before
+        had."""
         self.joules: float | None = 0.0
         self.peaks: dict[str, tuple[int, int]] = {}
         self.pause_seconds: dict[str, float] = {}
 
     def count(self, inputs: Any, _: Any) -> None:
-        """One batch is trained on. The last of an epoch may be smaller, which is a shape of its own but no length."""
+        """Count a batch.
+
+        The smaller last batch of an epoch has a new shape but no new length, so lengths are compared.
+        """
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
         self._samples += shapes[0][0]
@@ -67,7 +71,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._shapes.add(lengths)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer evaluates and saves after this, where it is told to."""
+        """End and begin stretches. The Trainer evaluates and saves after this call, where it is told to."""
         step = state.global_step
         if step < self._warmup:
             return
@@ -86,12 +90,12 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self.peaks["end"] = self._meter.peaks()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The evaluation is over, the checkpoint comes next."""
+        """Record the end of the evaluation, which the checkpoint follows."""
         self._after("evaluate")
         self.during = "save"
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The checkpoint is written; training goes on."""
+        """Record the end of the checkpoint, and go on with training."""
         self._after("save")
         self.during = "train"
         self._begin(state.global_step)
@@ -117,7 +121,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def run_stock(job: Document) -> Document:
-    """Train ``job["steps"]`` optimizer steps; what was seen, or how it failed, as JSON-ready data."""
+    """Train ``job["steps"]`` optimizer steps; return the measurements or how it failed, as JSON-ready data."""
     core = pin_to_one_core(job["device_uuid"], job.get("cpu_core")) if job.get("cpu_affinity") else None
     meter = open_meter(job["device_kind"], job["device_uuid"])
     if job["cap_bytes"] is not None:
@@ -134,7 +138,7 @@ def run_stock(job: Document) -> Document:
 
 
 def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: list[Any]) -> Any:
-    """A ``Trainer`` of the job's workload with the exported arguments as they are and ``arguments`` beside them."""
+    """Build a ``Trainer`` of the job's workload with the exported arguments unchanged, and ``arguments`` added."""
     set_seed(job["seed"])
     workload = Workload.from_document(job["workload"])
     model = build_model(workload, job["attn_implementation"], meter.device)
@@ -175,7 +179,10 @@ def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
 
 
 def serve(run: Callable[[Document], Document]) -> None:
-    """One job from standard input, its result to the file descriptor on the command line; gone with the parent."""
+    """Run one job from standard input, and write its result to the file descriptor on the command line.
+
+    The process dies with its parent.
+    """
     process.die_with(os.getppid())
     result_fd = int(sys.argv[1])
     os.set_inheritable(result_fd, False)
