@@ -20,6 +20,7 @@ from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
+from autotune.store.queue import Queue
 from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
 
@@ -40,6 +41,8 @@ class Store:
         """Optuna's storage over the same database, for ``optuna.create_study(storage=…)``."""
         self.answers = Answers(engine, location.label)
         """What trial processes answered."""
+        self.queue = Queue(engine, location.label)
+        """The jobs of a service, its agents and its tokens."""
 
     @property
     def url(self) -> str:

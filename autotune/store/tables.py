@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, MetaData, String, Text
+from sqlalchemy import JSON, BigInteger, DateTime, Dialect, Double, ForeignKey, Index, MetaData, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -144,4 +144,74 @@ class AnswerRow(Base):
     key: Mapped[str] = mapped_column(String(_FINGERPRINT_LENGTH), primary_key=True)
     kind: Mapped[str] = mapped_column(String(_WORD_LENGTH))
     document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    created_at: Mapped[datetime]
+
+
+class JobRow(Base):
+    """A search that was handed to a service, and the lease of the agent that runs it."""
+
+    __tablename__ = "autotune_jobs"
+    __table_args__ = (Index(None, "state", "number"), Index(None, "study"))
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), unique=True)
+    study: Mapped[str] = mapped_column(String(_NAME_LENGTH))
+    request: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    needs_kind: Mapped[str | None] = mapped_column(String(_WORD_LENGTH))
+    needs_gpu: Mapped[str | None] = mapped_column(String(64))
+    needs_memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    needs_count: Mapped[int]
+    priority: Mapped[int]
+    state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    is_cancel_asked: Mapped[bool]
+    attempts: Mapped[int]
+    owner: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
+    lease_token: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
+    lease_expires_at: Mapped[datetime | None]
+    problem: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
+    status: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
+    events: Mapped[int]
+    submitted_by: Mapped[str] = mapped_column(String(64))
+    submitted_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    idempotency_key: Mapped[str | None] = mapped_column(String(128), unique=True)
+
+
+class JobEventRow(Base):
+    """Something that happened to a job, numbered from 1 on for each."""
+
+    __tablename__ = "autotune_job_events"
+
+    job_id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    created_at: Mapped[datetime]
+
+
+class AgentRow(Base):
+    """A process that runs jobs on one device."""
+
+    __tablename__ = "autotune_agents"
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(String(_NAME_LENGTH))
+    host: Mapped[str] = mapped_column(String(_NAME_LENGTH))
+    version: Mapped[str] = mapped_column(String(64))
+    device: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
+    started_at: Mapped[datetime]
+    heartbeat_at: Mapped[datetime]
+    gone_at: Mapped[datetime | None]
+
+
+class TokenRow(Base):
+    """A bearer token's digest, with what it allows."""
+
+    __tablename__ = "autotune_tokens"
+
+    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
+    name: Mapped[str] = mapped_column(String(64))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    role: Mapped[str] = mapped_column(String(_WORD_LENGTH))
     created_at: Mapped[datetime]

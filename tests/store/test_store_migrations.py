@@ -24,6 +24,7 @@ from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_sto
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
 from autotune.store.migrate import head_revision
+from autotune.store.queue import Offer
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +182,17 @@ def test_what_was_answered_under_the_second_revision_is_still_there(tmp_path: Pa
         connection.executescript((FROZEN / "0002.sql").read_text())
     with open_store(str(path)) as store:
         assert store.answers.find("prediction-1") == {"batches": [], "largest_batch": 64}
+
+
+def test_what_was_queued_under_the_third_revision_is_still_there(tmp_path: Path) -> None:
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / "0003.sql").read_text())
+    with open_store(str(path)) as store:
+        assert [(job.study, job.state) for job in store.queue.jobs()] == [("waits", "queued"), ("frozen", "finished")]
+        assert store.queue.token("0" * 64) is not None
+        assert [agent.name for agent in store.queue.agents()] == ["host cpu"]
+        assert store.queue.claim("agent", Offer("cuda", "NVIDIA H200", 2**37)) is not None
 
 
 def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
