@@ -219,7 +219,8 @@ def test_the_alembic_command_works_in_the_checkout(filled: Path, tmp_path: Path)
     assert stepped.returncode == 0, stepped.stderr
     assert "autotune_answers" not in "\n".join(content(filled))
     assert run_alembic(tmp_path, filled, "upgrade", "head").returncode == 0
-    assert content(filled) == before
+    # Indexes are listed in the order in which they were made.
+    assert sorted(content(filled)) == sorted(before)
     downgraded = run_alembic(tmp_path, filled, "downgrade", "base")
     assert downgraded.returncode == 0, downgraded.stderr
     left = "\n".join(content(filled))
