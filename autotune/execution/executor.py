@@ -27,6 +27,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.host import oom_kills
 from autotune.execution import launch
+from autotune.execution.gpu_inspection import GpuInspection, merged
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import check_own_code, how_it_ended, outcome_of, tail
 from autotune.models.dataset_files import check_unchanged
@@ -92,6 +93,7 @@ class LocalRunner:
         self._folders: dict[str, str] = {}
         self._trial_pid: int | None = None
         self._data: HeldData | None = None
+        self._gpu = GpuInspection(device, workload, log_folder)
         self._submitted: dict[str, Document] = {}
         self._ended: dict[str, Document] = {}
 
@@ -104,6 +106,7 @@ class LocalRunner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._gpu.close()
         self.close()
         if self._data is not None:
             self._data.release()
@@ -119,10 +122,15 @@ class LocalRunner:
         """Where the server's own output goes."""
         return self._log_folder / "server.log"
 
-    def start(self) -> None:
-        """Start the server, unless that is done: its imports overlap with whatever the caller does next."""
+    def start(self, *, inspects: bool = False) -> None:
+        """Start the server, unless that is done: its imports overlap with whatever the caller does next.
+
+        With ``inspects``, what ``inspect`` needs of the GPU is found out beside them.
+        """
         if self._server is None:
             self._start()
+        if inspects:
+            self._gpu.begin()
 
     def _start(self) -> None:
         on_start, self._on_start = self._on_start, None
@@ -385,6 +393,9 @@ class LocalRunner:
 
         Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """
+        self.start(inspects=True)
+        # The user's own code may use the GPU, which would count as part of the context.
+        of_gpu = self._gpu.finish() if self._workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
         job = {
             "id": "inspect",
@@ -406,8 +417,7 @@ class LocalRunner:
                 f"the device {self._device.label} could not be inspected: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
-        facts: Document = answer["result"]
-        return facts
+        return merged(answer["result"], self._gpu.finish() if of_gpu is None else of_gpu)
 
     def run(self, job: TrialJob, progress: Progress) -> Outcome:
         """Run one trial to its end; whatever happens to it is an outcome."""

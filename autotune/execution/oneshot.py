@@ -1,4 +1,4 @@
-"""A process of its own for one job: started cold, told one thing, heard once, gone."""
+"""Run one job in a worker process of its own, which starts anew and ends with its answer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
@@ -18,6 +21,94 @@ from autotune.devices import Device
 from autotune.execution import launch
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
+
+# A job that fits into the pipe is written at once. Of a longer one the rest is read after torch was imported.
+_WRITE_SECONDS = 180.0
+
+
+class OneShot:
+    """A worker process for one job. Entering starts it; leaving ends it, and removes every file of it."""
+
+    def __init__(
+        self,
+        module: str,
+        job: Document,
+        device: Device,
+        log_path: Path,
+        *,
+        offline: bool,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Run ``python -m module`` on a job; the process sees ``device`` alone, with ``variables`` in its environment.
+
+        The job gets ``output_dir``, an empty temporary folder. An ``offline`` process never asks the Hugging Face hub.
+        """
+        self._module = module
+        self._job = job
+        self._device = device
+        self._log_path = log_path
+        self._offline = offline
+        self._variables = variables or {}
+        self._stack = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read_fd = -1
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            scratch = make_scratch("autotune-")
+            stack.callback(scratch.remove)
+            self._read_fd, write_fd = os.pipe()
+            stack.callback(os.close, self._read_fd)
+            environment = server_environment(self._device, os.environ, offline=self._offline)
+            try:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._log_path, "wb") as log:
+                    process = launch.start_module(
+                        self._module,
+                        write_fd,
+                        log,
+                        {**environment, **self._variables, "TMPDIR": scratch.temporary},
+                    )
+            except OSError as error:
+                raise TrialServerError(
+                    f"no process could be started: {error}", f"make room beside {self._log_path}"
+                ) from error
+            finally:
+                os.close(write_fd)
+            self._process = process
+            stack.callback(self._end)
+            assert process.stdin is not None
+            os.set_blocking(process.stdin.fileno(), False)
+            job = {**self._job, "output_dir": scratch.output_dir}
+            # One that ended at once has closed its end; its log says why.
+            write_all(process.stdin.fileno(), json.dumps(job).encode() + b"\n", time.monotonic() + _WRITE_SECONDS)
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def answer(self, timeout_seconds: float) -> Document:
+        """Wait for the answer; raises ``TrialServerError`` where none comes in time."""
+        said = _read_to_end(self._read_fd, time.monotonic() + timeout_seconds)
+        if said is None:
+            raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
+        try:
+            answer: Document = json.loads(said)
+        except ValueError as error:
+            last = tail(self._log_path, 1) or "it said nothing"
+            raise TrialServerError(f"the process ended without an answer: {last}", f"see {self._log_path}") from error
+        return answer
+
+    def _end(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def run_fresh(
@@ -30,54 +121,11 @@ def run_fresh(
 ) -> Document:
     """Run ``python -m module`` on a job and return what it answers; no process and no file of it is left.
 
-    The job gets ``output_dir``, an empty temporary folder. The process sees ``device`` alone and has ``variables`` in
-    its environment. Raises ``TrialServerError`` where no answer comes in time.
+    Raises ``TrialServerError`` where no answer comes in time.
     """
-    scratch = make_scratch("autotune-")
-    variables = {**(variables or {}), "TMPDIR": scratch.temporary}
-    try:
-        said = _said_by(module, {**job, "output_dir": scratch.output_dir}, device, log_path, timeout_seconds, variables)
-    finally:
-        scratch.remove()
-    if said is None:
-        raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {log_path}")
-    try:
-        answer: Document = json.loads(said)
-    except ValueError as error:
-        last = tail(log_path, 1) or "it said nothing"
-        raise TrialServerError(f"the process ended without an answer: {last}", f"see {log_path}") from error
-    return answer
-
-
-def _said_by(
-    module: str, job: Document, device: Device, log_path: Path, timeout_seconds: float, variables: Mapping[str, str]
-) -> bytes | None:
-    """All that the process wrote to its pipe; ``None`` where it took too long. It has ended by then."""
-    deadline = time.monotonic() + timeout_seconds
-    read_fd, write_fd = os.pipe()
-    environment = server_environment(device, os.environ, offline=job["workload"]["weights"] is None)
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "wb") as log:
-            process = launch.start_module(module, write_fd, log, {**environment, **variables})
-    except OSError as error:
-        os.close(read_fd)
-        raise TrialServerError(f"no process could be started: {error}", f"make room beside {log_path}") from error
-    finally:
-        os.close(write_fd)
-    try:
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        # One that ended at once has closed its end; its log says why.
-        write_all(process.stdin.fileno(), json.dumps(job).encode() + b"\n", deadline)
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        return _read_to_end(read_fd, deadline)
-    finally:
-        os.close(read_fd)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    offline = job["workload"]["weights"] is None
+    with OneShot(module, job, device, log_path, offline=offline, variables=variables) as process:
+        return process.answer(timeout_seconds)
 
 
 def _read_to_end(fd: int, deadline: float) -> bytes | None:

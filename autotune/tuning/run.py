@@ -79,7 +79,7 @@ def run_search(
         stack.enter_context(runner)
         if store is None or request.fresh:
             # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
-            runner.start()
+            runner.start(inspects=True)
         return _prepare_and_search(request, runner, store, storage, observer, folder)
 
 

@@ -101,6 +101,19 @@ def _run_in_child(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn
     leave(1)
 
 
+def serve_one_job(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Read one job from standard input, run it, write its result to the file descriptor on the command line.
+
+    The process ends with its parent.
+    """
+    die_with(os.getppid())
+    result_fd = int(sys.argv[1])
+    os.set_inheritable(result_fd, False)
+    result = run(json.loads(sys.stdin.readline()))
+    with os.fdopen(result_fd, "w") as stream:
+        json.dump(result, stream)
+
+
 def leave(code: int) -> NoReturn:
     """End this process without clean-up: what it inherited is its parent's to clean up."""
     for stream in (sys.stdout, sys.stderr):

@@ -157,7 +157,7 @@ def test_the_loaded_cublas_tells_its_version(tmp_path: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "cublas.c")], check=True)
     code = f"""
 import ctypes
-from autotune.worker.facts import _cublas_version
+from autotune.worker.gpu_facts import _cublas_version
 before = _cublas_version()
 kept = ctypes.CDLL({str(library)!r})
 print([before, _cublas_version()])

@@ -335,7 +335,7 @@ class _Inspection:
 
     def describe(self) -> NoReturn:
         """Add the facts of the environment and of what the user's code trains; a script's overrides are tried too."""
-        self._facts.update(inspect_environment(self._job))
+        self._facts.update(inspect_environment())
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:

@@ -14,10 +14,11 @@ from transformers import TrainerCallback
 from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker.failures import classify
+from autotune.worker.process import serve_one_job
 from autotune.worker.trial.build import build_config
 from autotune.worker.trial.losses import on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import open_meter
-from autotune.worker.verify.stock import build_trainer, serve
+from autotune.worker.verify.stock import build_trainer
 
 # fp16's scaler starts at 65,536 and skips updates until gradients no longer overflow. From this scale none is skipped.
 _MODEST_SCALE = 2.0**7
@@ -91,4 +92,4 @@ def run_curve(job: Document) -> Document:
 
 
 if __name__ == "__main__":
-    serve(run_curve)
+    serve_one_job(run_curve)

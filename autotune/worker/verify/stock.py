@@ -7,11 +7,8 @@ memory cap unless the job sets one.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -178,18 +175,5 @@ def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
     }
 
 
-def serve(run: Callable[[Document], Document]) -> None:
-    """Run one job from standard input, and write its result to the file descriptor on the command line.
-
-    The process dies with its parent.
-    """
-    process.die_with(os.getppid())
-    result_fd = int(sys.argv[1])
-    os.set_inheritable(result_fd, False)
-    result = run(json.loads(sys.stdin.readline()))
-    with os.fdopen(result_fd, "w") as stream:
-        json.dump(result, stream)
-
-
 if __name__ == "__main__":
-    serve(run_stock)
+    process.serve_one_job(run_stock)

@@ -1,0 +1,56 @@
+"""Ask a process of its own what only one that uses the GPU can tell, while the trial server imports."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from autotune.core.candidate import Document
+from autotune.core.errors import TrialServerError
+from autotune.core.workload import Workload
+from autotune.devices import Device
+from autotune.execution.oneshot import OneShot
+
+_MODULE = "autotune.worker.gpu_facts"
+# Importing torch and starting CUDA took 5 to 8 s on slow hosts (H200, 16 virtual cores).
+_TIMEOUT_SECONDS = 180.0
+
+
+class GpuInspection:
+    """The process that measures the CUDA context and reads the chip's properties; none for a CPU."""
+
+    def __init__(self, device: Device, workload: Workload, log_folder: Path) -> None:
+        self._device = device
+        self._job = {"device_uuid": device.uuid, "convolves": not workload.is_text}
+        self._log_path = log_folder / "inspect_gpu.log"
+        self._stack = contextlib.ExitStack()
+        self._process: OneShot | None = None
+
+    def begin(self) -> None:
+        """Start the process, unless that is done."""
+        if self._device.kind == "cuda" and self._process is None:
+            process = OneShot(_MODULE, self._job, self._device, self._log_path, offline=True)
+            self._process = self._stack.enter_context(process)
+
+    def finish(self) -> Document:
+        """Wait for what it tells, and end it; raises ``TrialServerError`` where no answer comes."""
+        if self._process is None:
+            return {}
+        try:
+            return self._process.answer(_TIMEOUT_SECONDS)
+        except TrialServerError as error:
+            raise TrialServerError(
+                f"the device {self._device.label} could not be inspected: {error.message}", error.hint
+            ) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the process where it still runs."""
+        self._stack.close()
+        self._process = None
+
+
+def merged(facts: Document, of_gpu: Document) -> Document:
+    """Return the facts of the trial server with those of the GPU beside them."""
+    return {**facts, **of_gpu, "environment": {**facts["environment"], **of_gpu.get("environment", {})}}

@@ -1,0 +1,68 @@
+"""Report what only a process that uses the GPU can tell: its CUDA context, cuDNN, cuBLAS and the chip's properties.
+
+Started as ``python -m autotune.worker.gpu_facts RESULT_FD`` with one job, a line of JSON, on standard input. It runs
+beside the trial server and imports torch alone, so that it has ended before the server has imported transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from autotune.core.candidate import Document
+from autotune.worker.context import context_bytes
+from autotune.worker.process import serve_one_job
+
+
+def gpu_facts(job: Document) -> Document:
+    """Return what is added to the facts that ``autotune.worker.facts.inspect`` gives of a workload."""
+    facts: Document = {
+        "context_bytes": context_bytes(job["device_uuid"], convolves=job["convolves"]),
+        "environment": {
+            "cuda": torch.version.cuda,
+            "cudnn": _cudnn_version(),
+            "cublas": _cublas_version(),
+            "device_capability": list(torch.cuda.get_device_capability(0)),
+        },
+    }
+    properties = torch.cuda.get_device_properties(0)
+    facts["chip"] = {
+        "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
+        "threads_per_multiprocessor": properties.max_threads_per_multi_processor,
+        "name": properties.name,
+    }
+    return facts
+
+
+def _cudnn_version() -> int | None:
+    """Return the version of the cuDNN that torch has loaded, 91900 for 9.19.0, say."""
+    try:
+        return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+    except Exception:
+        # Of a library that does not go with this torch, which a trial would say, too.
+        return None
+
+
+def _cublas_version() -> str | None:
+    """Return the version of the cuBLAS that this process has loaded; torch has no function for it."""
+    try:
+        mapped = {
+            line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
+        }
+        path = next(path for path in sorted(mapped) if Path(path).name.startswith("libcublas.so"))
+        library, number, parts = ctypes.CDLL(path), ctypes.c_int(), []
+        # library_types.h: MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL are 0, 1 and 2.
+        for part in range(3):
+            if library.cublasGetProperty(part, ctypes.byref(number)) != 0:
+                return None
+            parts.append(str(number.value))
+        return ".".join(parts)
+    except (OSError, StopIteration, AttributeError):
+        return None
+
+
+if __name__ == "__main__":
+    serve_one_job(gpu_facts)

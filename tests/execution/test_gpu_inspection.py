@@ -1,0 +1,53 @@
+"""What only a process that uses the GPU can tell is asked beside the trial server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_workload
+
+from autotune.core.errors import TrialServerError
+from autotune.devices import Device
+from autotune.execution.gpu_inspection import GpuInspection, merged
+
+GPU = Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None)
+
+ANSWER = """
+import json, os, sys
+job = json.loads(sys.stdin.readline())
+answer = {"context_bytes": 5, "environment": {"cuda": "13.0", "job": job, "sees": os.environ["CUDA_VISIBLE_DEVICES"]}}
+os.write(int(sys.argv[1]), json.dumps(answer).encode())
+"""
+
+
+def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees the one GPU, and its facts go before those of the server, which has no GPU."""
+    (tmp_path / "tells_of_gpu.py").write_text(ANSWER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    inspection = GpuInspection(GPU, tiny_workload("vit-tiny"), tmp_path / "logs")
+    inspection.begin()
+    inspection.begin()
+    told = inspection.finish()
+    assert told["environment"]["job"].items() >= {"device_uuid": "GPU-1", "convolves": True}.items()
+    assert told["environment"]["sees"] == "GPU-1"
+    facts = merged({"context_bytes": 0, "environment": {"cuda": None, "python": "3.12"}}, told)
+    assert facts["context_bytes"] == 5
+    assert (facts["environment"]["cuda"], facts["environment"]["python"]) == ("13.0", "3.12")
+
+
+def test_without_cuda_it_says_so(tmp_path: Path) -> None:
+    """The real process, on a machine that has none."""
+    inspection = GpuInspection(GPU, tiny_workload("bert-tiny"), tmp_path)
+    inspection.begin()
+    with pytest.raises(TrialServerError, match=r"the device cuda:0 could not be inspected: .*(NVIDIA|CUDA)") as refused:
+        inspection.finish()
+    assert refused.value.hint == f"see {tmp_path / 'inspect_gpu.log'}"
+
+
+def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
+    inspection = GpuInspection(cpu, tiny_workload("bert-tiny"), tmp_path)
+    inspection.begin()
+    assert inspection.finish() == {}
+    assert not list(tmp_path.iterdir())
