@@ -1,8 +1,9 @@
 """GPUs by name, for predicting on one that is not at hand. Specified values, not measured ones.
 
-Memory is what ``nvidia-smi`` lists as the total of the common variant. Multiprocessors, threads
-and capability are from NVIDIA's architecture whitepapers and the CUDA programming guide's table
-of compute capabilities.
+Memory is what ``nvidia-smi`` lists as the total of the common variant. Multiprocessors, threads and capability are from
+NVIDIA's architecture whitepapers and the CUDA programming guide's table of compute capabilities. Rates are from the
+data sheet or whitepaper that is named with each chip: dense, without sparsity, and for 16-bit products with sums in
+float32, as torch computes them. GeForce cards have half the rate of other sums for those.
 """
 
 from __future__ import annotations
@@ -26,6 +27,27 @@ TYPICAL_CONTEXT_BYTES = 767 * MIB
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a GPU computes and moves data, as specified."""
+
+    half_flops: float
+    """Of tensor cores on 16-bit matrices, a second."""
+    tf32_flops: float | None
+    """``None`` before Ampere."""
+    fp32_flops: float
+    bandwidth_bytes_per_second: float
+    multiprocessors: int
+    power_watts: int
+    """The most that the board draws."""
+    source: str
+
+    @property
+    def ridge_flops_per_byte(self) -> float:
+        """Return the arithmetic intensity from which on 16-bit products are limited by arithmetic."""
+        return self.half_flops / self.bandwidth_bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
 class Chip:
     """What of a GPU decides how much memory a training step takes on it."""
 
@@ -34,6 +56,8 @@ class Chip:
     threads_per_multiprocessor: int = 2048
     name: str = "H200"
     memory_bytes: int | None = None
+    rates: Rates | None = None
+    """``None`` where no specification gives them: speed is then not predicted."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -51,8 +75,10 @@ class Chip:
         return precisions_of(self.capability)
 
     def document(self) -> dict[str, Any]:
-        """As JSON-ready data."""
-        return dataclasses.asdict(self) | {"capability": list(self.capability)}
+        """Return what decides the memory of a step, its name and its memory as JSON-ready data."""
+        document = dataclasses.asdict(self) | {"capability": list(self.capability)}
+        del document["rates"]
+        return document
 
     def decisive_document(self) -> dict[str, Any]:
         """The same without what it is called and how much memory it has, which decide nothing about a step."""
@@ -64,30 +90,105 @@ class Chip:
         return cls(**{**document, "capability": tuple(document["capability"])})
 
 
-def _chip(name: str, memory_mib: int, capability: tuple[int, int], multiprocessors: int, threads: int) -> Chip:
-    return Chip(capability, multiprocessors, threads, name, memory_mib * MIB)
+_VOLTA = "NVIDIA V100 data sheet (2020)"
+_TURING = "NVIDIA Turing architecture whitepaper (WP-09183-001), reference boards"
+_T4 = "NVIDIA T4 data sheet (2019)"
+_A100 = "NVIDIA A100 data sheet (2022), SXM"
+_GA102 = "NVIDIA Ampere GA102 architecture whitepaper, V2.1"
+_A10 = "NVIDIA A10 data sheet (2021)"
+_A40 = "NVIDIA A40 data sheet (2021)"
+_ADA = "NVIDIA Ada architecture whitepaper, V2.1"
+_L4 = "NVIDIA L4 data sheet (2023)"
+_L40 = "NVIDIA L40 data sheet (2023)"
+_L40S = "NVIDIA L40S data sheet (2023)"
+_H100 = "NVIDIA H100 data sheet (2024)"
+_H200 = "NVIDIA H200 data sheet (2024), SXM"
+_GH200 = "NVIDIA GH200 data sheet (2024), 96 GB of HBM3"
+_B200 = "NVIDIA Blackwell architecture technical brief (2024), HGX B200"
+_BLACKWELL = "NVIDIA RTX Blackwell architecture whitepaper, V1.1"
+_PRO = "NVIDIA RTX PRO 6000 Blackwell data sheet (2025), Workstation Edition"
+
+
+def _chip(
+    name: str,
+    memory_mib: int,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    threads: int,
+    tflops: tuple[float, float | None, float] | None = None,
+    gigabytes_per_second: float = 0.0,
+    watts: int = 0,
+    source: str = "",
+) -> Chip:
+    """``tflops`` are those of 16-bit, TF32 and float32 arithmetic."""
+    rates = None
+    if tflops is not None:
+        half, tf32, single = tflops
+        rates = Rates(
+            half * 1e12,
+            None if tf32 is None else tf32 * 1e12,
+            single * 1e12,
+            gigabytes_per_second * 1e9,
+            multiprocessors,
+            watts,
+            source,
+        )
+    return Chip(capability, multiprocessors, threads, name, memory_mib * MIB, rates)
 
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _chip("rtx-3060-12gb", 12288, (8, 6), 28, 1536),
-        _chip("rtx-3080-10gb", 10240, (8, 6), 68, 1536),
-        _chip("rtx-3090", 24576, (8, 6), 82, 1536),
-        _chip("rtx-4070", 12282, (8, 9), 46, 1536),
-        _chip("rtx-4080", 16376, (8, 9), 76, 1536),
-        _chip("rtx-4090", 24564, (8, 9), 128, 1536),
-        _chip("rtx-5090", 32607, (12, 0), 170, 1536),
-        _chip("a6000", 49140, (8, 6), 84, 1536),
-        _chip("t4", 15360, (7, 5), 40, 1024),
-        _chip("v100-16gb", 16384, (7, 0), 80, 2048),
-        _chip("v100-32gb", 32768, (7, 0), 80, 2048),
+        _chip("rtx-2080-ti", 11264, (7, 5), 68, 1024, (53.8, None, 13.4), 616, 250, _TURING),
+        _chip("rtx-3060-12gb", 12288, (8, 6), 28, 1536, (25.5, 12.7, 12.7), 360, 170, _GA102),
+        _chip("rtx-3070", 8192, (8, 6), 46, 1536, (40.6, 20.3, 20.3), 448, 220, _GA102),
+        _chip("rtx-3080-10gb", 10240, (8, 6), 68, 1536, (59.5, 29.8, 29.8), 760, 320, _GA102),
+        _chip("rtx-3090", 24576, (8, 6), 82, 1536, (71.0, 35.6, 35.6), 936, 350, _GA102),
+        _chip("rtx-4070", 12282, (8, 9), 46, 1536, (58.3, 29.1, 29.1), 504, 200, _ADA),
+        _chip("rtx-4080", 16376, (8, 9), 76, 1536, (97.5, 48.7, 48.7), 716.8, 320, _ADA),
+        _chip("rtx-4090", 24564, (8, 9), 128, 1536, (165.2, 82.6, 82.6), 1008, 450, _ADA),
+        _chip("rtx-5070-ti", 16303, (12, 0), 70, 1536, (87.9, 43.9, 43.9), 896, 300, _BLACKWELL),
+        _chip("rtx-5080", 16303, (12, 0), 84, 1536, (112.6, 56.3, 56.3), 960, 360, _BLACKWELL),
+        _chip("rtx-5090", 32607, (12, 0), 170, 1536, (209.5, 104.8, 104.8), 1792, 575, _BLACKWELL),
+        _chip("a6000", 49140, (8, 6), 84, 1536, (154.8, 77.4, 38.7), 768, 300, _GA102),
+        _chip("rtx-6000-ada", 49140, (8, 9), 142, 1536, (364.2, 182.1, 91.1), 960, 300, _ADA),
+        _chip("rtx-pro-6000", 97887, (12, 0), 188, 1536, (503.8, 251.9, 125.0), 1792, 600, _PRO),
+        _chip("t4", 15360, (7, 5), 40, 1024, (65.0, None, 8.1), 320, 70, _T4),
+        _chip("v100-16gb", 16384, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA),
+        _chip("v100-32gb", 32768, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA),
+        _chip("a10", 23028, (8, 6), 72, 1536, (125.0, 62.5, 31.2), 600, 150, _A10),
+        # Made for one cloud, without a public data sheet.
         _chip("a10g", 23028, (8, 6), 80, 1536),
-        _chip("l4", 23034, (8, 9), 58, 1536),
-        _chip("l40s", 46068, (8, 9), 142, 1536),
-        _chip("a100-40gb", 40960, (8, 0), 108, 2048),
-        _chip("a100-80gb", 81920, (8, 0), 108, 2048),
-        _chip("h100-80gb", 81559, (9, 0), 132, 2048),
-        _chip("h200", 143771, (9, 0), 132, 2048),
+        _chip("a40", 46068, (8, 6), 84, 1536, (149.7, 74.8, 37.4), 696, 300, _A40),
+        _chip("l4", 23034, (8, 9), 58, 1536, (121.0, 60.0, 30.3), 300, 72, _L4),
+        _chip("l40", 46068, (8, 9), 142, 1536, (181.0, 90.5, 90.5), 864, 300, _L40),
+        _chip("l40s", 46068, (8, 9), 142, 1536, (362.0, 183.0, 91.6), 864, 350, _L40S),
+        _chip("a100-40gb", 40960, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 1555, 400, _A100),
+        _chip("a100-80gb", 81920, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 2039, 400, _A100),
+        _chip("h100-pcie", 81559, (9, 0), 114, 2048, (756.0, 378.0, 51.0), 2000, 350, _H100),
+        _chip("h100-80gb", 81559, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 3350, 700, _H100),
+        _chip("h100-nvl", 95830, (9, 0), 132, 2048, (835.0, 417.0, 60.0), 3900, 400, _H100),
+        _chip("gh200-96gb", 97871, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4000, 1000, _GH200),
+        _chip("h200", 143771, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4800, 700, _H200),
+        _chip("b200", 183359, (10, 0), 148, 2048, (2250.0, 1125.0, 75.0), 8000, 1000, _B200),
     )
 }
+
+ALIASES = {
+    "a100": "a100-80gb",
+    "gh200": "gh200-96gb",
+    "h100": "h100-80gb",
+    "h100-sxm": "h100-80gb",
+    "h200-sxm": "h200",
+    "rtx-3060": "rtx-3060-12gb",
+    "rtx-3080": "rtx-3080-10gb",
+    "rtx-a6000": "a6000",
+    "v100": "v100-16gb",
+}
+"""Other names of chips of the catalog: where a chip comes in several sizes, the common one."""
+
+
+def find_chip(name: str) -> Chip | None:
+    """Return the chip of the catalog by its name or another one that it goes by; ``None`` where there is none."""
+    key = name.lower()
+    return CHIPS.get(ALIASES.get(key, key))

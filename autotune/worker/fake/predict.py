@@ -46,6 +46,7 @@ def predict(job: Document) -> Document:
     return {
         "batches": [limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted)],
         "largest_batch": largest,
+        "operations": training.operations,
     }
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.core.candidate import Arm
+from autotune.core.candidate import Arm, Document
 from autotune.core.workload import Workload
 from autotune.devices.gpus import Chip
+from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
@@ -125,6 +126,8 @@ class FakeTraining:
         self._workload = workload
         self._arm = arm
         self._chip = chip
+        self.operations: Document = {}
+        """What the operations of the step that was traced last compute and move."""
         self._library = install_cuda_autocast()
         install_cuda_functions(flash=chip.has_flash_attention, padded=workload.padding > 0)
 
@@ -147,35 +150,48 @@ class FakeTraining:
         return model
 
     def _trace(self, model: Any, batch_size: int) -> Trace:
-        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+        operations = OperationTally(batch_size)
+        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
         tracer.has_padding = self._workload.padding > 0
         with _fake(), _no_surprise_collection(), tracer:
             _materialise(model, tracer)
             if self._arm.gradient_checkpointing:
                 _enable_checkpointing(model)
             optimizer = _optimizer(self._arm.optim, model)
-            self._optimizer_step(model, optimizer, tracer, batch_size)
+            self._optimizer_step(model, optimizer, tracer, operations, batch_size)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self.operations = operations.document(trained)
             gc.collect()
             # Before the optimizer and its state go out of scope.
             return tracer.so_far()
 
     def _optimizer_step(
-        self, model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, batch_size: int
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        tracer: StorageTracer,
+        operations: OperationTally,
+        batch_size: int,
     ) -> None:
         batches = []
         for part in ("first inputs", "second inputs"):
             tracer.enter(part, "inputs")
             batches.append(_batch(self._workload, model, batch_size))
         tracer.enter("first micro-step", "activations")
+        operations.counts_as = "micro_step"
         with _noting_gradients(model, tracer):
             self._micro_step(model, batches[0])
+        operations.counts_as = None
         tracer.enter("second micro-step", "activations")
         if not tracer.repeat_micro_step("first micro-step"):
             self._micro_step(model, batches[1])
         tracer.enter("update", "workspaces")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         tracer.phase = "optimizer"
+        # Clipping is left out: on a GPU it goes through all gradients at once, here through one after the other.
+        operations.counts_as = "update"
         optimizer.step()
+        operations.counts_as = None
         optimizer.zero_grad(set_to_none=True)
 
     def _micro_step(self, model: Any, batch: dict[str, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autotune.worker.fake.operations import OperationTally
 from autotune.worker.private.torch import is_in_autograd, is_view
 
 DEATH = -1
@@ -52,7 +53,7 @@ class Trace:
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes down each storage when an operation first returns it and when nothing holds it any more."""
 
-    def __init__(self, workspace_bytes: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, workspace_bytes: tuple[int, int] = (0, 0), operations: OperationTally | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._workspace_bytes = workspace_bytes
@@ -67,6 +68,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._gradients: dict[int, list[int]] = {}
         """Allocations that became a parameter's gradient, by the event before which they did."""
+        self.operations = operations
+        """Where operations are counted, if they are."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -80,6 +83,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
             out = func(*args, **(kwargs or {}))
+        if self.operations is not None and self.operations.counts_as is not None:
+            self.operations.add(func, args, out)
         if func is torch.ops.aten.all.default:
             # Asked of masks that transformers fills with ones where the batch brings none, and then drops.
             self._true[out] = not self.has_padding

@@ -1,0 +1,276 @@
+"""Predict how long a GPU computes in a training step, from the operations that a fake step consists of.
+
+Each operation takes as long as the slower of its arithmetic and its memory traffic (a roofline), and no less than a
+kernel takes to start and end. Matrix products are cut into tiles that the multiprocessors work off in waves. Figures of
+the chip are specified ones; how much of them each class of operation reaches was fitted to recorded GPU times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autotune.core.candidate import Document
+from autotune.core.device import Precision
+from autotune.devices.gpus import Rates
+
+Size = tuple[int, int]
+"""So much for each sample of the batch, and so much whatever the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Equal operations of a step."""
+
+    part: str
+    """``forward``, ``backward``, ``recomputation`` or ``update``."""
+    kind: str
+    dtype: str
+    flops: Size
+    bytes: Size
+    shape: tuple[Size, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What one micro-step and the optimizer's update consist of, for arms of one memory class."""
+
+    rows: tuple[Operation, ...]
+    dispatched: dict[str, int]
+    """How many operations the host issues in each part, views included."""
+    gradient_tensors: int
+    gradient_bytes: int
+
+    @classmethod
+    def from_document(cls, document: Document) -> Operations:
+        """Read what a prediction job answered."""
+        rows = tuple(
+            Operation(
+                row["part"],
+                row["kind"],
+                row["dtype"],
+                _size(row["flops"]),
+                _size(row["bytes"]),
+                tuple(_size(number) for number in row["shape"]),
+                row["count"],
+            )
+            for row in document["rows"]
+        )
+        return cls(rows, document["dispatched"], document["gradient_tensors"], document["gradient_bytes"])
+
+    def product_flops(self, batch: int) -> float:
+        """Return the operations of matrix products, attention and convolutions in a micro-step, without recomputing.
+
+        That is what the utilisation of a GPU is usually related to (MFU; Chowdhery et al. 2022, appendix B).
+        """
+        kept = (row for row in self.rows if row.part in ("forward", "backward"))
+        return float(sum(row.count * _at(row.flops, batch) for row in kept))
+
+
+def _size(numbers: list[int]) -> Size:
+    return numbers[0], numbers[1]
+
+
+def _at(size: Size, batch: int) -> int:
+    return size[0] * batch + size[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """Which share of a chip's specified rates each class of operation reaches.
+
+    The defaults were fitted by ``studies/step_times.py fit`` to GPU times of an H200 (torch 2.11, CUDA 13.0).
+    """
+
+    half_products: float = 0.78
+    tf32_products: float = 0.55
+    fp32_products: float = 0.81
+    unaligned_half_products: float = 0.17
+    """Beside the above, where a row of a matrix is no multiple of 16 bytes, so that it cannot be loaded in blocks."""
+    unaligned_tf32_products: float = 0.32
+    product_overhead: float = 76.0
+    """What begins and ends each tile of a product, in steps of its inner dimension."""
+    product_traffic: float = 0.98
+    flash_forward: float = 0.29
+    """Attention: of the 16-bit peak."""
+    flash_backward: float = 0.16
+    efficient_forward: float = 0.18
+    efficient_backward: float = 0.12
+    float32_forward: float = 0.57
+    """Attention in float32: of the float32 peak, whatever the precision of other products."""
+    float32_backward: float = 0.44
+    convolution: float = 0.5
+    """Of what matrix products of the dtype reach."""
+    elementwise: float = 0.9
+    """This and what follows: of the memory bandwidth."""
+    elementwise_cast: float = 0.56
+    """Where dtypes are mixed, so that elements are converted one by one."""
+    dropout: float = 0.68
+    cast: float = 0.66
+    copy: float = 0.76
+    transpose: float = 0.51
+    normalisation: float = 0.64
+    normalisation_backward: float = 0.37
+    softmax: float = 0.69
+    reduction: float = 0.41
+    gather: float = 0.39
+    update: float = 0.61
+    kernel_seconds: float = 1.7e-6
+    """What a kernel takes at least."""
+
+
+EFFICIENCIES = Efficiencies()
+
+# Kernels that an operation starts, where that is not one.
+_KERNELS = {
+    "normalisation_backward": 2.0,
+    "reduction": 1.3,
+    "gather": 1.5,
+    "attention_backward": 3.0,
+    "convolution": 2.0,
+}
+
+# Rows and columns of a tile, and the rate that it reaches in relation to the largest.
+_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.5))
+_SPLITS = (1, 2, 4, 8, 16)
+"""Into how many parts the inner dimension is cut so that all multiprocessors have work."""
+_LEAST_SPLIT = 512
+_ALIGNMENT_BYTES = 16
+_HALF = ("float16", "bfloat16")
+
+
+class GpuModel:
+    """Predicts GPU time on one chip in one precision."""
+
+    def __init__(self, rates: Rates, precision: Precision, efficiencies: Efficiencies = EFFICIENCIES) -> None:
+        self._rates, self._precision, self._efficiencies = rates, precision, efficiencies
+        self._bandwidth = rates.bandwidth_bytes_per_second
+        own = efficiencies
+        self._half = rates.half_flops * own.half_products
+        self._single = rates.fp32_flops * own.fp32_products
+        self._uses_tf32 = precision == "tf32" and rates.tf32_flops is not None
+        if precision == "tf32" and rates.tf32_flops is not None:
+            self._single = rates.tf32_flops * own.tf32_products
+
+    def seconds(self, operation: Operation, batch: int) -> float:
+        """Return how long one operation takes at a per-device batch."""
+        least = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
+        if operation.kind == "matrix_product":
+            return least + self._product_seconds(operation, batch)
+        size_bytes = _at(operation.bytes, batch)
+        if operation.kind in ("attention", "attention_backward"):
+            rate = self._attention_rate(operation)
+            traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
+            return least + max(_at(operation.flops, batch) / rate, traffic)
+        if operation.kind == "convolution":
+            rate = self._product_rate(operation.dtype) * self._efficiencies.convolution
+            traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
+            return least + max(_at(operation.flops, batch) / rate, traffic)
+        return least + self._traffic_seconds(size_bytes, self._share(operation.kind))
+
+    def _share(self, kind: str) -> float:
+        if kind == "fused_update":
+            return self._efficiencies.update
+        if kind == "fill":
+            return self._efficiencies.elementwise
+        share: float = getattr(self._efficiencies, kind)
+        return share
+
+    def _product_rate(self, dtype: str) -> float:
+        return self._half if dtype in _HALF else self._single
+
+    def _attention_rate(self, operation: Operation) -> float:
+        own = self._efficiencies
+        backward = operation.kind == "attention_backward"
+        if operation.dtype not in _HALF:
+            return self._rates.fp32_flops * (own.float32_backward if backward else own.float32_forward)
+        is_flash = operation.shape[5][1]
+        if is_flash:
+            return self._rates.half_flops * (own.flash_backward if backward else own.flash_forward)
+        return self._rates.half_flops * (own.efficient_backward if backward else own.efficient_forward)
+
+    def _product_seconds(self, operation: Operation, batch: int) -> float:
+        products, rows, columns, inner = (_at(size, batch) for size in operation.shape)
+        item_bytes = 2 if operation.dtype in _HALF else 4
+        rate = self._product_rate(operation.dtype)
+        fixed = [size[1] for size in operation.shape[1:] if size[0] == 0]
+        if any(number > 1 and number * item_bytes % _ALIGNMENT_BYTES for number in fixed):
+            rate *= self._unaligned(operation.dtype)
+        best = math.inf
+        for tile_rows, tile_columns, share in _TILES:
+            tiles = products * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+            for parts in _SPLITS:
+                if parts > 1 and inner < parts * _LEAST_SPLIT:
+                    break
+                waves = math.ceil(tiles * parts / self._rates.multiprocessors)
+                steps = inner / parts + self._efficiencies.product_overhead
+                seconds = waves * 2 * tile_rows * tile_columns * steps * self._rates.multiprocessors / (rate * share)
+                if parts > 1:
+                    added = (parts + 1) * 4 * products * rows * columns
+                    seconds += self._traffic_seconds(added, self._efficiencies.elementwise)
+                best = min(best, seconds)
+        moved = item_bytes * products * (rows * inner + inner * columns + rows * columns)
+        return max(best, self._traffic_seconds(moved, self._efficiencies.product_traffic))
+
+    def _unaligned(self, dtype: str) -> float:
+        if dtype in _HALF:
+            return self._efficiencies.unaligned_half_products
+        # Without tensor cores, elements are loaded one by one anyway.
+        return self._efficiencies.unaligned_tf32_products if self._uses_tf32 else 1.0
+
+    def _traffic_seconds(self, size_bytes: float, share: float) -> float:
+        return size_bytes / (self._bandwidth * share)
+
+    def accumulation_seconds(self, operations: Operations) -> float:
+        """Return what adding the gradients of a further micro-step takes: two are read, one is written."""
+        own = self._efficiencies
+        traffic = self._traffic_seconds(3 * operations.gradient_bytes, own.elementwise)
+        return operations.gradient_tensors * own.kernel_seconds + traffic
+
+    def clipping_seconds(self, operations: Operations) -> float:
+        """Return what the norm of all gradients and their scaling take; in fp16 they are unscaled as well."""
+        passes = 5 if self._precision == "fp16" else 3
+        return self._traffic_seconds(passes * operations.gradient_bytes, self._efficiencies.elementwise)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """Seconds that the GPU computes in the parts of a step."""
+
+    forward: float
+    backward: float
+    """With what checkpoints recompute."""
+    accumulation: float
+    """Of each micro-step but the first."""
+    update: float
+    """With the clipping of gradients."""
+    by_kind: dict[str, float]
+    """Of a whole step."""
+
+    def of_step(self, accumulation: int) -> float:
+        """Return the seconds of a step of so many micro-steps."""
+        return accumulation * (self.forward + self.backward) + (accumulation - 1) * self.accumulation + self.update
+
+
+def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: int) -> GpuTime:
+    """Return how long the GPU computes in a step of ``accumulation`` micro-steps at a per-device batch."""
+    parts = {"forward": 0.0, "backward": 0.0, "recomputation": 0.0, "update": 0.0}
+    by_kind: dict[str, float] = {}
+    for operation in _counted(operations):
+        seconds = operation.count * model.seconds(operation, batch)
+        parts[operation.part] += seconds
+        times = 1 if operation.part == "update" else accumulation
+        by_kind[operation.kind] = by_kind.get(operation.kind, 0.0) + times * seconds
+    adding, clipping = model.accumulation_seconds(operations), model.clipping_seconds(operations)
+    by_kind["gradient_accumulation"] = (accumulation - 1) * adding
+    by_kind["gradient_clipping"] = clipping
+    return GpuTime(
+        parts["forward"], parts["backward"] + parts["recomputation"], adding, parts["update"] + clipping, by_kind
+    )
+
+
+def _counted(operations: Operations) -> Iterator[Operation]:
+    """All but what an optimizer does in its first step alone: its state is made then."""
+    return (row for row in operations.rows if not (row.part == "update" and row.kind == "fill"))

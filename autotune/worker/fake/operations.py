@@ -1,0 +1,287 @@
+"""Record what each operation of a fake training step computes and moves, so that its time can be predicted.
+
+An operation is described by its kind, its dtype, its floating-point operations and the bytes that it reads and writes.
+Equal operations are counted together. Sizes are recorded at the batch of the trace and split afterwards into a part
+for each sample and a constant part, as allocations are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from autotune.core.candidate import Document
+from autotune.worker.private.torch import is_in_autograd
+
+_aten = torch.ops.aten
+
+FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "update"
+
+_MATRIX_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+"""By operation: the position of the first factor among the arguments."""
+
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    "attention_backward": (
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ),
+    "convolution": ("convolution", "convolution_backward", "_convolution"),
+    "normalisation": (
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+    ),
+    "softmax": (
+        "_softmax",
+        "_softmax_backward_data",
+        "_safe_softmax",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "nll_loss2d_forward",
+        "nll_loss2d_backward",
+    ),
+    "reduction": (
+        *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "prod", "norm"),
+        *("linalg_vector_norm", "cumsum", "cumprod", "argmax", "argmin", "logsumexp", "count_nonzero"),
+    ),
+    "copy": (
+        *("_to_copy", "copy", "copy_", "clone", "cat", "stack", "repeat", "constant_pad_nd", "contiguous", "roll"),
+        *("slice_backward", "select_backward", "unfold_backward", "as_strided_scatter", "slice_scatter", "flip"),
+        *("_reshape_copy", "repeat_interleave", "pixel_shuffle", "im2col", "col2im"),
+    ),
+    "fill": (
+        *("fill_", "zero_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "scalar_tensor"),
+        *("new_zeros", "new_ones", "new_full", "bernoulli_", "uniform_", "normal_", "rand", "randn", "rand_like"),
+        *("randint", "eye", "linspace"),
+    ),
+    "gather": (
+        *("embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_put_"),
+        *("_unsafe_index", "_unsafe_index_put", "_index_put_impl_", "scatter", "scatter_", "scatter_add"),
+        *("scatter_add_", "gather_backward", "index_add", "index_add_", "take_along_dim", "nonzero"),
+        *("masked_select", "sort", "topk"),
+    ),
+    "nothing": (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"),
+        *("lift_fresh", "sym_size", "sym_numel", "sym_stride", "device", "_local_scalar_dense", "is_pinned"),
+    ),
+}
+_KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
+
+Row = tuple[Any, ...]
+Size = tuple[int, int]
+"""So much for each sample, and so much whatever the batch."""
+
+
+class OperationTally:
+    """Counts the operations of one micro-step and of the optimizer's update, traced at a telling batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.counts_as: Literal["micro_step", "update"] | None = None
+        """What operations belong to from now on; ``None`` while nothing is counted."""
+        self._batch = batch
+        self._counts: dict[Row, int] = {}
+        self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
+        self._kinds: dict[Any, tuple[str, str]] = {}
+
+    def add(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Count one operation."""
+        if self.counts_as is None:
+            return
+        name, kind = self._kind_of(func)
+        part = UPDATE if self.counts_as == "update" else _part_of_micro_step()
+        self._dispatched[part] += 1
+        if kind == "nothing":
+            return
+        if kind == "matrix_product":
+            row = self._matrix_product(name, args)
+        elif kind in ("attention", "attention_backward"):
+            row = self._attention(kind, name, args)
+        elif kind == "convolution":
+            row = self._convolution(name, args, out)
+        elif kind == "fused_update":
+            row = self._fused_update(args)
+        else:
+            row = self._moving(kind, name, args, out)
+        key = (part, *row)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def document(self, parameters: Sequence[torch.Tensor]) -> Document:
+        """Return what was counted, as JSON-ready data; ``parameters`` are those that are trained."""
+        names = ("part", "kind", "dtype", "flops", "bytes", "shape")
+        rows = [{**dict(zip(names, row, strict=True)), "count": count} for row, count in self._counts.items()]
+        return {
+            "rows": rows,
+            "dispatched": dict(self._dispatched),
+            "gradient_tensors": len(parameters),
+            "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
+        }
+
+    def _kind_of(self, func: Any) -> tuple[str, str]:
+        known = self._kinds.get(func)
+        if known is None:
+            name = func._schema.name.partition("::")[2]
+            kind = "matrix_product" if name in _MATRIX_PRODUCTS else _KINDS.get(name, "elementwise")
+            if func.is_view:
+                kind = "nothing"
+            elif name.startswith(("_fused_ad", "_fused_sgd", "_foreach_")):
+                kind = "fused_update"
+            known = self._kinds[func] = name, kind
+        return known
+
+    def _split(self, number: int) -> Size:
+        """Return a size as it is at any batch: it is a multiple of the traced one exactly where it grows with that."""
+        return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
+
+    def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
+        per_sample = constant = 0
+        for tensor in tensors:
+            size_bytes = _touched(tensor) * times
+            if size_bytes % self._batch == 0:
+                per_sample += size_bytes // self._batch
+            else:
+                constant += size_bytes
+        return per_sample, constant
+
+    def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
+        position = _MATRIX_PRODUCTS[name]
+        first, second = args[position], args[position + 1]
+        rows, inner = first.shape[-2:]
+        columns = second.shape[-1]
+        products = first.shape[0] if first.dim() == 3 else 1
+        flops = self._split(2 * products * rows * inner * columns)
+        shape = tuple(self._split(number) for number in (products, rows, columns, inner))
+        moved = self._split(products * rows * inner), self._split(products * inner * columns)
+        written = self._split(products * rows * columns)
+        size = first.element_size()
+        size_bytes = tuple(size * sum(part) for part in zip(*moved, written, strict=True))
+        return "matrix_product", _dtype_name(first), flops, size_bytes, shape
+
+    def _attention(self, kind: str, name: str, args: Sequence[Any]) -> Row:
+        backward = kind == "attention_backward"
+        query, key, value = args[1:4] if backward else args[0:3]
+        batch, heads, length, size = query.shape
+        keys = key.shape[-2]
+        dropout, causal = (args[i] if i < len(args) else 0 for i in _DROPOUT_AND_CAUSAL.get(name, (99, 99)))
+        # Two matrix products forward; five backward, one of which repeats the scores (FlashAttention, Dao et al. 2022).
+        flops = (5 if backward else 2) * 2 * batch * heads * length * keys * max(size, value.shape[-1])
+        flops //= 2 if causal else 1
+        bias = args[4 if backward else 3] if "efficient" in name and len(args) > 3 else None
+        read = [t for t in (query, key, value, query, bias) if isinstance(t, torch.Tensor)]
+        flash = "flash" in name or "cudnn" in name
+        options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
+        shape = *(self._split(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
+        return kind, _dtype_name(query), self._split(flops), self._bytes(read, 2 if backward else 1), shape
+
+    def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
+        backward = name == "convolution_backward"
+        source, weight = (args[1], args[2]) if backward else (args[0], args[1])
+        result = args[0] if backward else out
+        # The gradients of input and weight, where they are wanted.
+        times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
+        flops = self._split(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
+        return "convolution", _dtype_name(source), flops, self._bytes((source, weight, result), times), ()
+
+    def _fused_update(self, args: Sequence[Any]) -> Row:
+        """An optimizer's kernel for all tensors: it returns nothing, and writes all but the gradients in place."""
+        lists = [list(_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
+        read = [tensor for group in lists for tensor in group]
+        written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
+        dtype = _dtype_name(read[0]) if read else "float32"
+        return "fused_update", dtype, (0, 0), self._bytes(read + written), ((0, len(lists[0]) if lists else 0),)
+
+    def _moving(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
+        """An operation that takes as long as its memory traffic."""
+        read, written = list(_tensors(args)), list(_tensors((out,)))
+        if kind == "fill":
+            touched = written
+        elif name == "copy_":
+            touched = written + read[1:]
+        elif name in _TAKING:
+            # Only the rows that are taken are read.
+            touched = written * 2
+        else:
+            touched = written + read
+        largest = max(read or written, key=lambda tensor: tensor.numel(), default=None)
+        dtype = _dtype_name(largest) if largest is not None else "none"
+        shape: tuple[Size, ...] = ()
+        if largest is not None and largest.dim() and kind in ("normalisation", "softmax", "reduction"):
+            columns = largest.shape[-1]
+            shape = self._split(largest.numel() // max(1, columns)), self._split(columns)
+        if kind == "normalisation" and "backward" in name:
+            kind = "normalisation_backward"
+        elif kind == "copy":
+            kind = _kind_of_copy(read, written)
+        elif name == "native_dropout":
+            kind = "dropout"
+        elif kind == "elementwise" and _mixes_dtypes(read, written):
+            kind = "elementwise_cast"
+        return kind, dtype, (0, 0), self._bytes(touched), shape
+
+
+def _part_of_micro_step() -> str:
+    if not is_in_autograd():
+        return FORWARD
+    # A checkpoint's forward pass runs again inside the backward pass, where gradients are otherwise not tracked.
+    return RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
+
+
+_TAKING = frozenset(("embedding", "index", "index_select", "gather", "_unsafe_index"))
+
+# Where the dropout probability and the causal flag are among the arguments; what has its default may be missing.
+_DROPOUT_AND_CAUSAL = {
+    "_scaled_dot_product_flash_attention": (3, 4),
+    "_scaled_dot_product_flash_attention_backward": (10, 11),
+    "_scaled_dot_product_efficient_attention": (5, 6),
+    "_scaled_dot_product_efficient_attention_backward": (9, 11),
+}
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _kind_of_copy(read: list[torch.Tensor], written: list[torch.Tensor]) -> str:
+    """Return ``cast`` where the dtype changes, ``transpose`` where the order of elements does, else ``copy``."""
+    if _mixes_dtypes(read, written):
+        return "cast"
+    if all(tensor.is_contiguous() for tensor in (*read, *written)):
+        return "copy"
+    return "transpose"
+
+
+def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+    """Return whether tensors of several floating dtypes meet, which CUDA's elementwise kernels convert as they go."""
+    dtypes = {tensor.dtype for tensor in (*read, *written) if tensor.dim() and tensor.dtype.is_floating_point}
+    return len(dtypes) > 1
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor that memory holds: an expanded one is read again and again from the cache."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if 0 in tensor.stride():
+        return min(size_bytes, tensor.untyped_storage().nbytes())
+    return size_bytes

@@ -1,0 +1,298 @@
+"""Compare predicted with measured GPU time and step time, on every step that was recorded on an H200.
+
+    python studies/step_times.py compare
+    python studies/step_times.py fit
+    python studies/step_times.py trace
+
+``compare`` prints the errors of the constants in ``autotune/estimate``, and of constants that were fitted without half
+of the models, on those. ``fit`` prints constants that are fitted to all; both need scipy. ``trace`` writes what the
+steps of every recorded model and arm consist of to ``studies/landscapes/operations.json.gz``, and leaves what is there
+as it is. None of them needs a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recorded_steps import OPERATIONS, Step, Subject, operations_key, recorded_operations, recorded_steps, traced_arm
+
+from autotune.core.candidate import Candidate
+from autotune.devices.gpus import CHIPS
+from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, Operations, gpu_time
+from autotune.estimate.step_time import HostSpeed, StepTimeModel, step_seconds
+
+H200 = CHIPS["h200"]
+_RELATIVE_ERROR = 0.03
+"""Of a cell, as the fit weighs it against the priors."""
+_PRIOR = 0.3
+"""How far a constant may go from its default, as the logarithm of their ratio."""
+_PRIORS = {"elementwise": 0.15, "product_overhead": 0.6, "unaligned_half_products": 0.5, "unaligned_tf32_products": 0.5}
+_MOST_OF_A_FAMILY = 4
+"""Cells of a family beyond so many count less, so that no family outweighs the others."""
+_LARGE_KERNELS_SECONDS = 90e-6
+"""Steps whose kernels take longer on average are limited by the GPU: their time stands for its time, less the gaps."""
+_GAP_SECONDS = 0.004
+_HALVES = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The median GPU time of all recordings of one candidate."""
+
+    subject: Subject
+    candidate: Candidate
+    operations: Operations
+    seconds: float
+
+    def predicted(self, efficiencies: Efficiencies) -> float:
+        """Return the predicted GPU time."""
+        return self.gpu(efficiencies).of_step(self.candidate.gradient_accumulation_steps)
+
+    def gpu(self, efficiencies: Efficiencies) -> GpuTime:
+        """Return the predicted GPU time in parts."""
+        model = GpuModel(_rates(), self.candidate.arm.precision, efficiencies)
+        batch, accumulation = (
+            self.candidate.per_device_train_batch_size,
+            self.candidate.gradient_accumulation_steps,
+        )
+        return gpu_time(self.operations, model, batch, accumulation)
+
+
+def _rates() -> Any:
+    return H200.rates
+
+
+def trace() -> None:
+    """Record the operations of each model and arm, each in a forked process: tracing patches torch."""
+    from autotune.worker.fake.step import FakeTraining
+
+    wanted: dict[str, Step] = {}
+    for step in recorded_steps():
+        wanted.setdefault(operations_key(step.subject, step.candidate.arm), step)
+    found: dict[str, Any] = recorded_operations() if OPERATIONS.exists() else {}
+    for key, step in wanted.items():
+        if key in found:
+            continue
+        started = time.monotonic()
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            training = FakeTraining(step.subject.workload(), traced_arm(step.candidate.arm), H200)
+            training.step()
+            with os.fdopen(writing, "w") as file:
+                json.dump(training.operations, file)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as file:
+            text = file.read()
+        os.wait()
+        if text:
+            found[key] = json.loads(text)
+        print(f"{key}: {len(text)} bytes, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    with gzip.open(OPERATIONS, "wt", encoding="utf-8", compresslevel=9) as file:
+        json.dump(found, file)
+
+
+def known_steps() -> list[tuple[Step, Operations]]:
+    """Return every recorded step whose operations are known."""
+    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    found = []
+    for step in recorded_steps():
+        key = operations_key(step.subject, step.candidate.arm)
+        if key in operations:
+            found.append((step, operations[key]))
+    return found
+
+
+def cells(steps: Sequence[tuple[Step, Operations]]) -> tuple[list[Cell], list[Cell]]:
+    """Return the cells whose GPU time was measured, and those whose step time stands for it."""
+    grouped: dict[Any, list[tuple[Step, Operations]]] = {}
+    for step, operations in steps:
+        arm = dataclasses.replace(step.candidate.arm, cpu_affinity=False, dataloader_num_workers=0)
+        grouped.setdefault((step.subject, dataclasses.replace(step.candidate, arm=arm)), []).append((step, operations))
+    measured, limited = [], []
+    for (subject, candidate), members in grouped.items():
+        operations = members[0][1]
+        busy = [step.gpu_seconds for step, _ in members if step.gpu_seconds is not None]
+        if busy:
+            measured.append(Cell(subject, candidate, operations, statistics.median(busy)))
+            continue
+        accumulation = candidate.gradient_accumulation_steps
+        seconds = statistics.median(step.step_seconds for step, _ in members)
+        kernels = sum(row.count for row in operations.rows if row.part != "update")
+        if seconds / accumulation / kernels > _LARGE_KERNELS_SECONDS:
+            left = seconds - _GAP_SECONDS * (accumulation + 1)
+            limited.append(Cell(subject, candidate, operations, left))
+    return measured, limited
+
+
+def fitted(known: Sequence[Cell], start: Efficiencies = EFFICIENCIES) -> Efficiencies:
+    """Return the constants that predict these cells best, held near ``start`` where cells say little."""
+    import numpy as np
+    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+
+    names = [field.name for field in dataclasses.fields(Efficiencies)]
+    of_family = Counter(cell.subject.family for cell in known)
+    weights = [math.sqrt(min(1.0, _MOST_OF_A_FAMILY / of_family[cell.subject.family])) for cell in known]
+
+    def moved(values: Any) -> Efficiencies:
+        changes = {name: getattr(start, name) * math.exp(value) for name, value in zip(names, values, strict=True)}
+        return dataclasses.replace(start, **changes)
+
+    def residuals(values: Any) -> Any:
+        efficiencies = moved(values)
+        misses = [
+            weight * math.log(cell.predicted(efficiencies) / cell.seconds) / _RELATIVE_ERROR
+            for cell, weight in zip(known, weights, strict=True)
+        ]
+        priors = [value / _PRIORS.get(name, _PRIOR) for name, value in zip(names, values, strict=True)]
+        return np.array(misses + priors)
+
+    solution = least_squares(residuals, np.zeros(len(names)), diff_step=1e-3, max_nfev=12, loss="soft_l1")
+    return moved(solution.x)
+
+
+def error_line(name: str, errors: Sequence[float]) -> str:
+    """Return a row of the table of errors."""
+    ordered = sorted(abs(error) for error in errors)
+    if not ordered:
+        return f"{name:<58}   0"
+    ninety = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return (
+        f"{name:<58}{len(ordered):>4}{statistics.median(ordered):>9.1%}{ninety:>9.1%}{ordered[-1]:>9.1%}"
+        f"{statistics.median(errors):>+9.1%}"
+    )
+
+
+def held_out(measured: list[Cell], limited: list[Cell]) -> list[tuple[Cell, float]]:
+    """Return the relative errors of cells whose models took no part in the fit, over random halves of the families.
+
+    The fit starts from round constants that were chosen before any fit, not from the ones in use.
+    """
+    families = sorted({cell.subject.family for cell in measured})
+    halves = list(itertools.combinations(families, len(families) // 2))
+    found = []
+    for half in random.Random(1).sample(halves, min(_HALVES, len(halves))):
+        known = [cell for cell in measured + limited if cell.subject.family not in half]
+        constants = fitted(known, ROUND_NUMBERS)
+        unknown = [cell for cell in measured if cell.subject.family in half]
+        found += [(cell, cell.predicted(constants) / cell.seconds - 1) for cell in unknown]
+    return found
+
+
+ROUND_NUMBERS = Efficiencies(
+    half_products=0.75,
+    tf32_products=0.55,
+    fp32_products=0.8,
+    unaligned_half_products=0.3,
+    unaligned_tf32_products=0.45,
+    product_overhead=120.0,
+    product_traffic=0.9,
+    flash_forward=0.32,
+    flash_backward=0.2,
+    efficient_forward=0.18,
+    efficient_backward=0.12,
+    float32_forward=0.6,
+    float32_backward=0.4,
+    convolution=0.5,
+    elementwise=0.8,
+    elementwise_cast=0.6,
+    dropout=0.6,
+    cast=0.5,
+    copy=0.75,
+    transpose=0.45,
+    normalisation=0.65,
+    normalisation_backward=0.4,
+    softmax=0.45,
+    reduction=0.4,
+    gather=0.4,
+    update=0.65,
+    kernel_seconds=2.3e-6,
+)
+
+
+def compare() -> None:
+    """Print the tables."""
+    steps = known_steps()
+    measured, limited = cells(steps)
+    print(f"{'relative error':<58}   n   median  90 of 100  most    bias")
+    print("GPU time (CUPTI), constants fitted to all:")
+    _by(measured, lambda cell: cell.predicted(EFFICIENCIES) / cell.seconds - 1)
+    outside = held_out(measured, limited)
+    families = len({cell.subject.family for cell in measured})
+    print(f"GPU time, constants fitted without half of the {families} families, {_HALVES} halves:")
+    print(error_line("  all", [error for _, error in outside]))
+    for family in sorted({cell.subject.family for cell, _ in outside}):
+        print(error_line(f"  {family}", [error for cell, error in outside if cell.subject.family == family]))
+    _compare_steps(steps)
+
+
+def _by(known: Sequence[Cell], error: Callable[[Cell], float]) -> None:
+    print(error_line("  all", [error(cell) for cell in known]))
+    for precision in ("bf16", "tf32"):
+        of_precision = [cell for cell in known if cell.candidate.arm.precision == precision]
+        print(error_line(f"  {precision}", [error(cell) for cell in of_precision]))
+
+
+def _compare_steps(steps: Sequence[tuple[Step, Operations]]) -> None:
+    model = StepTimeModel(H200)
+    known = [(step, operations, model.predict(operations, step.candidate)) for step, operations in steps]
+    factors = _host_factors(steps)
+    print("Step time, no measurement of the machine:")
+    print(error_line("  all", [predicted.seconds / step.step_seconds - 1 for step, _, predicted in known]))
+    limits = dict.fromkeys(predicted.limited_by for *_, predicted in known)
+    for limit in limits:
+        errors = [p.seconds / step.step_seconds - 1 for step, _, p in known if p.limited_by == limit]
+        print(error_line(f"  limited by {limit}", errors))
+    inside = [p.interval_seconds[0] <= s.step_seconds <= p.interval_seconds[1] for s, _, p in known]
+    print(f"  in its interval: {sum(inside)} of {len(inside)}")
+    print("Step time, with one factor for the host of each recording:")
+    calibrated = []
+    for step, operations, _ in known:
+        calibrated.append((step, _with_factor(step, operations, factors[step.source]) / step.step_seconds - 1))
+    print(error_line("  all", [error for _, error in calibrated]))
+    for source, factor in factors.items():
+        errors = [error for step, error in calibrated if step.source == source]
+        print(error_line(f"  {source[:44]} (× {factor:.2f})", errors))
+
+
+def _with_factor(step: Step, operations: Operations, factor: float) -> float:
+    candidate = step.candidate
+    gpu = Cell(step.subject, candidate, operations, 0.0).gpu(EFFICIENCIES)
+    return step_seconds(operations, gpu, HostSpeed().scaled(factor), candidate.gradient_accumulation_steps)
+
+
+def _host_factors(steps: Sequence[tuple[Step, Operations]]) -> dict[str, float]:
+    """Return for each recording the factor of the host's time that leaves the least median error."""
+    found = {}
+    for source in sorted({step.source for step, _ in steps}):
+        own = [(step, operations) for step, operations in steps if step.source == source]
+
+        def miss(factor: float, own: list[tuple[Step, Operations]] = own) -> float:
+            return statistics.fmean(abs(math.log(_with_factor(s, o, factor) / s.step_seconds)) for s, o in own)
+
+        found[source] = min((0.5 * 1.06**i for i in range(24)), key=miss)
+    return found
+
+
+def fit() -> None:
+    """Print constants fitted to all cells."""
+    measured, limited = cells(known_steps())
+    for name, value in dataclasses.asdict(fitted(measured + limited, ROUND_NUMBERS)).items():
+        print(f"{name}: {value:.3g}")
+
+
+if __name__ == "__main__":
+    {"compare": compare, "fit": fit, "trace": trace}[sys.argv[1]]()

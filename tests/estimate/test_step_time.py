@@ -1,0 +1,129 @@
+"""Predicted GPU times and step times, against those that were recorded on an H200. No GPU, no torch."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from recorded_steps import Subject, operations_key, recorded_operations
+from step_times import H200, cells, known_steps
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.devices.gpus import ALIASES, CHIPS, find_chip
+from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, Operation, Operations
+from autotune.estimate.step_time import HostSpeed, StepTimeModel
+
+BERT_LARGE = Subject("bert-large-uncased", 512)
+BF16 = Arm("bf16")
+
+
+@pytest.fixture(scope="module")
+def bert_large() -> Operations:
+    return Operations.from_document(recorded_operations()[operations_key(BERT_LARGE, BF16)])
+
+
+def test_recorded_gpu_times_are_predicted() -> None:
+    measured, limited = cells(known_steps())
+    assert len({cell.subject.model for cell in measured}) >= 10
+    errors = sorted(abs(cell.predicted(EFFICIENCIES) / cell.seconds - 1) for cell in measured)
+    assert statistics.median(errors) < 0.02
+    assert errors[int(0.9 * len(errors))] < 0.06
+    others = [abs(cell.predicted(EFFICIENCIES) / cell.seconds - 1) for cell in limited]
+    assert statistics.median(others) < 0.04
+
+
+def test_intervals_hold_the_recorded_steps_and_those_that_the_gpu_limits_are_near() -> None:
+    model = StepTimeModel(H200)
+    known = [(step.step_seconds, model.predict(operations, step.candidate)) for step, operations in known_steps()]
+    inside = [low <= seconds <= high for seconds, predicted in known for low, high in [predicted.interval_seconds]]
+    assert sum(inside) / len(inside) > 0.95
+    errors = [abs(p.seconds / seconds - 1) for seconds, p in known if p.limited_by == "matrix products"]
+    assert statistics.median(errors) < 0.03
+
+
+def test_what_limits_is_told(bert_large: Operations) -> None:
+    model = StepTimeModel(H200)
+    large, small = (model.predict(bert_large, Candidate(BF16, batch, 1)) for batch in (32, 1))
+    assert large.limited_by == "matrix products"
+    assert small.limited_by == "host"
+    assert small.gpu_seconds < 0.5 * small.seconds
+    assert 0 < small.utilisation < large.utilisation < 1
+    low, high = large.interval_samples_per_second
+    assert low < large.samples_per_second < high
+
+
+def test_a_slower_host_only_matters_where_it_limits(bert_large: Operations) -> None:
+    slow, usual = (StepTimeModel(H200, host) for host in (HostSpeed().scaled(1.5), HostSpeed()))
+    small, large = Candidate(BF16, 2), Candidate(BF16, 64)
+    assert slow.predict(bert_large, small).seconds > 1.4 * usual.predict(bert_large, small).seconds
+    assert slow.predict(bert_large, large).seconds < 1.06 * usual.predict(bert_large, large).seconds
+
+
+def test_the_interval_is_wider_on_a_chip_that_was_not_measured(bert_large: Operations) -> None:
+    def width(name: str) -> float:
+        low, high = StepTimeModel(CHIPS[name]).predict(bert_large, Candidate(BF16, 32)).interval_seconds
+        return high / low
+
+    assert width("rtx-3090") > 1.5 * width("h200")
+
+
+def product(rows: int, columns: int, inner: int, dtype: str = "bfloat16") -> Operation:
+    """A matrix product whose rows are the samples."""
+    return Operation(
+        "forward",
+        "matrix_product",
+        dtype,
+        (2 * rows * columns * inner, 0),
+        (0, 0),
+        ((0, 1), (rows, 0), (0, columns), (0, inner)),
+        1,
+    )
+
+
+def test_a_row_that_is_not_aligned_makes_a_product_slow() -> None:
+    assert H200.rates is not None
+    half, tf32, single = (GpuModel(H200.rates, precision) for precision in ("bf16", "tf32", "fp32"))
+    aligned, odd = (product(512, columns, 768) for columns in (50264, 50265))
+    assert half.seconds(odd, 8) > 3 * half.seconds(aligned, 8)
+    aligned, odd = (product(512, columns, 768, "float32") for columns in (50264, 50265))
+    assert tf32.seconds(odd, 8) > 2 * tf32.seconds(aligned, 8)
+    # Without tensor cores elements are loaded one by one.
+    assert single.seconds(odd, 8) < 1.01 * single.seconds(aligned, 8)
+
+
+def test_tiles_come_in_waves() -> None:
+    assert H200.rates is not None
+    model = GpuModel(H200.rates, "bf16")
+    # 132 tiles of 256 × 128 keep each multiprocessor busy once; one more needs a second wave, or smaller tiles.
+    full, more = (model.seconds(product(rows, 128, 4096), 1) for rows in (256 * 132, 256 * 132 + 1))
+    assert 1.1 * full < more
+
+
+def test_a_chip_without_tf32_computes_float32_instead() -> None:
+    rates = CHIPS["v100-16gb"].rates
+    assert rates is not None
+    assert rates.tf32_flops is None
+    operation = product(512, 1024, 1024, "float32")
+    assert GpuModel(rates, "tf32").seconds(operation, 8) == GpuModel(rates, "fp32").seconds(operation, 8)
+
+
+def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
+    known = [chip for chip in CHIPS.values() if chip.rates is not None]
+    assert len(known) >= 25
+    for chip in known:
+        assert chip.rates is not None
+        assert chip.rates.source
+        assert chip.rates.half_flops > chip.rates.fp32_flops > 0
+        assert chip.rates.power_watts > 0
+        assert 1e11 < chip.rates.bandwidth_bytes_per_second < 1e13
+        assert (chip.rates.tf32_flops is not None) == (chip.capability >= (8, 0))
+    assert {find_chip(name) for name in ALIASES} <= set(CHIPS.values())
+    assert find_chip("H100") is CHIPS["h100-80gb"]
+    assert find_chip("voodoo-2") is None
+
+
+def test_rates_decide_nothing_about_memory() -> None:
+    chip = CHIPS["rtx-3090"]
+    assert "rates" not in chip.document()
+    assert replace(chip, rates=None).decisive_document() == chip.decisive_document()

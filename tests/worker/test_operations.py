@@ -1,0 +1,94 @@
+"""What the operations of a fake step compute and move, counted beside its allocations."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import warm
+
+_TRACED = """
+import json
+from autotune.core.candidate import Arm
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
+from autotune.worker.fake.step import FakeTraining
+
+found = {}
+for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "causal-lm")):
+    workload = Workload(name, resolve_model(name).config, task, 32)
+    for arm in (Arm("bf16"), Arm("tf32", True)):
+        training = FakeTraining(workload, arm, CHIPS["h200"])
+        documents = []
+        for batch in (61, 67):
+            training.trace(batch)
+            documents.append(training.operations)
+        found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, Any]:
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = warm.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, timeout=240, env=variables)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def in_order(document: dict[str, Any]) -> list[str]:
+    """The operations of a step, in an order of their own."""
+    return sorted(json.dumps(row) for row in document["rows"])
+
+
+def flops(document: dict[str, Any], kind: str, part: str) -> list[int]:
+    """Of a sample, and whatever the batch."""
+    rows = [row for row in document["rows"] if row["kind"] == kind and row["part"] == part]
+    return [sum(row["count"] * row["flops"][i] for row in rows) for i in (0, 1)]
+
+
+def test_operations_are_the_same_whatever_the_batch_of_the_trace(traced: dict[str, Any]) -> None:
+    for found in traced.values():
+        first, second = found["documents"]
+        assert in_order(first) == in_order(second)
+        assert {name: first[name] for name in first if name != "rows"} == {
+            name: second[name] for name in second if name != "rows"
+        }
+
+
+def test_matrix_products_have_the_operations_of_the_layers(traced: dict[str, Any]) -> None:
+    found = traced["bert-tiny bf16"]
+    config, document = found["config"], found["documents"][0]
+    width, inner, tokens = config["hidden_size"], config["intermediate_size"], 32
+    # Query, key, value, output, and the two of the feed-forward part; the pooler and two labels see one token.
+    a_layer = 2 * tokens * (4 * width * width + 2 * width * inner)
+    forward = config["num_hidden_layers"] * a_layer + 2 * width * (width + 2)
+    assert flops(document, "matrix_product", "forward") == [forward, 0]
+    assert flops(document, "matrix_product", "backward") == [2 * forward, 0]
+    assert flops(document, "matrix_product", "recomputation") == [0, 0]
+    # Two products of 32 × 32 scores in each layer, forward.
+    attention = config["num_hidden_layers"] * 2 * 2 * tokens * tokens * width
+    assert flops(document, "attention", "forward") == [attention, 0]
+
+
+def test_what_checkpoints_repeat_is_told_apart(traced: dict[str, Any]) -> None:
+    document = traced["bert-tiny tf32, checkpointing"]["documents"][0]
+    plain = traced["bert-tiny bf16"]["documents"][0]
+    assert document["dispatched"]["recomputation"] > 0
+    assert plain["dispatched"]["recomputation"] == 0
+    # All layers again, without pooler and classifier.
+    repeated, _ = flops(document, "matrix_product", "recomputation")
+    forward, _ = flops(document, "matrix_product", "forward")
+    assert 0.9 < repeated / forward < 1
+
+
+def test_the_optimizer_reads_and_writes_each_state_once(traced: dict[str, Any]) -> None:
+    document = traced["gpt2-tiny bf16"]["documents"][0]
+    moved = [row["bytes"][1] for row in document["rows"] if row["kind"] == "fused_update"]
+    # AdamW: parameter, gradient and two moments are read, all but the gradient written; and the counts of steps.
+    assert 7 * document["gradient_bytes"] <= max(moved) < 7.1 * document["gradient_bytes"]
