@@ -8,6 +8,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
+from autotune.core.stop import StopReason
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling
@@ -81,6 +82,7 @@ def report(*trials: TrialRecord, best: int | None = 1, baseline: int | None = 0,
         CEILING.document(),
         "0.1.0",
         state=changes.get("state", "finished"),
+        stop_reason=StopReason.TRIALS,
         stopped_because="the budget of 3 trials is spent",
         best_trial_id=None if best is None else f"trial-{best}",
         baseline_trial_id=None if baseline is None else f"trial-{baseline}",

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from autotune.core.candidate import Arm
 from autotune.core.outcome import Measurement
 from autotune.core.statistics import quantile
+from autotune.core.stop import LeftOut
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space
@@ -275,9 +276,9 @@ class Speeds:
         twin = self.view(plain)
         return bool(twin.feasible) and not self.can_gain(twin)
 
-    def left_out_lines(self) -> list[str]:
-        """Return a line for each reason why arms had no trial: ``all fp16: fp16 is never faster than bf16 …``."""
-        return [f"{'; '.join(self._arm_names(arms))}: {why}" for why, arms in self._arms_without_trial().items()]
+    def left_out_arms(self) -> tuple[LeftOut, ...]:
+        """Return the arms without a trial, grouped by the reason."""
+        return tuple(LeftOut(tuple(self._arm_names(arms)), why) for why, arms in self._arms_without_trial().items())
 
     def _arm_names(self, arms: list[Arm]) -> list[str]:
         """Return names for some arms: ``all fp16`` where they are all arms of a precision, else each description."""

@@ -11,7 +11,7 @@ from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.report import Report, data_facts, lengths_of, measurement, verdict
 from autotune.results.warnings import notes
 from autotune.space.dataloader import LOADER_BOUND, waits_for_data
-from autotune.store import StudyRecord, TrialRecord
+from autotune.store import TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1
@@ -46,7 +46,7 @@ def summary_lines(report: Report) -> list[str]:
     limit = describe_limit(best.candidate, measured)
     details = [_memory_line(report, best, measured), limit, *detail_lines(report, best, measured)]
     lines += [f"  {line}" for line in details if line is not None]
-    left_out = [f"  not tried: {line}" for line in _why_it_ended(report.study)[1:]]
+    left_out = [f"  not tried: {each.describe()}" for each in report.study.left_out]
     return [*lines, f"  {counts_line(report)}", *left_out, *_note_lines(report)]
 
 
@@ -115,17 +115,6 @@ def _first_epoch_lines(measured: Measurement) -> list[str]:
     ]
 
 
-def _why_it_ended(study: StudyRecord) -> list[str]:
-    """Why the search ended, then a line for each reason to leave arms out."""
-    return (study.stopped_because or "").split("\n")
-
-
-def _left_out(line: str) -> Document:
-    """``all fp16; tf32, checkpointing: why`` as data."""
-    names, _, why = line.partition(": ")
-    return {"arms": names.split("; "), "reason": why}
-
-
 def _was_interrupted(trial: TrialRecord) -> bool:
     return isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted"
 
@@ -150,7 +139,7 @@ def counts_line(report: Report) -> str:
         text += f" ({', '.join(others)})"
     if study.ended_at is None:
         return text
-    return f"{text} in {format_seconds(study.seconds)}; {_why_it_ended(study)[0]}"
+    return f"{text} in {format_seconds(study.seconds)}; {study.stopped_because or ''}"
 
 
 def _note_lines(report: Report) -> list[str]:
@@ -190,8 +179,9 @@ def report_document(report: Report) -> Document:
         "started_at": study.started_at.isoformat(),
         "ended_at": study.ended_at.isoformat() if study.ended_at else None,
         "state": study.state,
-        "stopped_because": _why_it_ended(study)[0] if study.stopped_because else None,
-        "left_out": [_left_out(line) for line in _why_it_ended(study)[1:]],
+        "stop_reason": study.stop_reason,
+        "stopped_because": study.stopped_because,
+        "left_out": [{"arms": list(each.arms), "reason": each.reason} for each in study.left_out],
         "request": study.request,
         "workload": report.workload,
         "environment": environment,

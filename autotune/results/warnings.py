@@ -8,10 +8,11 @@ from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory, source_of
+from autotune.core.stop import StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
-from autotune.store import NOTHING_LEFT, TrialRecord
+from autotune.store import TrialRecord
 
 # Half the interval of the next run's speed, relative, above which a promise says little.
 _WIDE_PROMISE = 0.1
@@ -34,7 +35,7 @@ def notes(report: Report) -> list[str]:
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps and added up"
         )
-    is_cut_short = not (report.study.stopped_because or "").startswith(NOTHING_LEFT)
+    is_cut_short = report.study.stop_reason is not StopReason.NOTHING_LEFT
     if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
         found.append("nothing but one configuration was measured: give the search more --trials or --time-budget")
     if best is not None and measured:

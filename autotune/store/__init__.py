@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from autotune.store.opening import current_revision, open_store, upgrade
     from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
     from autotune.store.records import (
-        NOTHING_LEFT,
         TRIAL_ID_ATTRIBUTE,
         PastTrial,
         Stage,
@@ -37,7 +36,6 @@ __all__ = [
     "DEFAULT_LOCATION",
     "LOCATION_VARIABLE",
     "LOCK_TIMEOUT_SECONDS",
-    "NOTHING_LEFT",
     "TRIAL_ID_ATTRIBUTE",
     "AnswerKind",
     "Answers",
@@ -68,7 +66,6 @@ _MODULE_OF = {
     "AnswerKind": "answers",
     "Answers": "answers",
     "LOCK_TIMEOUT_SECONDS": "engine",
-    "NOTHING_LEFT": "records",
     "PastTrial": "records",
     "Stage": "records",
     "StudyRecord": "records",

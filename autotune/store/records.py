@@ -9,6 +9,7 @@ from typing import Literal
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.outcome import Outcome
+from autotune.core.stop import LeftOut, StopReason
 
 StudyState = Literal["running", "finished", "interrupted"]
 Stage = Literal["search", "final", "baseline", "reused"]
@@ -31,10 +32,6 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-NOTHING_LEFT = "no remaining candidate is worth a trial"
-"""How ``stopped_because`` begins where no budget ended the search."""
-
-
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
     """One search: what was asked, under which ceiling, and how it ended."""
@@ -48,8 +45,11 @@ class StudyRecord:
     autotune_version: str
     id: str = field(default_factory=new_id)
     state: StudyState = "running"
+    stop_reason: StopReason | None = None
     stopped_because: str | None = None
-    """One line; then one for each reason to leave arms without a trial."""
+    """The reason in words, with its figures."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The arms that had no trial, where the search ended because nothing was worth one."""
     best_trial_id: str | None = None
     baseline_trial_id: str | None = None
     started_at: datetime = field(default_factory=now)

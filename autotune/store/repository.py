@@ -16,6 +16,8 @@ from sqlalchemy.exc import IntegrityError
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
+from autotune.core.schema import decode
+from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.location import Location
@@ -105,7 +107,7 @@ class Store:
                 taken = select(StudyRow.id).where(StudyRow.name == study.name)
                 if connection.execute(taken).first() is not None:
                     raise _name_is_taken(study.name, self.label)
-                connection.execute(insert(StudyRow).values(**_columns(study)))
+                connection.execute(insert(StudyRow).values(**_study_columns(study)))
         except StorageError as error:
             # Where writers do not wait for each other, another may have come between.
             if isinstance(error.__cause__, IntegrityError) and self.study(study.name) is not None:
@@ -117,7 +119,7 @@ class Store:
 
         ``StorageError`` when there is none of this id.
         """
-        values = {name: value for name, value in _columns(study).items() if name not in _FIXED_IN_A_STUDY}
+        values = {name: value for name, value in _study_columns(study).items() if name not in _FIXED_IN_A_STUDY}
         with self._transaction(writes=True) as connection:
             if connection.execute(update(StudyRow).where(StudyRow.id == study.id).values(**values)).rowcount == 0:
                 raise StorageError(
@@ -277,6 +279,10 @@ def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
+def _study_columns(study: StudyRecord) -> dict[str, Any]:
+    return _columns(study) | {"left_out": [dataclasses.asdict(each) for each in study.left_out] or None}
+
+
 def _trial_columns(trial: TrialRecord) -> dict[str, Any]:
     return _columns(trial) | {
         "candidate": trial.candidate.parameters(),
@@ -286,7 +292,11 @@ def _trial_columns(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
-    return StudyRecord(**{name: row[name] for name in _STUDY_FIELDS})
+    fields = {name: row[name] for name in _STUDY_FIELDS}
+    reason, left_out = fields["stop_reason"], fields["left_out"]
+    fields["stop_reason"] = None if reason is None else StopReason(reason)
+    fields["left_out"] = decode(left_out or [], tuple[LeftOut, ...])
+    return StudyRecord(**fields)
 
 
 def _trial_record(row: Sequence[Any]) -> TrialRecord:

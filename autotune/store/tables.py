@@ -104,7 +104,9 @@ class StudyRow(Base):
     request: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     ceiling: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
+    stop_reason: Mapped[str | None] = mapped_column(String(_WORD_LENGTH))
     stopped_because: Mapped[str | None] = mapped_column(Text)
+    left_out: Mapped[list[dict[str, Any]] | None] = mapped_column(_DOCUMENT)
     best_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
     baseline_trial_id: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
     started_at: Mapped[datetime]

@@ -11,11 +11,12 @@ from typing import Protocol, runtime_checkable
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import AutotuneError
 from autotune.core.outcome import Effort, Failed, Outcome, process_of
+from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.throughput import Speeds
 from autotune.execution.executor import TrialJob
-from autotune.store import NOTHING_LEFT, Stage, Store, StudyRecord, TrialRecord, now
+from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.optuna_study import Asked, OptunaStudy
 from autotune.tuning.plan import Plan
@@ -25,8 +26,6 @@ from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.sampler import candidate_of, distributions, make_sampler
 from autotune.tuning.studies import no_result, open_study
-
-_INTERRUPTED = "interrupted"
 
 
 class Runner(Protocol):
@@ -98,18 +97,16 @@ class Search:
         self._optuna = OptunaStudy(self._study.name, self._store, sampler, space, objective, ceiling)
         self._optuna.settle(self._plan.records)
         self._observer.begins(self._prepared, self._study)
-        reason = _INTERRUPTED
-        finished = False
+        stop = INTERRUPTED
         try:
-            reason = self._loop()
-            finished = reason != _INTERRUPTED
+            stop = self._loop()
         except AutotuneError as error:
-            reason = error.message
+            stop = Stop(StopReason.ERROR, error.message)
             raise
         finally:
-            self._close_study(reason, finished=finished)
-        if finished:
-            self._check_result(reason)
+            self._close_study(stop)
+        if self._study.state == "finished":
+            self._check_result(stop)
         return self._study
 
     # The study
@@ -130,14 +127,16 @@ class Search:
             past, memory = self._store.past_trials(self._study), self._history.memory
             self._library = Library(past, self._prepared.ceiling, memory)
 
-    def _close_study(self, reason: str, *, finished: bool) -> None:
+    def _close_study(self, stop: Stop) -> None:
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         best, baseline = self._plan.best(), self._plan.baseline()
         self._study = replace(
             self._study,
-            state="finished" if finished else "interrupted",
-            stopped_because="\n".join([reason, *self._left_out(reason)]),
+            state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
+            stop_reason=stop.reason,
+            stopped_because=stop.sentence,
+            left_out=self._left_out(stop),
             best_trial_id=best.trial_id if best else None,
             baseline_trial_id=baseline.trial_id if baseline else None,
             ended_at=now(),
@@ -145,26 +144,25 @@ class Search:
         )
         self._store.update_study(self._study)
 
-    def _left_out(self, reason: str) -> list[str]:
-        """Which arms had no trial, and why, where the search ended because nothing was worth one."""
-        if reason != NOTHING_LEFT or self._request.objective != "throughput":
-            return []
-        return Speeds(self._prepared.space, self._history).left_out_lines()
+    def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
+        """Return which arms had no trial, and why, where the search ended because nothing was worth one."""
+        if stop != NOTHING_LEFT or self._request.objective != "throughput":
+            return ()
+        return Speeds(self._prepared.space, self._history).left_out_arms()
 
-    def _check_result(self, reason: str) -> None:
+    def _check_result(self, stop: Stop) -> None:
         """Raise where there is nothing to recommend, and say why."""
         if self._plan.best() is None:
-            is_certain = reason == NOTHING_LEFT
-            raise no_result(self._history, self._request, reason, is_certain=is_certain, log_folder=self._log_folder)
+            raise no_result(self._history, self._request, stop, log_folder=self._log_folder)
 
     # The loop
 
-    def _loop(self) -> str:
-        """Run trials until there is a reason to stop; the reason."""
+    def _loop(self) -> Stop:
+        """Run trials until there is a reason to stop, and return it."""
         while True:
-            reason = _INTERRUPTED if self._interruption.asked else self._plan.exhausted()
-            if reason is not None:
-                return reason
+            stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
+            if stop is not None:
+                return stop
             self._look_ahead()
             step = self._plan.next()
             if step is None:

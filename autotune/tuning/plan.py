@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Candidate
+from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader, usable_cores
-from autotune.store import NOTHING_LEFT, Stage, TrialRecord
+from autotune.store import Stage, TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
@@ -87,14 +88,14 @@ class Plan:
 
     # What is next
 
-    def exhausted(self) -> str | None:
+    def exhausted(self) -> Stop | None:
         """Return why the budget allows no further trial; ``None`` where it does."""
         most = self._request.most_trials
         if most is not None and self.trials_spent >= most:
-            return f"the budget of {plural(most, 'trial')} is spent"
+            return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} is spent")
         budget = self._request.time_budget_seconds
         if budget is not None and self.elapsed_seconds() >= budget:
-            return f"the time budget of {format_seconds(budget)} is spent"
+            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} is spent")
         return None
 
     @property
@@ -116,12 +117,12 @@ class Plan:
             return None
         return Step("search", self.upcoming(), proposed=True)
 
-    def done(self) -> str | None:
+    def done(self) -> Stop | None:
         """Return why the policy or the sampler has nothing more to propose."""
         if self._policy is not None:
             return NOTHING_LEFT if self.upcoming() is None else None
         if self._refusals >= _MOST_REFUSALS:
-            return f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row"
+            return Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
         return None
 
     def upcoming(self) -> Candidate | None:

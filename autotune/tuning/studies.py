@@ -19,6 +19,7 @@ from autotune.core.errors import (
 )
 from autotune.core.masking import masked_options
 from autotune.core.outcome import Failed, source_of
+from autotune.core.stop import Stop, StopReason
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
@@ -167,13 +168,10 @@ def _device_of(environment: Document, study: str) -> Device:
     )
 
 
-def no_result(
-    history: History, request: SearchRequest, reason: str, *, is_certain: bool, log_folder: Path
-) -> AutotuneError:
-    """Why a search that ended for this reason has nothing to recommend.
-
-    ``is_certain`` says that no candidate was left to try.
-    """
+def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
+    """Return the error that says why a search has nothing to recommend."""
+    # No candidate was left to try.
+    is_certain = stop.reason is StopReason.NOTHING_LEFT
     tried, ceiling = history.tried, history.ceiling
     failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
     if not any(history.is_over(t) for t in tried):
@@ -183,7 +181,7 @@ def no_result(
                 f"its log is in {log_folder}",
             )
         if not is_certain:
-            return NoResultError(f"no candidate was run: {reason}", "raise --trials or --time-budget")
+            return NoResultError(f"no candidate was run: {stop.sentence}", "raise --trials or --time-budget")
     return NothingFitsError(
         f"nothing {'' if is_certain else 'that was tried '}fits under {format_bytes(ceiling.line_bytes)} "
         f"({format_bytes(ceiling.cap_bytes)} less headroom); {_how_many(tried)}"

@@ -90,7 +90,7 @@ def test_every_level_that_is_looked_at_counts_for_what_is_beaten() -> None:
     candidate = Candidate(BF16, 100, 1)
     history.add(Tried("0", candidate, Completed(measurement(candidate, 0.3, GIB, GIB))))
     found = Speeds(space, history)
-    assert found.left_out_lines() == [
+    assert [each.describe() for each in found.left_out_arms()] == [
         "bf16, checkpointing: every batch that fits was measured without checkpointing, which is never slower",
         "fp16: fp16 is never faster than bf16 and needs as much memory",
     ]
@@ -115,8 +115,8 @@ def test_checkpointing_is_left_out_without_a_gpu_time_where_the_plain_arm_is_far
 
 def test_arms_that_are_left_out_together_are_named_together() -> None:
     arms = tuple(Arm(p, c) for p in ("bf16", "fp16", "tf32") for c in (False, True))  # type: ignore[arg-type]
-    lines = speeds((BF16, 16, 0.0475), (BF16, 64, 0.2), arms=arms).left_out_lines()
-    assert lines == [
+    left_out = speeds((BF16, 16, 0.0475), (BF16, 64, 0.2), arms=arms).left_out_arms()
+    assert [each.describe() for each in left_out] == [
         f"bf16, checkpointing: {RECOMPUTING}",
         "all fp16: fp16 is never faster than bf16 and needs as much memory",
         "all tf32: tf32 takes at least 1.4 times the GPU time measured in bf16: too slow to reach the best",

@@ -20,6 +20,7 @@ from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOA
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.stop import LeftOut
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
@@ -293,10 +294,12 @@ def test_every_text_is_escaped() -> None:
     failed = trial(3, FP16, 8, Failed("error", f"</td></table>{HOSTILE}"))
     optim = trial(4, dataclasses.replace(BF16, optim=HOSTILE), 8, completed(200.0))
     plain = report(BASELINE, WINNER, OVER, failed, optim)
-    because = f"{HOSTILE}\n{HOSTILE}: {HOSTILE}"
+    left_out = (LeftOut((HOSTILE,), HOSTILE),)
     made = dataclasses.replace(
         plain,
-        study=dataclasses.replace(plain.study, name=HOSTILE, stopped_because=because, state="interrupted"),
+        study=dataclasses.replace(
+            plain.study, name=HOSTILE, stopped_because=HOSTILE, left_out=left_out, state="interrupted"
+        ),
         workload={**WORKLOAD, "model": HOSTILE},
         environment={**ENVIRONMENT, "device_name": HOSTILE, "driver": HOSTILE},
     )

@@ -14,11 +14,12 @@ from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WIN
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
+from autotune.core.stop import NOTHING_LEFT
 from autotune.core.units import GIB
 from autotune.results.report import Report, describe_data, load_report, times, verdict
 from autotune.results.text import report_document, summary_lines, trial_document
 from autotune.results.warnings import notes
-from autotune.store import NOTHING_LEFT, Store, open_store
+from autotune.store import Store, open_store
 
 
 def test_verdicts() -> None:
@@ -162,8 +163,8 @@ def test_what_the_reader_should_know(name: str) -> None:
 def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut_short: bool) -> None:
     made = report(WINNER, trial(1, BF16, 32, completed(310.0), "final"), best=1, baseline=None)
     if not is_cut_short:
-        reason = f"{NOTHING_LEFT}\nall fp16: fp16 is never faster"
-        made = dataclasses.replace(made, study=dataclasses.replace(made.study, stopped_because=reason))
+        study = dataclasses.replace(made.study, stop_reason=NOTHING_LEFT.reason, stopped_because=NOTHING_LEFT.sentence)
+        made = dataclasses.replace(made, study=study)
     assert any("give the search more --trials" in note for note in notes(made)) == is_cut_short
 
 

@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 import autotune
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
+from autotune.core.stop import LeftOut, StopReason
 from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
@@ -193,6 +194,41 @@ def test_what_was_queued_under_the_third_revision_is_still_there(tmp_path: Path)
         assert store.queue.token("0" * 64) is not None
         assert [agent.name for agent in store.queue.agents()] == ["host cpu"]
         assert store.queue.claim("agent", Offer("cuda", "NVIDIA H200", 2**37)) is not None
+
+
+NOTHING = "no remaining candidate is worth a trial"
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "reason", "sentence", "left_out"),
+    [
+        ("finished", f"{NOTHING}\nall fp16; tf32: never: faster\nfp32: no", StopReason.NOTHING_LEFT, NOTHING,
+         (LeftOut(("all fp16", "tf32"), "never: faster"), LeftOut(("fp32",), "no"))),
+        ("finished", "the budget of 3 trials is spent", StopReason.TRIALS, "the budget of 3 trials is spent", ()),
+        ("finished", "the time budget of 9.0 s is spent", StopReason.TIME, "the time budget of 9.0 s is spent", ()),
+        ("interrupted", "interrupted", StopReason.INTERRUPTED, "interrupted", ()),
+        ("interrupted", "no server\nits log: x", StopReason.ERROR, "no server\nits log: x", ()),
+        ("finished", "an older sentence", None, "an older sentence", ()),
+        ("running", None, None, None, ()),
+    ],
+)  # fmt: skip
+def test_why_a_search_ended_is_data_since_the_fourth_revision(
+    tmp_path: Path, state: str, text: str | None, reason: StopReason | None, sentence: str | None, left_out: object
+) -> None:
+    """The lines of the text become a reason and a list, and come back as lines in a downgrade."""
+    path = tmp_path / "frozen.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / "0002.sql").read_text())
+        connection.execute("UPDATE autotune_studies SET state = ?, stopped_because = ?", (state, text))
+        connection.commit()
+    with open_store(str(path)) as store:
+        study = store.study("frozen")
+        assert study is not None
+        assert (study.stop_reason, study.stopped_because, study.left_out) == (reason, sentence, left_out)
+    if left_out:
+        run_alembic(tmp_path, path, "downgrade", "0002")
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("SELECT stopped_because FROM autotune_studies").fetchall() == [(text,)]
 
 
 def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.stop import NOTHING_LEFT, LeftOut
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, TrialRecord, new_id, open_store
 
 NewStudy = Callable[[str], StudyRecord]
@@ -49,7 +50,9 @@ def test_a_study_comes_back_as_it_was(store: Store, new_study: NewStudy) -> None
     ended = dataclasses.replace(
         study,
         state="finished",
-        stopped_because="every candidate was tried",
+        stop_reason=NOTHING_LEFT.reason,
+        stopped_because=NOTHING_LEFT.sentence,
+        left_out=(LeftOut(("all fp16", "tf32, checkpointing"), "never: faster"),),
         best_trial_id=new_id(),
         baseline_trial_id=new_id(),
         ended_at=study.started_at + timedelta(seconds=41.5),

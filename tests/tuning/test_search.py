@@ -12,6 +12,7 @@ from searching import interrupt_after, new_store, request, search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NoResultError, NothingFitsError, TrialServerError
 from autotune.core.outcome import Failed, OutOfMemory
+from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, MIB
 from autotune.store import Store
 
@@ -36,8 +37,8 @@ class TestFromEndToEnd:
         run = search(store, runner)
         assert run.best.candidate.describe() == "32 × 2  bf16"
         assert run.study.state == "finished"
-        assert (run.study.stopped_because or "").splitlines() == [
-            "no remaining candidate is worth a trial",
+        assert (run.study.stop_reason, run.study.stopped_because) == (NOTHING_LEFT.reason, NOTHING_LEFT.sentence)
+        assert [each.describe() for each in run.study.left_out] == [
             "all fp16: fp16 is never faster than bf16 and needs as much memory",
             "all tf32: tf32 takes at least 1.4 times the GPU time measured in bf16: too slow to reach the best",
             "all fp32: fp32 is never faster than tf32 and needs as much memory",
@@ -142,6 +143,7 @@ class TestBudgets:
         run = search(store, runner, trials=trials)
         assert len(runner.jobs) == trials
         assert run.study.stopped_because == f"the budget of {trials} trials is spent"
+        assert run.study.stop_reason is StopReason.TRIALS
         assert run.study.state == "finished"
 
     def test_of_seconds_starts_no_trial_after_its_end(self, store: Store) -> None:
@@ -152,6 +154,7 @@ class TestBudgets:
         assert last is not None
         assert runner.seconds - last < 12 <= runner.seconds
         assert run.study.stopped_because == "the time budget of 12.0 s is spent"
+        assert run.study.stop_reason is StopReason.TIME
 
     def test_of_seconds_spent_before_the_first_trial_is_no_verdict_on_memory(self, store: Store) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
