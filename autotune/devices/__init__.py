@@ -1,8 +1,8 @@
-"""Facts about the GPUs and the CPU, without torch, and the memory ceiling that follows from them.
+"""Read facts about the GPUs and the CPU of this machine, without torch.
 
-``facts`` holds the values, ``nvml`` reads the GPUs, ``host`` reads the CPU and its memory,
-``listing`` answers what this process may use, ``ceiling`` says how many bytes a trial may reach.
-Importing this loads nothing but the standard library; NVML is opened by the first question about a GPU.
+``nvml`` reads the GPUs, ``host`` the CPU and its memory, ``listing`` finds the devices that this process may use. The
+values are in ``autotune.core.device`` and ``autotune.core.ceiling``. Importing this package loads nothing but the
+standard library; NVML is opened by the first question about a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a GPU is at one moment: its memory, who is on it, what slows it down, whether it still answers."""
+"""Describe the state of a GPU at one moment: memory, processes, clocks and errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-# NVML API reference, "NvmlClocksEventReasons". A power cap in software is the rule on a large GPU under load and
-# says nothing of others; idling, application clocks and display clocks are the owner's wish.
+# NVML API reference, "NvmlClocksEventReasons". A software power cap is normal for a large GPU under load, and does not
+# show other users. Idling, application clocks and display clocks are the owner's choice.
 SLOWDOWNS: dict[int, str] = {
     0x08: "hardware slowdown",
     0x20: "thermal slowdown by the driver",
@@ -19,19 +19,19 @@ POWER_CAP = 0x04
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One reading; ``None`` is what the driver does not say."""
+    """One reading of a GPU's state. ``None`` is what the driver does not tell."""
 
     free_bytes: int | None = None
     pids: frozenset[int] = frozenset()
-    """Of all processes on the GPU but this one; in a container they may be the host's numbers, or missing."""
+    """Processes on the GPU but this one. In a container they may have the host's numbers, or be missing."""
     clock_events: int | None = None
-    """NVML's bits: why the clocks are below their maximum."""
+    """NVML's bits of the reasons why clocks are below their maximum."""
     sm_clock_mhz: int | None = None
     temperature_celsius: int | None = None
     uncorrected_errors: int | None = None
-    """ECC errors that could not be corrected, since the driver was loaded."""
+    """Uncorrected ECC errors since the driver was loaded."""
     is_lost: bool = False
-    """NVML says that the GPU is lost, or has fallen off the bus."""
+    """Whether NVML reports that the GPU is lost or has fallen off the bus."""
 
     @property
     def slowdowns(self) -> tuple[str, ...]:
@@ -40,15 +40,15 @@ class Condition:
 
     @property
     def is_power_capped(self) -> bool:
-        """Whether the clocks are lowered to keep within the power limit."""
+        """Whether the clocks are lowered to stay within the power limit."""
         return bool((self.clock_events or 0) & POWER_CAP)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPolicy:
-    """Settings of a GPU that its owner chose and that decide its speed; ``None`` is what NVML does not say.
+    """Settings of a GPU that its owner chose and that affect its speed. ``None`` is what NVML does not tell.
 
-    NVML has no function that reads clocks locked with ``nvidia-smi --lock-gpu-clocks``.
+    NVML cannot read clocks that were locked with ``nvidia-smi --lock-gpu-clocks``.
     """
 
     power_limit_watts: float | None = None
@@ -57,7 +57,7 @@ class GpuPolicy:
     sm_clock_offset_mhz: int | None = None
     memory_clock_offset_mhz: int | None = None
     has_ecc: bool | None = None
-    """Whether memory errors are corrected, which costs bandwidth on some GPUs."""
+    """Whether ECC is on, which costs bandwidth on some GPUs."""
 
     def document(self) -> dict[str, Any]:
         """Return the settings as JSON-ready data."""

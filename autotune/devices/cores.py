@@ -1,4 +1,4 @@
-"""The one CPU core for a training process that is pinned: near its GPU, and another one for each GPU."""
+"""Choose the CPU core for a pinned training process: near its GPU, and a different one for each GPU."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def can_pin() -> bool:
-    """Whether this system lets a process choose its cores (Linux does, macOS does not)."""
+    """Return whether the system lets a process choose its cores (Linux does, macOS does not)."""
     return hasattr(os, "sched_setaffinity")
 
 
 def usable_core_numbers() -> tuple[int, ...]:
-    """Numbers of the cores that this thread may use, ascending; empty where the system does not say."""
+    """Return the numbers of the cores that this thread may use, ascending; empty where the system does not tell."""
     return tuple(sorted(os.sched_getaffinity(0))) if can_pin() else ()
 
 
 def core_for(uuid: str, usable: Collection[int]) -> int | None:
-    """The core for the training process of one GPU: the same answer every time; ``None`` where none is usable."""
+    """Return the core for the training process of one GPU, always the same one; ``None`` where none is usable."""
     index, bus_id = current_session().location(uuid)
     return choose_core(usable, near=local_cores(bus_id), second_threads=second_threads(usable), gpu_index=index or 0)
 
@@ -35,10 +35,10 @@ def choose_core(
     second_threads: Collection[int] = (),
     gpu_index: int = 0,
 ) -> int | None:
-    """One of the ``usable`` cores, as far as possible one that no other GPU's process gets.
+    """Return one of the ``usable`` cores, if possible one that no other GPU's process gets.
 
-    ``near`` are the cores of the GPU's own NUMA node, empty where that is unknown. ``second_threads`` share a physical
-    core with another one. Core 0 is avoided, since the kernel does more of its own work there than elsewhere.
+    ``near`` are the cores of the GPU's NUMA node, empty where it is unknown. ``second_threads`` are hardware threads
+    that share a physical core with another one. Core 0 is avoided, since the kernel does more of its own work there.
     """
     cores = sorted(usable)
     for wanted in (
@@ -46,13 +46,13 @@ def choose_core(
         [core for core in cores if core not in second_threads],
         [core for core in cores if core != 0],
     ):
-        # What leaves nothing is no condition.
+        # A condition that no core meets is dropped.
         cores = [core for core in cores if core in wanted] or cores
     return cores[gpu_index % len(cores)] if cores else None
 
 
 def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, ...]:
-    """The cores of the NUMA node that a PCI device hangs on; empty where the system does not say.
+    """Return the cores of a PCI device's NUMA node; empty where the system does not tell.
 
     NVML writes a PCI domain with eight digits, the kernel with four or more: ``00000000:1B:00.0``, ``0000:1b:00.0``.
     """
@@ -64,7 +64,7 @@ def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, .
 
 
 def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]:
-    """Those of the cores that are a further hardware thread of another core."""
+    """Return those of the cores that are the second hardware thread of a physical core."""
     found: set[int] = set()
     for core in cores:
         try:
@@ -76,7 +76,7 @@ def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """A list of the kernel's, ``0-3,8,10-11``, as numbers; ``ValueError`` where it is none."""
+    """Parse a kernel's list of cores, ``0-3,8,10-11``; raises ``ValueError`` for anything else."""
     found: list[int] = []
     for piece in filter(None, text.strip().split(",")):
         first, _, last = piece.partition("-")

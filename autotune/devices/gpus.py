@@ -1,4 +1,4 @@
-"""GPUs by name, for predicting on one that is not at hand. Specified values, not measured ones.
+"""Specify GPUs by name, to predict memory and speed for one that is not in this machine. None was measured here.
 
 Memory is what ``nvidia-smi`` lists as the total of the common variant. Multiprocessors, threads and capability are from
 NVIDIA's architecture whitepapers and the CUDA programming guide's table of compute capabilities. Rates are from the
@@ -15,41 +15,41 @@ from typing import Any
 from autotune.core.device import Precision, precisions_of
 from autotune.core.units import MIB
 
-# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one for each thread that
-# multiplies matrices, larger on Hopper and datacentre Blackwell.
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one workspace for each thread that multiplies
+# matrices, larger on Hopper and datacentre Blackwell.
 _WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _LARGE_WORKSPACE_BYTES = 4096 * 1024 * 8
 _LARGE_WORKSPACE_MAJORS = (9, 10)
 
 TYPICAL_CONTEXT_BYTES = 767 * MIB
-"""A CUDA context beside the allocator while a model trains: 751 to 771 MiB in 54 trials on an H200 (torch 2.11, driver
-580), the median in bf16. Others differ somewhat."""
+"""Memory of the CUDA context while a model trains: 751 to 771 MiB in 54 trials on an H200 (torch 2.11, driver 580);
+this is the median in bf16. Other GPUs differ somewhat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast a GPU computes and moves data, as specified."""
+    """The specified rates at which a GPU computes and moves data."""
 
     half_flops: float
-    """Of tensor cores on 16-bit matrices, a second."""
+    """Operations a second of the tensor cores on 16-bit matrices."""
     tf32_flops: float | None
     """``None`` before Ampere."""
     fp32_flops: float
     bandwidth_bytes_per_second: float
     multiprocessors: int
     power_watts: int
-    """The most that the board draws."""
+    """Power limit of the board."""
     source: str
 
     @property
     def ridge_flops_per_byte(self) -> float:
-        """Return the arithmetic intensity from which on 16-bit products are limited by arithmetic."""
+        """Arithmetic intensity above which 16-bit products are limited by arithmetic, not by memory bandwidth."""
         return self.half_flops / self.bandwidth_bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What of a GPU decides how much memory a training step takes on it."""
+    """Those properties of a GPU that determine the memory of a training step on it."""
 
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 132
@@ -61,32 +61,32 @@ class Chip:
 
     @property
     def workspace_bytes(self) -> int:
-        """cuBLAS's workspace for one thread."""
+        """Bytes of cuBLAS's workspace for one thread."""
         return _LARGE_WORKSPACE_BYTES if self.capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
     @property
     def has_flash_attention(self) -> bool:
-        """torch's own flash kernel needs Ampere or newer (sdp_utils.cpp, check_flash_attention_hardware_support)."""
+        """Whether torch has its own flash attention kernel for it: Ampere or newer (sdp_utils.cpp)."""
         return self.capability >= (8, 0)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Autocasts that the chip computes natively."""
+        """Precisions that the GPU computes natively."""
         return precisions_of(self.capability)
 
     def document(self) -> dict[str, Any]:
-        """Return what decides the memory of a step, its name and its memory as JSON-ready data."""
+        """Return all but the rates, as JSON-ready data."""
         document = dataclasses.asdict(self) | {"capability": list(self.capability)}
         del document["rates"]
         return document
 
     def decisive_document(self) -> dict[str, Any]:
-        """The same without what it is called and how much memory it has, which decide nothing about a step."""
+        """Return the document without name and memory, which do not change what a step allocates."""
         return {key: value for key, value in self.document().items() if key not in ("name", "memory_bytes")}
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Chip:
-        """The inverse of ``document``."""
+        """Return the chip of a document from ``document``."""
         return cls(**{**document, "capability": tuple(document["capability"])})
 
 

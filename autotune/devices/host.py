@@ -1,7 +1,7 @@
-"""The CPU as a device: its name, its precisions, and the memory that this process may really use.
+"""Describe the CPU as a device: its name, its precisions, and the memory that this process may use.
 
-Every function takes the folder that stands for ``/``, so that recorded files can be read as well. Where there
-is no /proc (macOS), the facts are fewer: ``os.sysconf`` knows the total, and what is free stays ``None``.
+Every function takes the folder that stands for ``/``, so that recorded files can be read as well. Without /proc (macOS)
+less is known: ``os.sysconf`` gives the total, and the free memory is ``None``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from autotune.core.device import CPU_UUID, Device
 
 ROOT = Path("/")
 
-# Linux names its CPU features in /proc/cpuinfo, under "flags" on x86 and under "Features" on ARM. These are the
-# ones with which oneDNN and ACL, which torch uses, multiply bfloat16 without widening it to fp32 first.
+# CPU features in /proc/cpuinfo, under "flags" on x86 and under "Features" on ARM, with which oneDNN and ACL (used by
+# torch) multiply bfloat16 without converting it to fp32 first.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Main memory as this process may use it, control groups included."""
+    """Main memory that this process may use, with the limits of control groups."""
 
     total_bytes: int
     free_bytes: int | None
-    """What can be had without swapping: the file cache counts as free."""
+    """Memory available without swapping; the file cache counts as free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class _MemoryGroup:
     """The file names of one version of the kernel's memory control groups."""
 
     controller: str
-    """As in /proc/self/cgroup; version 2 names none."""
+    """The name in /proc/self/cgroup; version 2 has none."""
     folder: str
     limit: str
     usage: str
     inactive_file: str
-    """The line of ``memory.stat`` that counts the file cache of the group and of all below it."""
+    """The line of ``memory.stat`` with the file cache of the group and all groups below it."""
     events: str
     """The file with a line ``oom_kill``."""
 
 
-# Linux kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; the folders are those on which
-# systemd, Docker and Kubernetes mount them. Where both versions are mounted, the limit may be kept in either.
+# Linux kernel documentation, admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. The folders are where systemd, Docker
+# and Kubernetes mount them. Where both versions are mounted, either may hold the limit.
 _MEMORY_GROUPS = (
     _MemoryGroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "memory.events"),
     _MemoryGroup(
@@ -60,7 +60,7 @@ _MEMORY_GROUPS = (
 
 
 def cpu_device(root: Path = ROOT) -> Device:
-    """The CPU with all its cores as one device."""
+    """Return the CPU, with all its cores, as one device."""
     memory = host_memory(root)
     processor = _processor_facts(root)
     flags = f"{processor.get('flags', '')} {processor.get('Features', '')}".split()
@@ -78,9 +78,9 @@ def cpu_device(root: Path = ROOT) -> Device:
 
 
 def processor_name(root: Path = ROOT) -> str:
-    """Return the model of the host's processor, ``CPU`` where nothing tells it."""
+    """Return the model of the host's processor, or ``CPU`` where it is not known."""
     processor = _processor_facts(root)
-    # ARM processors have no model name in /proc/cpuinfo, only the numbers of their maker and of the design.
+    # /proc/cpuinfo has no model name of ARM processors, only the numbers of their maker and design.
     design = [processor[fact] for fact in ("CPU implementer", "CPU part") if fact in processor]
     return " ".join([_name_of(processor), *(design if "model name" not in processor else [])])
 
@@ -92,7 +92,7 @@ def _name_of(processor: dict[str, str]) -> str:
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """The machine's memory, or that of the tightest control group around this process where that is less."""
+    """Return the machine's memory, or the tightest limit of this process's control groups where that is less."""
     machine = _machine_memory(root)
     total_bytes, free_bytes = machine.total_bytes, machine.free_bytes
     for limit_bytes, left_bytes in _group_limits(root):
@@ -102,9 +102,10 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """How many processes the kernel has killed for want of memory, in this control group or else on the machine.
+    """Return how many processes the kernel has killed for lack of memory.
 
-    Control groups and /proc/vmstat count them; ``None`` where neither is there.
+    Counted in this process's control group or, without that, on the whole machine (/proc/vmstat). ``None`` where
+    neither count exists.
     """
     for group in _MEMORY_GROUPS:
         top = root / group.folder
@@ -117,7 +118,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _machine_memory(root: Path) -> HostMemory:
-    """Main memory of the whole machine, read as the control groups are; psutil would take 18 ms to import."""
+    """Return the memory of the whole machine. Read without psutil, which would take 18 ms to import."""
     sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
     if "MemTotal" in sizes:
         free_kib = sizes.get("MemAvailable")
@@ -126,11 +127,11 @@ def _machine_memory(root: Path) -> HostMemory:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and what is left of it, in bytes, of each control group around this process that has a limit.
+    """Yield limit and remaining bytes of each control group of this process that has a limit.
 
-    A limit holds for all groups below it, so every level counts. Inside a container the path in
-    /proc/self/cgroup may be the host's, of which the container sees only the end: levels that are not there
-    are passed over, and the mounted folder itself is then the container's own group.
+    A limit holds for all groups below it, so every level counts. Inside a container, /proc/self/cgroup may show the
+    host's path, of which the container sees only the end. Levels that do not exist are skipped; the mounted folder
+    itself is then the container's own group.
     """
     for group in _MEMORY_GROUPS:
         path = _group_path(root, group.controller)
@@ -147,7 +148,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _group_path(root: Path, controller: str) -> str | None:
-    """This process's path in the hierarchy of a controller; lines are ``id:controllers:path``."""
+    """Return this process's path in the hierarchy of a controller; lines are ``id:controllers:path``."""
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -157,7 +158,7 @@ def _group_path(root: Path, controller: str) -> str | None:
 
 
 def _levels(path: str) -> Iterator[str]:
-    """``/a/b`` as ``a`` and ``a/b``. A path that leads out of the namespace (``/../b``) has no level in view."""
+    """Yield ``a`` and ``a/b`` for ``/a/b``. A path that leads out of the namespace (``/../b``) has no visible level."""
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
     if ".." not in parts:
         for depth in range(1, len(parts) + 1):
@@ -165,7 +166,7 @@ def _levels(path: str) -> Iterator[str]:
 
 
 def _processor_facts(root: Path) -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; the file holds a block for each, a megabyte on a large machine."""
+    """Return the facts of the first processor in /proc/cpuinfo, which has a block for each."""
     facts: dict[str, str] = {}
     for line in _lines(root / "proc/cpuinfo"):
         if not line:
@@ -176,7 +177,7 @@ def _processor_facts(root: Path) -> dict[str, str]:
 
 
 def _numbers_by_name(path: Path, *, separator: str) -> dict[str, int]:
-    """Lines such as ``MemTotal:  24 kB`` or ``inactive_file 4096`` as numbers, without regard to a unit."""
+    """Return numbers by name from lines such as ``MemTotal:  24 kB`` or ``inactive_file 4096``; units are ignored."""
     numbers: dict[str, int] = {}
     for line in _lines(path):
         name, _, rest = line.partition(separator)
@@ -187,13 +188,13 @@ def _numbers_by_name(path: Path, *, separator: str) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """The one number of a file; ``None`` where there is no file or, as for ``max``, no number."""
+    """Return the only number in a file; ``None`` without the file, or where it has no number, such as ``max``."""
     text = next(_lines(path), "")
     return int(text) if text.isdecimal() else None
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, read as they are asked for; none where it cannot be read."""
+    """Yield the lines of a text file; none where it cannot be read."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:

@@ -1,4 +1,4 @@
-"""Which devices this process may use, and which of them a user's words mean."""
+"""List the devices that this process may use, and find the one that a user named."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def list_devices() -> tuple[Device, ...]:
-    """The GPUs that are visible to this process, then the CPU.
+    """Return the GPUs that are visible to this process, then the CPU.
 
-    ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they come in nvidia-smi's order. CUDA
-    itself would put the fastest first where GPUs differ, which cannot be told without a CUDA context: so a trial
-    is given its GPU by UUID, never by index. ``nvml_problem`` says why a GPU may be missing.
+    ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they are in nvidia-smi's order. CUDA itself
+    would put the fastest first where GPUs differ, which cannot be known without a CUDA context. So a trial is given its
+    GPU by UUID, never by index. ``nvml_problem`` says why a GPU may be missing.
     """
     return (*current_session().devices(os.environ.get(VISIBLE)), cpu_device())
 
 
 def find_device(text: str | None) -> Device:
-    """The device that is meant by ``cuda``, ``cuda:1``, ``cpu`` or the UUID of a GPU or the beginning of one.
+    """Return the device named by ``cuda``, ``cuda:1``, ``cpu``, or the UUID of a GPU or its beginning.
 
-    ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for text
-    of another form, ``DeviceError`` when there is no such device.
+    ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for text of
+    another form, and ``DeviceError`` where there is no such device.
     """
     wanted = None if text is None else text.strip()
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:\d+)?|(GPU|MIG)-[\w/-]+", wanted, flags=re.ASCII):
@@ -38,7 +38,7 @@ def find_device(text: str | None) -> Device:
     matches = [device for device in devices if _means(wanted, device)]
     if len(matches) != 1:
         raise DeviceError(
-            f"{wanted} means {len(matches)} devices" if matches else f"there is no device {wanted}",
+            f"{wanted} matches {len(matches)} devices" if matches else f"there is no device {wanted}",
             _what_there_is(devices),
         )
     return matches[0]
@@ -52,9 +52,9 @@ def _means(wanted: str, device: Device) -> bool:
 
 
 def _what_there_is(devices: tuple[Device, ...]) -> str:
-    """The hint of a device that cannot be had: those that can, and what may have hidden others."""
+    """Return the hint for a device that does not exist: those that do, and what may hide others."""
     hint = "choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)
     if VISIBLE in os.environ:
-        hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides all other GPUs"
+        hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
     problem = nvml_problem()
     return f"{hint}; {problem}" if problem else hint

@@ -1,4 +1,7 @@
-"""One search at a time on a device: a lock file that says who holds it and is gone with the process that does."""
+"""Lock a device for one search at a time, with a file that says who holds the lock.
+
+The kernel releases the lock when the process that holds it ends.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from types import TracebackType
 from typing import Any, Self
 
 FOLDER_VARIABLE = "AUTOTUNE_LOCKS"
-"""The environment variable that names another folder for the locks."""
-# One for all users of the machine, whatever TMPDIR says: a batch system gives each job a TMPDIR of its own.
+"""The environment variable that names another folder for the lock files."""
+# One folder for all users of the machine, whatever TMPDIR says: a batch system gives each job its own TMPDIR.
 _FOLDER = "/tmp/autotune-locks"
 _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock, as far as the file says it."""
+    """Who holds a lock, as far as the lock file tells."""
 
     pid: int | None = None
     user: str | None = None
@@ -37,7 +40,7 @@ class Holder:
     """ISO 8601, UTC."""
 
     def describe(self) -> str:
-        """``process 71 of ada (study bert-64, since 2026-11-21 10:00 UTC)``."""
+        """Return ``process 71 of ada (study bert-64, since 2026-11-21 10:00 UTC)``."""
         who = f"process {self.pid}" if self.pid else "another process"
         who += f" of {self.user}" if self.user else ""
         facts = [f"study {self.study}"] if self.study else []
@@ -46,17 +49,17 @@ class Holder:
 
 
 class LockError(Exception):
-    """No lock can be kept in the folder for locks."""
+    """No lock file can be kept in the folder for locks."""
 
     def __init__(self, folder: Path, error: OSError) -> None:
         super().__init__(f"no lock can be kept in {folder}: {error.strerror or error}")
 
 
 class Lock:
-    """A lock by name; the kernel lets go of it when this process ends, however that happens.
+    """A lock by name, which the kernel releases when this process ends, however that happens.
 
-    ``filelock`` has no shared lock of the kernel's, which ``Presence`` needs on the same files, and follows a link in
-    place of the folder; so only ``flock`` itself would be left to it, for 33 ms of imports.
+    Why not ``filelock``: it has no shared locks of the kernel, which ``Presence`` needs on the same files, and it
+    follows a symbolic link in place of the folder. Only ``flock`` itself would be left to it, for 33 ms of imports.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -74,9 +77,9 @@ class Lock:
         self.release()
 
     def acquire(self, study: str) -> Holder | None:
-        """Take the lock if it is free; else who holds it.
+        """Take the lock and return ``None``, or return who holds it.
 
-        Raises ``LockError`` where no lock can be kept.
+        Raises ``LockError`` where no lock file can be kept.
         """
         try:
             fd = _open(self._path)
@@ -89,7 +92,7 @@ class Lock:
             os.close(fd)
             return holder
         except OSError as error:
-            # Some network file systems have no locks.
+            # Some network file systems do not support locks.
             os.close(fd)
             raise LockError(self._path.parent, error) from error
         self._fd = fd
@@ -100,7 +103,7 @@ class Lock:
         return None
 
     def wait(self, study: str, on_wait: Callable[[Holder], None]) -> None:
-        """Take the lock, however long that lasts; ``on_wait`` is told once who holds it."""
+        """Wait for the lock and take it. ``on_wait`` is called once, with the holder, if it is not free."""
         told = False
         while (holder := self.acquire(study)) is not None:
             if not told:
@@ -109,7 +112,7 @@ class Lock:
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Let go; the file stays, since removing it would let two others hold it at once."""
+        """Release the lock. The file stays: if it were removed, two others could hold the lock at once."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, 0)
@@ -118,12 +121,12 @@ class Lock:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, made where it is missing; every user may lock it, none may remove another's."""
+    """Open the lock file, which is created if missing. Every user may lock it; none may remove another's."""
     folder = _open_folder(path.parent)
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(FileNotFoundError):
-            # Without O_CREAT: the kernel may refuse to "create" what another user has made in such a folder.
+            # Without O_CREAT first: the kernel may refuse to "create" a file of another user in such a folder.
             return os.open(path.name, flags, dir_fd=folder)
         fd = os.open(path.name, flags | os.O_CREAT, 0o666, dir_fd=folder)
         with contextlib.suppress(OSError):
@@ -134,9 +137,10 @@ def _open(path: Path) -> int:
 
 
 def _open_folder(folder: Path) -> int:
-    """Open the folder of the locks, made where it is missing; ``PermissionError`` for a link that is another user's.
+    """Open the folder of the locks, which is created if missing.
 
-    In a folder that everybody may write to, such a link would have files made wherever that user wants them.
+    Raises ``PermissionError`` for a symbolic link that another user made. In a folder that everybody may write to, such
+    a link could have files created anywhere.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     is_made = False
@@ -158,7 +162,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _holder(fd: int) -> Holder:
-    """What the file says; a file that is being written says nothing."""
+    """Return the holder that the file names; one without facts while the file is being written."""
     try:
         document: Any = json.loads(os.pread(fd, 4096, 0))
         pid, *words = (document[name] for name in ("pid", "user", "study", "since"))
@@ -175,5 +179,5 @@ def _user() -> str:
 
 
 def open_lock_file(name: str, folder: Path | None = None) -> int:
-    """Open the file of a lock by name, without taking the lock; ``OSError`` where none can be kept."""
+    """Open the file of a lock by name without taking the lock; raises ``OSError`` where none can be kept."""
     return _open(Lock(name, folder)._path)

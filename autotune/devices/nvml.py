@@ -1,9 +1,9 @@
-"""The GPUs as NVIDIA's management library (NVML) tells of them, through the module ``pynvml``.
+"""Read GPUs through NVIDIA's management library (NVML) and its Python module ``pynvml``.
 
-Two distributions install that module, and both work here: ``nvidia-ml-py``, which is kept up, and ``nvidia-ml-py3`` of
-2017, which returns bytes for text and knows neither the second version of the memory reading nor compute capabilities.
-How it differs is handled at the end of this file. No NVML library means no GPU and is not an error; any other trouble
-is kept as a sentence (``nvml_problem``), so that one GPU gone bad does not hide the rest of the machine.
+Two distributions install that module, and both work: ``nvidia-ml-py``, which is maintained, and ``nvidia-ml-py3`` of
+2017, which returns bytes for text and lacks the second version of the memory reading and compute capabilities. Those
+differences are handled at the end of this file. Without the NVML library there are no GPUs, which is no error. Any
+other problem is kept as a sentence (``nvml_problem``), so that one failing GPU does not hide the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.core.device import Device, Neighbour
 from autotune.devices.condition import Condition, GpuPolicy
@@ -23,8 +23,26 @@ _GRAPHICS_CLOCK, _MEMORY_CLOCK = 0, 2
 _GPU_IS_LOST = 15
 
 
+class GpuMemory(NamedTuple):
+    """Device memory, in bytes."""
+
+    total: int
+    reserved: int | None
+    """By the driver; ``None`` where the driver counts it as used."""
+    used: int
+    free: int
+
+
+class GpuLocation(NamedTuple):
+    """Where a GPU is; ``None`` is what NVML does not tell."""
+
+    gpu_index: int | None = None
+    """Its number in nvidia-smi."""
+    pci_bus_id: str | None = None
+
+
 class NvmlSession:
-    """NVML, opened once by one process; a process forked from it opens its own (see ``current_session``)."""
+    """NVML, opened once in a process. A forked process opens its own session (see ``current_session``)."""
 
     def __init__(self) -> None:
         self.process_id = os.getpid()
@@ -35,11 +53,11 @@ class NvmlSession:
         self._open()
 
     def _open(self) -> None:
-        """Load the binding and initialise the library; what stands in the way is kept as a problem."""
+        """Load the binding and initialize the library; a failure is recorded as a problem."""
         try:
             import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
         except ImportError as error:
-            self.problems.append(f"NVML cannot be asked ({error}); pip install nvidia-ml-py")
+            self.problems.append(f"NVML cannot be used ({error}); pip install nvidia-ml-py")
             return
         self._errors = _error_classes(pynvml)
         try:
@@ -51,9 +69,9 @@ class NvmlSession:
         self._binding = pynvml
 
     def devices(self, visible: str | None) -> tuple[Device, ...]:
-        """The GPUs that ``CUDA_VISIBLE_DEVICES`` of this value shows, in its order.
+        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` with this value shows, in its order.
 
-        A GPU that cannot be read is left out and noted in ``problems``; the others keep their index.
+        A GPU that cannot be read is left out and recorded in ``problems``; the others keep their index.
         """
         if self._binding is None:
             return ()
@@ -74,23 +92,23 @@ class NvmlSession:
         return tuple(devices)
 
     def used_bytes(self, uuid: str) -> int | None:
-        """Bytes in use on a GPU now; ``None`` where there is no such GPU or no answer."""
+        """Return the bytes in use on a GPU now; ``None`` where there is no such GPU or no answer."""
         if self._binding is None:
             return None
         try:
             memory = self._memory(self._handle(uuid))
         except self._errors:
             return None
-        return None if memory is None else memory[2]
+        return None if memory is None else memory.used
 
     def _handle(self, uuid: str) -> Any:
-        """The handle of the GPU of a UUID, looked up once; raises NVML's errors."""
+        """Return the handle of a GPU by UUID, cached; raises NVML's errors."""
         if uuid not in self._handles:
             self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
         return self._handles[uuid]
 
     def _known_handle(self, uuid: str) -> Any | None:
-        """The handle of the GPU of a UUID; ``None`` without NVML and for a GPU that it does not know."""
+        """Return the handle of a GPU by UUID; ``None`` without NVML or such a GPU."""
         if self._binding is None:
             return None
         try:
@@ -99,26 +117,26 @@ class NvmlSession:
             return None
 
     def energy_joules(self, uuid: str) -> float | None:
-        """Energy that a GPU has used since its driver was loaded (Volta and later); ``None`` where it does not say."""
+        """Return the energy a GPU has used since its driver was loaded (Volta and later); ``None`` where not known."""
         handle = self._known_handle(uuid)
         if handle is None:
             return None
         millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
         return None if millijoules is None else float(millijoules) / 1000
 
-    def location(self, uuid: str) -> tuple[int | None, str | None]:
-        """A GPU's number, as nvidia-smi counts, and its PCI bus id; ``None`` for what NVML does not say."""
+    def location(self, uuid: str) -> GpuLocation:
+        """Return where a GPU is: its number in nvidia-smi and its PCI bus id."""
         handle = self._known_handle(uuid)
         if handle is None:
-            return None, None
-        # An instance of a GPU (MIG) is where the whole one is.
+            return GpuLocation()
+        # A MIG instance is located where its GPU is.
         handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
         index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
         bus_id = getattr(pci, "busId", None)
-        return None if index is None else int(index), None if bus_id is None else _text(bus_id)
+        return GpuLocation(None if index is None else int(index), None if bus_id is None else _text(bus_id))
 
     def condition(self, uuid: str) -> Condition | None:
-        """How a GPU is now; ``None`` without NVML and for a GPU that it does not know."""
+        """Return the state of a GPU now; ``None`` without NVML or such a GPU."""
         if self._binding is None:
             return None
         try:
@@ -128,10 +146,10 @@ class NvmlSession:
             return Condition(is_lost=True) if _code(error) == _GPU_IS_LOST else None
         events = self._optional("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if events is None:
-            # What the same reading was called before release 535.
+            # The name of the same reading before driver release 535.
             events = self._optional("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return Condition(
-            free_bytes=None if memory is None else memory[3],
+            free_bytes=None if memory is None else memory.free,
             pids=frozenset(self._memory_by_process(handle)),
             clock_events=events,
             sm_clock_mhz=self._optional("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
@@ -140,11 +158,11 @@ class NvmlSession:
         )
 
     def policy(self, uuid: str) -> GpuPolicy | None:
-        """Read the settings that a GPU's owner chose; ``None`` without NVML and for a GPU that it does not know."""
+        """Return the settings that a GPU's owner chose; ``None`` without NVML or such a GPU."""
         handle = self._known_handle(uuid)
         if handle is None:
             return None
-        # An instance of a divided GPU has no settings of its own.
+        # A MIG instance has no settings of its own.
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         handle = handle if whole is None else whole
         milliwatts = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
@@ -155,12 +173,12 @@ class NvmlSession:
             memory_application_clock_mhz=self._optional("nvmlDeviceGetApplicationsClock", handle, _MEMORY_CLOCK),
             sm_clock_offset_mhz=self._optional("nvmlDeviceGetGpcClkVfOffset", handle),
             memory_clock_offset_mhz=self._optional("nvmlDeviceGetMemClkVfOffset", handle),
-            # The current mode, then the one after the next restart.
+            # The current mode; the second value is the mode after the next restart.
             has_ecc=None if ecc is None else bool(ecc[0]),
         )
 
     def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
-        """Processes that computed on a GPU since a moment (as ``time.time`` counts), with the most per cent of it."""
+        """Return the processes that computed on a GPU since a ``time.time``, each with its peak use in per cent."""
         handle = self._handles.get(uuid)
         busy: dict[int, int] = {}
         for sample in self._optional("nvmlDeviceGetProcessUtilization", handle, int(since_seconds * 1e6)) or ():
@@ -168,7 +186,10 @@ class NvmlSession:
         return busy
 
     def _handle_at(self, position: int) -> Any:
-        """The handle of the GPU that nvidia-smi shows at a position; ``None``, with a note, if it cannot be had."""
+        """Return the handle of the GPU at a position in nvidia-smi.
+
+        ``None``, with a recorded problem, where it fails.
+        """
         try:
             return self._binding.nvmlDeviceGetHandleByIndex(position)
         except self._errors as error:
@@ -176,7 +197,7 @@ class NvmlSession:
             return None
 
     def _handle_of_instance(self, uuid: str) -> Any:
-        """The handle of a MIG instance; ``None``, with a note, if it cannot be had."""
+        """Return the handle of a MIG instance; ``None``, with a recorded problem, where it fails."""
         try:
             return self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
         except self._errors as error:
@@ -188,7 +209,7 @@ class NvmlSession:
         return None if uuid is None else _text(uuid)
 
     def _device(self, index: int, handle: Any) -> Device | None:
-        """All that is known of one GPU; ``None``, with a note, if even name or memory cannot be read."""
+        """Return one GPU as a device; ``None``, with a recorded problem, where name or memory cannot be read."""
         try:
             uuid = _text(self._binding.nvmlDeviceGetUUID(handle))
             name = _text(self._binding.nvmlDeviceGetName(handle))
@@ -218,27 +239,27 @@ class NvmlSession:
             neighbours=self._neighbours(handle),
         )
 
-    def _memory(self, handle: Any) -> tuple[int, int | None, int, int] | None:
-        """Total, reserved, used and free bytes; ``None`` for a GPU that shares the host's memory.
+    def _memory(self, handle: Any) -> GpuMemory | None:
+        """Return the memory of a GPU; ``None`` for a GPU that shares the host's memory.
 
-        A driver before release 510 lacks the second version of the reading and counts what it reserves as used.
-        A GPU without memory of its own (GB10, say) supports neither version.
+        A driver before release 510 lacks the second version of the reading, and counts reserved memory as used. A GPU
+        without memory of its own (GB10, for example) supports neither version.
         """
         version = getattr(self._binding, "nvmlMemory_v2", None)
         if version is not None:
             info = self._optional("nvmlDeviceGetMemoryInfo", handle, version)
             if info is not None and info.total:
-                return int(info.total), int(info.reserved), int(info.used), int(info.free)
+                return GpuMemory(int(info.total), int(info.reserved), int(info.used), int(info.free))
         try:
             info = self._binding.nvmlDeviceGetMemoryInfo(handle)
         except self._errors as error:
             if _code(error) == self._binding.NVML_ERROR_NOT_SUPPORTED:
                 return None
             raise
-        return (int(info.total), None, int(info.used), int(info.free)) if info.total else None
+        return GpuMemory(int(info.total), None, int(info.used), int(info.free)) if info.total else None
 
     def _capability(self, handle: Any) -> tuple[int, int] | None:
-        """Return the CUDA compute capability; that of the whole GPU for an instance of it."""
+        """Return the CUDA compute capability; for a MIG instance that of its GPU."""
         name = "nvmlDeviceGetCudaComputeCapability"
         function = self._optional("_nvmlGetFunctionPointer", name)
         found = self._optional(name, handle) or _call_for_two_numbers(function, handle)
@@ -248,7 +269,7 @@ class NvmlSession:
         return None if whole is None else self._capability(whole)
 
     def _memory_by_process(self, handle: Any) -> dict[int, int | None]:
-        """The processes with memory on a GPU, this one left out; a process may both compute and draw."""
+        """Return the memory of other processes on a GPU by process id, for computing and graphics."""
         used_bytes: dict[int, int | None] = {}
         for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
             for process in self._optional(function, handle) or ():
@@ -257,7 +278,7 @@ class NvmlSession:
         return used_bytes
 
     def _neighbours(self, handle: Any) -> tuple[Neighbour, ...]:
-        """The same with their names."""
+        """Return the other processes on a GPU with their names."""
         found = []
         for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
@@ -265,7 +286,7 @@ class NvmlSession:
         return tuple(found)
 
     def _optional(self, name: str, *arguments: Any) -> Any:
-        """What a function of the binding answers; ``None`` where binding, driver or device cannot."""
+        """Call a function of the binding; return ``None`` where binding, driver or device do not support it."""
         function = getattr(self._binding, name, None)
         if function is None:
             return None
@@ -279,10 +300,10 @@ _session: NvmlSession | None = None
 
 
 def current_session() -> NvmlSession:
-    """This process's NVML, opened on first use. What a parent opened before a fork is never used in the child.
+    """Return this process's NVML session, opened on first use. A parent's session is never used in a forked child.
 
-    A forked child must not shut down what it inherited: the library (driver 580) answers it "Uninitialized" until
-    it opens its own, but a shutdown there makes the parent's next reading fail with "Unknown Error".
+    A forked child must not shut down the session that it inherited. The library (driver 580) answers the child
+    "Uninitialized" until it opens its own; a shutdown there makes the parent's next reading fail with "Unknown Error".
     """
     global _session
     if _session is None or _session.process_id != os.getpid():
@@ -291,49 +312,49 @@ def current_session() -> NvmlSession:
 
 
 def device_used_bytes(uuid: str) -> int | None:
-    """Bytes in use on one GPU now, by all processes; ``None`` for the CPU and where NVML gives no answer.
+    """Return the bytes in use on one GPU now, by all processes; ``None`` for the CPU and where NVML does not tell.
 
-    Cheap enough to call between steps: NVML and the GPU's handle are kept from call to call.
+    Fast enough to call between steps, since NVML and the GPU's handle stay open.
     """
     return current_session().used_bytes(uuid)
 
 
 def device_energy_joules(uuid: str) -> float | None:
-    """Energy that a whole GPU has used since its driver was loaded; ``None`` where NVML gives no answer.
+    """Return the energy that a GPU has used since its driver was loaded; ``None`` where NVML does not tell.
 
-    The difference of two readings is what was used between them, by all processes.
+    The difference of two readings is the energy used between them, by all processes.
     """
     return current_session().energy_joules(uuid)
 
 
 def device_condition(uuid: str) -> Condition | None:
-    """How a GPU is now; ``None`` for the CPU and where NVML gives no answer."""
+    """Return the state of a GPU now; ``None`` for the CPU and where NVML does not tell."""
     return current_session().condition(uuid)
 
 
 def gpu_policy(uuid: str) -> GpuPolicy | None:
-    """Read the settings of a GPU that decide its speed; ``None`` for the CPU and where NVML gives no answer."""
+    """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not tell."""
     return current_session().policy(uuid)
 
 
 def busy_pids(uuid: str, since_seconds: float) -> dict[int, int]:
-    """Processes that computed on a GPU since a moment of ``time.time``, with the most per cent of it that each took."""
+    """Return the processes that computed on a GPU since a ``time.time``, each with its peak use in per cent."""
     return current_session().busy_pids(uuid, since_seconds)
 
 
 def nvml_problem() -> str | None:
-    """Why GPUs may be missing from the latest listing, in a sentence; ``None`` where nothing stood in the way."""
+    """Return why GPUs may be missing from the last listing; ``None`` where nothing went wrong."""
     return "; ".join(current_session().problems) or None
 
 
 def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int | str, ...]:
-    """What ``CUDA_VISIBLE_DEVICES`` shows: positions in ``uuids``, or the UUID of a MIG instance.
+    """Return what ``CUDA_VISIBLE_DEVICES`` shows: positions in ``uuids``, or the UUID of a MIG instance.
 
-    ``uuids`` are those of all GPUs in nvidia-smi's order, ``None`` for one that cannot be read. The rules are
-    CUDA's (CUDA programming guide, "CUDA Environment Variables") and, where that is silent, those of torch: an
-    entry is the number of a GPU, the beginning of exactly one UUID, or a MIG instance; the first one that is
-    none of these ends the list; a repeated one hides everything. CUDA shows a process at most one MIG instance
-    (NVIDIA MIG user guide, "CUDA Device Enumeration").
+    ``uuids`` are those of all GPUs in nvidia-smi's order, ``None`` for one that cannot be read. The rules are CUDA's
+    (CUDA programming guide, "CUDA Environment Variables") and, where those leave gaps, torch's. An entry is the number
+    of a GPU, the beginning of exactly one UUID, or a MIG instance. The first entry that is none of these ends the list.
+    A repeated entry hides everything. CUDA shows a process at most one MIG instance (NVIDIA MIG user guide, "CUDA
+    Device Enumeration").
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -351,20 +372,20 @@ def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int 
 
 
 def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
-    """One entry of ``CUDA_VISIBLE_DEVICES``; ``None`` if it shows nothing."""
+    """Return what one entry of ``CUDA_VISIBLE_DEVICES`` shows; ``None`` where it shows nothing."""
     if entry.startswith("MIG-"):
         return entry
     if entry.startswith("GPU-"):
         matches = [position for position, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
-    # Read as C's strtoul would, so that "1gpu" is 1 and "-1" is no GPU.
+    # Parsed as C's strtoul does: "1gpu" is 1, and "-1" is no GPU.
     number = re.match(r"\+?\d+", entry, flags=re.ASCII)
     position = int(number.group()) if number else len(uuids)
     return position if position < len(uuids) else None
 
 
 def _code(error: Exception) -> int | None:
-    """Return NVML's number of an error; a mismatch of binding and library has none."""
+    """Return NVML's number of an error; ``None`` for a mismatch of binding and library."""
     return getattr(error, "value", None)
 
 
@@ -372,13 +393,13 @@ def _code(error: Exception) -> int | None:
 
 
 def _error_classes(binding: Any) -> tuple[type[Exception], ...]:
-    """Return the classes of errors; the second, which only the newer binding has, is no subclass of the first."""
+    """Return the error classes. The second exists only in the newer binding, and is no subclass of the first."""
     names = ("NVMLError", "NVMLLibraryMismatchError")
     return tuple(getattr(binding, name) for name in names if hasattr(binding, name))
 
 
 def _call_for_two_numbers(function: Any, handle: Any) -> tuple[int, int] | None:
-    """Call a function of the library for which the older binding has none of its own."""
+    """Call a library function that the older binding does not wrap, and return its two results."""
     import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
 
     first, second = ctypes.c_int(), ctypes.c_int()
@@ -392,9 +413,9 @@ def _text(value: str | bytes) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """Return NVML's words for an error."""
+    """Return NVML's message of an error."""
     try:
-        # The older binding shows an error that it does not know as the repr of bytes.
+        # The older binding formats an unknown error as the repr of bytes.
         return str(error).removeprefix("b'").removesuffix("'").rstrip(".")
     except Exception:  # its text for a foreign code may itself ask a library that is not there
         return f"NVML error {_code(error)}"

@@ -1,4 +1,4 @@
-"""Notice whether other searches use a device that may be shared, while one of this process measures on it."""
+"""Detect other searches on a shared device while this process measures on it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from autotune.devices.lock import open_lock_file
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was known of other searches at one moment."""
+    """What was known about other searches at one moment."""
 
     is_alone: bool
     arrivals: int | None
-    """How many searches have come to the device so far; ``None`` where that cannot be known."""
+    """How many searches have come to the device so far; ``None`` where that is not known."""
 
 
 class Presence:
     """A search's presence on a device, from entering to leaving the block.
 
-    All searches on a device hold a shared lock on one file, and each adds a byte to it when it comes. The kernel
-    takes the lock back when a process ends, however that happens. Where no lock can be kept, others go unnoticed.
+    All searches on a device hold a shared lock on one file, and each appends a byte to it when it comes. The kernel
+    releases the lock when a process ends, however that happens. Where no lock file can be kept, other searches go
+    unnoticed.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -38,7 +39,7 @@ class Presence:
         with contextlib.suppress(OSError):
             self._fd = open_lock_file(self._name, self._folder)
             fcntl.flock(self._fd, fcntl.LOCK_SH)
-            # In append mode two that come at once do not overwrite each other's byte.
+            # In append mode, two searches that come at once do not overwrite each other's byte.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
             os.write(self._fd, b"\n")
         return self
@@ -51,7 +52,7 @@ class Presence:
             self._fd = None
 
     def mark(self) -> Mark:
-        """Look who is there now; two marks say whether anybody else was there between them."""
+        """Return who is there now. Two marks tell whether any other search was there between them."""
         if self._fd is None:
             return Mark(is_alone=True, arrivals=None)
         try:
@@ -61,7 +62,10 @@ class Presence:
 
     @staticmethod
     def _is_alone(fd: int) -> bool:
-        """Try for the lock that nobody can have beside another; what was held is lost in a failed attempt."""
+        """Return whether an exclusive lock is possible.
+
+        A failed attempt releases the shared lock, so it is taken again.
+        """
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

@@ -1,1 +1,1 @@
-"""From a model's name to its config: the built-in catalog, local folders, the Hugging Face hub."""
+"""Resolve the name of a model or dataset to what it is: built-in catalog, local files, the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""Find the files of a dataset, tell their kind, and hash what they hold, without reading any sample."""
+"""Find the files of a dataset, tell their format, and hash their content, without parsing any sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataKind, DataSpec
 from autotune.core.errors import InvalidRequestError
@@ -24,7 +25,7 @@ _KIND_OF_SUFFIX: dict[str, DataKind] = {
     ".txt": "text",
 }
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
-# As datasets takes the names of files for those of splits.
+# How datasets recognizes splits in the names of files.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -32,22 +33,30 @@ _SPLIT_WORDS = {
 }
 _MOST_NAMED = 8
 _IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-# Written by datasets' save_to_disk, of one split and of several.
+# Files that datasets' save_to_disk writes, for one split and for several.
 _SAVED_FILES = ("state.json", "dataset_dict.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?(:[A-Za-z0-9_.-]+)?")
-# Less than this is hashed whole; of more, names, sizes and times of change stand for the content.
+# Up to this size files are hashed; of larger datasets only names, sizes and modification times are.
 _HASHED_BYTES = 256 * MIB
 
 _NEXT_STEP = "give a jsonl, csv or parquet file, a folder of images, a folder from save_to_disk, or a name on the hub"
 
 
-def locate(name: str, split: str | None) -> tuple[str, DataKind, str]:
-    """Find source, kind and content of what ``name`` stands for; nothing of it is read but its bytes.
+class LocatedData(NamedTuple):
+    """A dataset that was found."""
 
-    Of a name on the hub, the hub is asked which commit it is at.
+    source: str
+    """Absolute path, or name on the hub."""
+    kind: DataKind
+    content: str
+    """Hash of the files, or the hub's name and commit."""
 
-    ``split`` is ``None`` where nobody asked for one: ``train`` then, or all where nothing is named so. Raises
-    ``InvalidRequestError`` where nothing is there, what is there is of no known kind, or has not the split.
+
+def locate(name: str, split: str | None) -> LocatedData:
+    """Find the dataset that ``name`` stands for. Files are hashed but not parsed; the hub is asked for the commit.
+
+    ``split`` is ``None`` where the user named none: then it is ``train``, or all files where none is named so. Raises
+    ``InvalidRequestError`` where there is no such dataset, its format is unknown, or it lacks the split.
     """
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if path.is_dir():
@@ -60,21 +69,21 @@ def locate(name: str, split: str | None) -> tuple[str, DataKind, str]:
                 "leave --split out, or name the file of that split",
             )
     elif _is_hub_name(name):
-        return name, "hub", hub_content(name)
+        return LocatedData(name, "hub", hub_content(name))
     else:
         raise InvalidRequestError(f"--dataset {name}: there is no such file or folder", _NEXT_STEP)
-    return str(path), kind, _content(path, files)
+    return LocatedData(str(path), kind, _content(path, files))
 
 
 def check_unchanged(spec: DataSpec) -> None:
-    """Raise ``InvalidRequestError`` if the data or the tokenizer is gone, or does not hold what it held."""
-    today = locate(spec.source, None if spec.split == DEFAULT_SPLIT else spec.split)[2]
+    """Raise ``InvalidRequestError`` if the dataset or the tokenizer is gone or has changed since the search."""
+    today = locate(spec.source, None if spec.split == DEFAULT_SPLIT else spec.split).content
     if spec.kind == "hub" and not (commit_of(today) and commit_of(spec.content)):
-        # Which commit it was or is, is not known, so nothing says that it changed.
+        # The commit was not known then or is not known now, so no change can be shown.
         today = spec.content
     if today != spec.content:
         raise InvalidRequestError(
-            f"{in_one_line(spec.source)} has changed since the search", "search again on what it is now"
+            f"{in_one_line(spec.source)} has changed since the search", "search again with the present data"
         )
     if spec.tokenizer is None or tokenizer_content(spec.tokenizer) == spec.tokenizer_content:
         return
@@ -83,7 +92,7 @@ def check_unchanged(spec: DataSpec) -> None:
 
 
 def tokenizer_content(name: str) -> str:
-    """The same for two tokenizers exactly when they are: a folder's files count, a hub name stands for itself."""
+    """Return a hash of a tokenizer's files in a folder; a hub name stands for itself."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         return name
@@ -92,7 +101,7 @@ def tokenizer_content(name: str) -> str:
 
 
 def under_plain_names(files: list[str], folder: Path) -> list[str]:
-    """Links to files in a new folder, with names that nothing takes for a pattern, a chain of URLs or an option."""
+    """Link files into a new folder, under names that are no glob pattern, chain of URLs or option to datasets."""
     folder.mkdir(parents=True)
     links = []
     for number, file in enumerate(files):
@@ -103,7 +112,7 @@ def under_plain_names(files: list[str], folder: Path) -> list[str]:
 
 
 def data_files(source: str, kind: DataKind, split: str) -> list[str]:
-    """The files of a source that is read by its suffix."""
+    """Return the files of a source that is read by its suffix."""
     path = Path(source)
     if path.is_file():
         return [source]
@@ -112,7 +121,7 @@ def data_files(source: str, kind: DataKind, split: str) -> list[str]:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that tells the kind, a compression's left out."""
+    """Return the suffix that tells the format, without that of a compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
@@ -124,9 +133,11 @@ def _is_hub_name(name: str) -> bool:
 def _file_kind(path: Path, name: str) -> DataKind:
     kind = _KIND_OF_SUFFIX.get(_suffix(path))
     if kind is None:
-        raise InvalidRequestError(f"--dataset {name}: {path.suffix or 'no suffix'} tells no kind of data", _NEXT_STEP)
+        raise InvalidRequestError(
+            f"--dataset {name}: {path.suffix or 'a name without suffix'} is no known data format", _NEXT_STEP
+        )
     if path.stat().st_size == 0:
-        raise InvalidRequestError(f"--dataset {name}: the file is empty", "give one that holds samples")
+        raise InvalidRequestError(f"--dataset {name}: the file is empty", "give a file with samples")
     return kind
 
 
@@ -143,10 +154,10 @@ def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, li
         return "imagefolder", images
     kinds = sorted({_KIND_OF_SUFFIX[_suffix(file)] for file in files if _suffix(file) in _KIND_OF_SUFFIX})
     if not kinds:
-        raise InvalidRequestError(f"--dataset {name}: the folder holds no data of a known kind", _NEXT_STEP)
+        raise InvalidRequestError(f"--dataset {name}: the folder has no files of a known data format", _NEXT_STEP)
     if len(kinds) > 1:
         raise InvalidRequestError(
-            f"--dataset {name}: the folder holds files of several kinds ({', '.join(kinds)})", "name one of the files"
+            f"--dataset {name}: the folder has files of several formats ({', '.join(kinds)})", "name one of the files"
         )
     found = _files_of_kind(path, kinds[0])
     chosen = _of_split(path, found, split or DEFAULT_SPLIT)
@@ -165,9 +176,9 @@ def _files_of_kind(path: Path, kind: DataKind) -> list[Path]:
 
 
 def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """The files of a folder that a split's name is a word of, or of a folder that they are in."""
+    """Return the files whose name, or whose folder's name, contains the split's name as a word."""
     words = "|".join(re.escape(word.lower()) for word in _SPLIT_WORDS.get(split, (split,)))
-    # A letter beside it makes it part of another word, a digit or a sign does not.
+    # A letter next to it makes it part of another word; a digit or a sign does not.
     named = re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])")
     return [file for file in files if named.search(str(file.relative_to(root)).lower().rpartition(_suffix(file))[0])]
 

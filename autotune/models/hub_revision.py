@@ -1,4 +1,4 @@
-"""Find out which commit a dataset on the Hugging Face hub is at, so that its name does not stand for changed data."""
+"""Find the commit of a dataset on the Hugging Face hub, so that a changed dataset is not taken for the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MARK = "@"
 def hub_content(name: str) -> str:
     """Return ``NAME@COMMIT`` for a dataset ``NAME`` or ``NAME:CONFIG``; the name alone where no commit is known.
 
-    The hub is asked, then its cache on this machine. Imports huggingface_hub.
+    Asks the hub, then its cache on this machine. Imports huggingface_hub.
     """
     repository = name.partition(":")[0]
     commit = _commit_on_hub(repository) or _commit_in_cache(repository)
@@ -19,7 +19,7 @@ def hub_content(name: str) -> str:
 
 
 def commit_of(content: str) -> str | None:
-    """Return the commit in what ``hub_content`` returned; ``None`` where none was known."""
+    """Return the commit in a result of ``hub_content``; ``None`` where none was known."""
     return content.partition(_MARK)[2] or None
 
 
@@ -31,7 +31,7 @@ def _commit_on_hub(repository: str) -> str | None:
     try:
         return HfApi().dataset_info(repository, timeout=_TIMEOUT_SECONDS).sha
     except Exception:
-        # No network, no such dataset, no access: reading the data says what is wrong.
+        # No network, no such dataset or no access. Loading the dataset reports which.
         return None
 
 

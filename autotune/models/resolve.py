@@ -1,10 +1,10 @@
-"""From the name that a user gives to the config of an architecture.
+"""Resolve the name of a model to the config of its architecture.
 
-Looked for in this order: a folder with a ``config.json``, the catalog, the local hub cache, the
-hub. A folder comes first, as it does in transformers: whoever has ``./gpt2/config.json`` and says
-``gpt2`` means what they see. A folder without one hides nothing.
+Looked up in this order: a folder with a ``config.json``, the catalog, the local hub cache, the hub. A folder comes
+first, as in transformers: a user with ``./gpt2/config.json`` who says ``gpt2`` means that folder. A folder without a
+config is ignored.
 
-huggingface_hub is imported only when the first two know no answer; torch and transformers never.
+huggingface_hub is imported only if the first two have no answer; torch and transformers never are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Origin = Literal["catalog", "folder", "hub cache", "hub"]
 
 CONFIG_FILE = "config.json"
 
-# Each phase of a request (connect, read …) may take this long; config.json is a few kilobytes.
+# Timeout of each phase of a request (connect, read …); config.json is a few kilobytes.
 _HUB_TIMEOUT_SECONDS = 3.0
-# All of it together. Name resolution and a host with many addresses know no timeout of their own,
-# and hf_hub_download alone would retry an unreachable hub for minutes.
+# Timeout of the whole. Name resolution, and a host with many addresses, have no timeout of their own, and
+# hf_hub_download alone would retry an unreachable hub for minutes.
 _HUB_DEADLINE_SECONDS = 8.0
 
-# What the hub accepts as [organisation/]name: letters, digits, "_", "-" and ".", the latter two
-# not at the ends of a part, and at most 96 of them in the name (huggingface_hub, validate_repo_id).
+# The names that the hub accepts, [organisation/]name: letters, digits, "_", "-" and ".", the last two not at the ends
+# of a part, and at most 96 characters in the name (huggingface_hub, validate_repo_id).
 _REPOSITORY_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY_NAME = re.compile(rf"(?:{_REPOSITORY_PART}/)?{_REPOSITORY_PART}")
 
@@ -42,27 +42,27 @@ _NEXT_STEP = f"'autotune models' lists the catalog; or give a folder with a {CON
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the config of an architecture came from."""
+    """The config of an architecture, and where it came from."""
 
     name: str
-    """As the user gave it."""
+    """The name that the user gave."""
     config: dict[str, Any]
-    """As in a ``config.json``; ``model_type`` is always there, custom code never."""
+    """As in a ``config.json``; always has ``model_type``, and never custom code."""
     origin: Origin
     path: str | None = None
-    """Absolute path of the folder that holds ``config.json``; ``None`` for the catalog."""
+    """Absolute path of the folder with ``config.json``; ``None`` for the catalog."""
     repository: str | None = None
-    """The hub repository with trained weights of this architecture, if it has one there."""
+    """The hub repository with pretrained weights of this architecture; ``None`` where there is none."""
 
 
 def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
-    """The config that ``name`` stands for; ``allow_hub=False`` asks no network.
+    """Return the config that ``name`` stands for; ``allow_hub=False`` makes no request.
 
-    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` when
-    nothing answers to the name, or what does is no config that can be built.
+    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` where nothing has this name,
+    or its config cannot be built.
     """
     if not name.strip():
-        raise UnknownModelError(f"{name!r} is no model name", _NEXT_STEP)
+        raise UnknownModelError(f"{name!r} is not a model name", _NEXT_STEP)
     folder = os.path.abspath(os.path.expanduser(name))
     if os.path.isfile(os.path.join(folder, CONFIG_FILE)):
         return ModelSource(name, _read_config(name, Path(folder, CONFIG_FILE)), "folder", folder)
@@ -81,7 +81,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
 
 
 def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
-    """The repository that was named, else the entry's own."""
+    """Return the repository that was named, else the entry's own."""
     for known in (entry.name, *entry.aliases):
         if "/" in known and name.lower() in (known.lower(), known.rsplit("/", 1)[-1].lower()):
             return known
@@ -98,7 +98,7 @@ def _unknown(name: str, reason: str) -> UnknownModelError:
 
 
 def _refuse_path(name: str, folder: str) -> None:
-    """Raise for what can only be meant as a path, and has no ``config.json`` in it."""
+    """Raise ``UnknownModelError`` for what can only be a path, and holds no ``config.json``."""
     if os.path.isdir(folder):
         raise UnknownModelError(
             f"the folder {name!r} has no {CONFIG_FILE}",
@@ -111,7 +111,7 @@ def _refuse_path(name: str, folder: str) -> None:
 
 
 def _read_config(name: str, file: Path) -> dict[str, Any]:
-    """The config in a file; ``UnknownModelError`` unless an architecture can be built from it."""
+    """Return the config in a file; raises ``UnknownModelError`` unless an architecture can be built from it."""
     where = f"{str(file)!r}, the config of model {name!r},"
     hint = f"save_pretrained writes a {CONFIG_FILE} that works; 'autotune models' lists architectures that need none"
     try:
@@ -132,10 +132,10 @@ def _read_config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
-    """Raise when the model itself is custom code; a custom tokenizer or processor is not needed here.
+    """Raise ``UnknownModelError`` where the model itself is custom code; a custom tokenizer does not matter.
 
-    Repositories keep ``auto_map`` after transformers has learnt their architecture: where the
-    catalog knows the model type, transformers' own code builds it.
+    Repositories keep ``auto_map`` after transformers has adopted their architecture. Where the catalog has the model
+    type, transformers' own code builds it.
     """
     auto_map = config.get("auto_map")
     classes = [str(key) for key in auto_map] if isinstance(auto_map, dict) else []
@@ -143,7 +143,7 @@ def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
     native = {entry.config["model_type"] for entry in catalog.entries()}
     if needs_code and config["model_type"] not in native:
         raise UnknownModelError(
-            f"{where} asks for code of its own (auto_map), and remote code is never run",
+            f"{where} needs custom code (auto_map), which autotune never runs",
             f"if transformers itself has the model type {config['model_type']!r}, "
             f"give a folder with a copy of this {CONFIG_FILE} without auto_map",
         )
@@ -153,7 +153,7 @@ def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
 
 
 def _is_repository_name(name: str) -> bool:
-    """Whether the hub could have a repository of this name; anything else must not reach its client."""
+    """Return whether the hub could have a repository of this name; other names must not reach its client."""
     return (
         _REPOSITORY_NAME.fullmatch(name) is not None
         and not any(part in name for part in ("..", "--"))
@@ -162,19 +162,19 @@ def _is_repository_name(name: str) -> bool:
 
 
 def _cached_file(name: str) -> str | None:
-    """The model's ``config.json`` in the local hub cache."""
+    """Return the model's ``config.json`` in the local hub cache; ``None`` where it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         file = try_to_load_from_cache(name, CONFIG_FILE)
     except (OSError, ValueError):
-        # A cache that cannot be read is no reason to fail; it is as good as empty.
+        # A cache that cannot be read counts as empty.
         return None
     return file if isinstance(file, str) else None
 
 
 def _hub_file(name: str, allow_hub: bool) -> str:
-    """The model's ``config.json``, downloaded into the hub cache; ``UnknownModelError`` when it cannot be had."""
+    """Download the model's ``config.json`` into the hub cache; raises ``UnknownModelError`` where that fails."""
     from huggingface_hub import constants, errors
 
     nowhere = "it is neither in the catalog nor in the local hub cache"
@@ -186,7 +186,7 @@ def _hub_file(name: str, allow_hub: bool) -> str:
         return _within(_HUB_DEADLINE_SECONDS, lambda: _download(name))
     except errors.GatedRepoError as error:
         raise UnknownModelError(
-            f"the hub gives model {name!r} only to those who accepted its terms",
+            f"model {name!r} is gated: the hub gives it only to users who accepted its terms",
             f"accept them on its page and log in with 'hf auth login'; {_NEXT_STEP}",
         ) from error
     except errors.RepositoryNotFoundError as error:
@@ -194,7 +194,7 @@ def _hub_file(name: str, allow_hub: bool) -> str:
     except errors.RemoteEntryNotFoundError as error:
         raise _unknown(name, f"its hub repository has no {CONFIG_FILE}") from error
     except Exception as error:
-        # Whatever else the client, its HTTP library or the disk raises: the next step is the same.
+        # Anything else from the client, its HTTP library or the disk: the next step is the same.
         text = _first_line(error)
         raise _unknown(name, f"{nowhere}, and the hub could not be reached ({text})") from error
 
@@ -203,7 +203,7 @@ def _download(name: str) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    # Asked once without retries first: hf_hub_download retries what is unreachable.
+    # A single request without retries first, since hf_hub_download retries an unreachable hub.
     get_hf_file_metadata(hf_hub_url(name, CONFIG_FILE), timeout=_HUB_TIMEOUT_SECONDS)
     quiet_already = are_progress_bars_disabled()
     disable_progress_bars()
@@ -215,7 +215,7 @@ def _download(name: str) -> str:
 
 
 def _within(seconds: float, work: Callable[[], str]) -> str:
-    """The result of ``work``, or ``TimeoutError`` after ``seconds``; a straggler never holds up the exit."""
+    """Return the result of ``work``, or raise ``TimeoutError``. A thread that goes on does not delay the exit."""
     results: list[str] = []
     errors: list[Exception] = []
 
@@ -236,6 +236,6 @@ def _within(seconds: float, work: Callable[[], str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What an exception says, short enough for a one-line message."""
+    """Return the first line of an exception's message, short enough for a one-line error."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Name the classes of each task; infer from a model's config its task and how long its sequences are."""
+"""Map tasks to the classes that build their models, and infer task and sequence length from a model's config."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PEFT_TASKS: dict[str, str] = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
 }
-"""peft's ``TaskType`` of a task, from which follows the head that it trains in full; other tasks have none."""
+"""peft's ``TaskType`` of a task, which tells it the head to train in full. Other tasks have none."""
 
-# Class-name endings, as transformers spells them, in the order in which they are looked for.
-# An encoder that was pretrained with a masked-lm head is fine-tuned for classification far more
-# often than it is pretrained again, so that is what its name means here; --task says otherwise.
+# Endings of class names in transformers, in the order in which they are tried. An encoder with a masked-lm head is
+# fine-tuned for classification far more often than it is pretrained again, so classification is inferred for it; --task
+# overrides that.
 _TASK_OF_ENDING: tuple[tuple[str, Task], ...] = (
     ("ForImageClassification", "image-classification"),
     ("ForMaskedImageModeling", "image-classification"),
@@ -40,14 +40,14 @@ _SPEECH_TYPES = frozenset({"whisper", "speech_to_text", "moonshine"})
 _IMAGE_TYPES = frozenset(
     {"vit", "deit", "beit", "swin", "swinv2", "convnext", "convnextv2", "resnet", "dinov2", "mobilevit"}
 )
-# Encoders of which the hub has configs without any ``architectures`` (deberta-v3, the small BERTs).
+# Encoders of which some configs on the hub have no ``architectures`` (deberta-v3, the small BERTs).
 _ENCODER_TYPES = frozenset({"bert", "roberta", "xlm-roberta", "electra", "deberta", "deberta-v2"})
 
 
 def infer_task(config: dict[str, Any]) -> Task:
-    """The task that a config's ``architectures`` and ``model_type`` speak of.
+    """Return the task that a config's ``architectures`` and ``model_type`` imply.
 
-    Raises ``InvalidRequestError`` when they do not say; ``--task`` then has to.
+    Raises ``InvalidRequestError`` where they imply none; then ``--task`` is needed.
     """
     model_type = str(config.get("model_type", ""))
     if model_type in _SPEECH_TYPES:
@@ -66,25 +66,25 @@ def infer_task(config: dict[str, Any]) -> Task:
         if str(architecture).endswith("Model"):
             return "sequence-classification"
     raise InvalidRequestError(
-        f"the task of model type {model_type!r} cannot be told from its architectures {list(architectures)}",
+        f"the task of model type {model_type!r} cannot be inferred from its architectures {list(architectures)}",
         f"name it with --task, one of {', '.join(TASKS)}",
     )
 
 
-# Where configs keep the longest sequence that position embeddings allow.
+# Fields in which configs keep the longest sequence that position embeddings allow.
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-# RoBERTa-like models offset positions by padding_idx + 1, so two of them are not for tokens
-# (transformers, create_position_ids_from_input_ids).
+# RoBERTa-like models offset positions by padding_idx + 1, so two positions are not for tokens (transformers,
+# create_position_ids_from_input_ids).
 _OFFSET_POSITION_TYPES = frozenset({"roberta", "xlm-roberta", "camembert", "longformer", "mpnet"})
-# Positions enter these as biases of relative distance, in buckets: the number in the config is the
-# length of pretraining, and longer sequences run (transformers, T5Attention).
+# These have relative position biases, in buckets of distance. The number in their config is the length of pretraining,
+# and longer sequences work (transformers, T5Attention).
 _RELATIVE_POSITION_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
 DEFAULT_SEQ_LEN = 512
 
 
 def max_seq_len(config: dict[str, Any]) -> int | None:
-    """The most tokens that the architecture's position embeddings allow; ``None`` where it sets no limit."""
-    # DeBERTa-v2 and -v3 have relative distances in buckets too, and a table of positions only if this is true.
+    """Return the most tokens that the position embeddings allow; ``None`` where they set no limit."""
+    # DeBERTa-v2 and -v3 have relative positions as well, and a table of absolute ones only if this is true.
     relative_only = config.get("relative_attention") is True and config.get("position_biased_input") is False
     if relative_only or config.get("model_type") in _RELATIVE_POSITION_TYPES:
         return None
@@ -92,7 +92,7 @@ def max_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def _stated_seq_len(config: dict[str, Any]) -> int | None:
-    """The length that the config speaks of, a limit or not."""
+    """Return the length in the config, whether or not it is a limit."""
     for key in _POSITION_KEYS:
         value = config.get(key)
         if isinstance(value, int) and value > 0:
@@ -101,9 +101,9 @@ def _stated_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int:
-    """The sequence length to measure: what was asked, else 512 or what the config speaks of, if shorter.
+    """Return the sequence length to measure: what was asked for, else 512 or the config's length if shorter.
 
-    Raises ``InvalidRequestError`` when more was asked than the model can do.
+    Raises ``InvalidRequestError`` where more was asked for than the model allows.
     """
     if task in ("image-classification",):
         return 1

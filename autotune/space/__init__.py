@@ -1,1 +1,1 @@
-"""The search space: arms, per-device batches, and their translation to ``TrainingArguments``."""
+"""Define the search space: arms, per-device batches, and their translation to ``TrainingArguments``."""

@@ -1,4 +1,4 @@
-"""When training waits for its data, and which settings of the data loader to try then."""
+"""Tell whether training waits for data, and choose which data loader settings to try then."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
 
 LOADER_BOUND = 0.1
-"""Waiting longer than this for data, as a share of a step, is worth a remedy."""
+"""Share of a step spent waiting for data from which other data loader settings are tried. A choice."""
 
-# torch's DataLoader prepares so many batches ahead in each of its processes unless told otherwise.
+# Default of torch's DataLoader: batches that each worker prepares ahead.
 DEFAULT_PREFETCH_FACTOR = 2
 _MORE_PREFETCH = 4
 _FEWEST_WORKERS = 2
 
 
 def plain_loader(arm: Arm) -> Arm:
-    """The arm with the loader's defaults: what it computes, and the memory it needs, are the same."""
+    """Return the arm with default data loader settings; computation and memory are the same."""
     return dataclasses.replace(arm, dataloader_num_workers=0, dataloader_prefetch_factor=None)
 
 
 def waits_for_data(measured: Measurement) -> float:
-    """The share of a step that passes before its batches are there."""
+    """Return the share of a step that is spent waiting for its batches."""
     return (measured.data_seconds or 0.0) / measured.step_seconds
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def next_loader(
     best: Candidate, measured: Measurement | None, tried: Collection[Candidate], cores: int, own_workers: int = 0
 ) -> Candidate | None:
-    """The next variant of the best candidate whose data may come sooner; ``None`` where it hardly waits.
+    """Return the next data loader setting to try for the best candidate; ``None`` where it hardly waits for data.
 
-    Loading processes are doubled up to the cores for as long as that wins; then more is prefetched. An arm that
-    says nothing of them loads with ``own_workers``, which the user's own code asks for.
+    Workers are doubled up to the number of cores, as long as that is faster; then more batches are prefetched. An arm
+    without workers loads with ``own_workers``, which the user's own code sets.
     """
     if measured is None or waits_for_data(measured) <= LOADER_BOUND:
         return None
@@ -56,7 +56,7 @@ def next_loader(
 
 
 def patience(effort: Effort, arm: Arm) -> Effort:
-    """The effort for an arm whose loading processes hand over batches in bursts, as many at once as there are."""
+    """Return the effort for an arm whose workers deliver batches in bursts, as many at once as there are workers."""
     if not arm.dataloader_num_workers:
         return effort
     return dataclasses.replace(
@@ -68,5 +68,5 @@ def patience(effort: Effort, arm: Arm) -> Effort:
 
 
 def batches_ahead(arm: Arm) -> int:
-    """Micro-batches that can lie ready before they are asked for."""
+    """Return how many micro-batches the workers may have prefetched."""
     return arm.dataloader_num_workers * (arm.dataloader_prefetch_factor or DEFAULT_PREFETCH_FACTOR)

@@ -1,4 +1,4 @@
-"""Levers that need more than a field of ``TrainingArguments``: a package, an extra, a variable of the environment."""
+"""Check optional features of an arm: the packages they need, and settings of CUDA's allocator in the environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from autotune.core.candidate import Arm
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 
-# torch reads the older name first and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
+# torch reads the older name first, and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 _NEW_NAME_SINCE = (2, 9)
 _EXPANDABLE = "expandable_segments"
 
-# The names of TrainingArguments.optim that need a package, after transformers/trainer_optimizer.py.
+# Prefixes of TrainingArguments.optim values that need a package (transformers/trainer_optimizer.py).
 _BITSANDBYTES = ("adamw_8bit", "paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb_8bit")
 _TORCHAO = ("adamw_torch_4bit", "adamw_torch_8bit")
 _PACKAGE_OF_OPTIM: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -29,20 +29,20 @@ _PACKAGE_OF_OPTIM: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch-optimi", ("stable_adamw",)),
 )
 EXTRAS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "liger-kernel": "liger", "peft": "peft"}
-"""The packages that an extra of this one installs."""
+"""Packages that an extra of autotune installs, with the extra's name."""
 OPTIONAL = (*EXTRAS, "flash-attn")
-"""The packages that levers may need and that are asked for most."""
+"""The optional packages that are used most."""
 FLASH_ATTENTION = "flash_attention_2"
 _PLAIN_ATTENTIONS = frozenset({"sdpa", "eager"})
 
 
 def optim_package(optim: str) -> str | None:
-    """The distribution that an optimizer comes from; ``None`` where torch and transformers have it themselves."""
+    """Return the package that an optimizer needs; ``None`` where torch and transformers have it."""
     return next((package for package, names in _PACKAGE_OF_OPTIM if optim.startswith(names)), None)
 
 
 def packages_of(arm: Arm) -> tuple[str, ...]:
-    """The optional distributions that an arm's trials are measured with."""
+    """Return the optional packages that an arm needs."""
     needed = [optim_package(arm.optim)]
     needed.append("liger-kernel" if arm.use_liger_kernel else None)
     needed.append("flash-attn" if arm.attn_implementation == FLASH_ATTENTION else None)
@@ -50,12 +50,12 @@ def packages_of(arm: Arm) -> tuple[str, ...]:
 
 
 def packages_of_workload(workload: Workload) -> tuple[str, ...]:
-    """The optional distributions that every trial of a workload is measured with."""
+    """Return the optional packages that every trial of a workload needs."""
     return (*(["peft"] if workload.peft else []), *(["bitsandbytes"] if workload.quantize else []))
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a distribution; ``None`` where there is none. Imports nothing."""
+    """Return the installed version of a package; ``None`` where it is not installed. Imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -63,37 +63,37 @@ def version_of(package: str) -> str | None:
 
 
 def require(package: str, lever: str) -> None:
-    """Raise ``InvalidRequestError`` with the way to install it where a lever's package is not there."""
+    """Raise ``InvalidRequestError``, with the command that installs it, where a package is missing."""
     if version_of(package) is None:
         raise InvalidRequestError(f"{lever} needs {package}, which is not installed", how_to_install(package))
 
 
 def how_to_install(package: str) -> str:
-    """The command that installs a lever's package."""
+    """Return the command that installs a package."""
     return f"pip install 'autotune[{EXTRAS[package]}]'" if package in EXTRAS else f"pip install {package}"
 
 
 def compiles(arm: Arm) -> bool:
-    """Whether a trial of this arm spends its first steps on compiling: torchao compiles its optimizers' steps."""
+    """Return whether a trial compiles in its first steps: torch.compile, or torchao, which compiles optimizer steps."""
     return arm.torch_compile or optim_package(arm.optim) == "torchao"
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Whether a step of this arm can be followed on fake tensors: no code but torch's and transformers' own."""
+    """Return whether memory can be predicted with fake tensors: only kernels of torch and transformers run."""
     has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
     return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels and workload.quantize is None
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:
-    """Whether an arm can train at all: flash attention computes in 16 bits alone."""
+    """Return whether an arm can train at all: flash attention computes in 16 bits only."""
     half = arm.precision in ("fp16", "bf16") or weight_dtype != "float32"
     return half or arm.attn_implementation != FLASH_ATTENTION
 
 
 def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the environment tells CUDA's caching allocator, setting by setting."""
+    """Return the settings of CUDA's caching allocator in the environment, by name."""
     text = environment.get(OLD_ALLOCATOR_VARIABLE) or environment.get(ALLOCATOR_VARIABLE) or ""
-    # A list in brackets holds commas of its own (roundup_power2_divisions); its pieces have no name and stay with it.
+    # A list in brackets (roundup_power2_divisions) contains commas that separate no settings.
     settings: dict[str, str] = {}
     depth, piece = 0, ""
     for character in text + ",":
@@ -109,12 +109,12 @@ def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def segments_expand(environment: Mapping[str, str]) -> bool:
-    """Whether the environment has CUDA's segments expand already."""
+    """Return whether the environment turns on expandable segments."""
     return allocator_settings(environment).get(_EXPANDABLE, "").lower() == "true"
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:
-    """The allocator's settings of an environment with this one put over it; ``None`` where nothing need be said."""
+    """Return the allocator settings with expandable segments set; ``None`` where none are needed."""
     settings = allocator_settings(environment)
     if not expand and _EXPANDABLE not in settings:
         return None
@@ -122,6 +122,6 @@ def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) ->
 
 
 def allocator_variable(torch_version: str) -> str:
-    """The name under which this torch reads the allocator's settings without complaint."""
+    """Return the environment variable for allocator settings that this torch reads without a warning."""
     major, minor = torch_version.split(".")[:2]
     return ALLOCATOR_VARIABLE if (int(major), int(minor)) >= _NEW_NAME_SINCE else OLD_ALLOCATOR_VARIABLE

@@ -1,4 +1,4 @@
-"""The search space: the arms, the per-device batches, and which pairs of them are valid."""
+"""Define the search space: the arms, the per-device batches, and which pairs of them are valid."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
 
 DEFAULT_MULTIPLE = 8
-# Where no batch of the default multiple is possible, the search goes down these, one by one.
+# Tried one after another where no batch of the default multiple is possible.
 FALLBACK_MULTIPLES = (4, 2, 1)
-# The largest batch that is ever tried where no effective batch bounds it; far beyond what helps.
+# Largest batch to try where no effective batch limits it; far larger than is useful. A choice.
 LARGEST_FREE_BATCH = 65536
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Which per-device batches go with which accumulation.
+    """The per-device batches to search, and the accumulation of each.
 
-    With an effective batch, ``per-device batch × accumulation × world size`` is exactly that;
-    without, the batch is free and accumulation is 1.
+    With an effective batch, ``per-device batch × accumulation × world size`` is exactly that. Without one, the batch is
+    free and accumulation is 1.
     """
 
     effective_batch: int | None
     world_size: int = 1
     multiple: int | None = None
-    """Batches are multiples of this and of nothing less; ``None`` means 8, then 4, 2 and 1."""
+    """Only multiples of this are tried; ``None`` means 8, then 4, 2 and 1."""
     samples: int | None = None
-    """What a device's data holds: no step can have more. ``None`` where samples are made up."""
+    """Number of samples in the dataset of a device, which no batch can exceed. ``None`` for synthetic samples."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -70,25 +70,25 @@ class Batches:
 
     @property
     def most(self) -> int:
-        """The largest per-device batch that may be tried where no effective batch bounds it."""
+        """Largest per-device batch to try where no effective batch limits it."""
         return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
 
     def levels(self) -> tuple[int, ...]:
-        """The multiples to go down through; a lower one only counts when nothing above fits."""
+        """Return the multiples to search, in descending order; a lower one counts only where nothing above fits."""
         if self.multiple:
             return (self.multiple,)
         return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
 
     def level(self, batch: int) -> int:
-        """The highest level that a valid per-device batch is on."""
+        """Return the largest multiple in ``levels`` that divides a valid per-device batch."""
         return next(multiple for multiple in self.levels() if batch % multiple == 0)
 
     def at_level(self, multiple: int) -> tuple[int, ...]:
-        """Batches of exactly this level, ascending: its multiples that are on no higher level.
+        """Return the batches whose largest multiple in ``levels`` is this one, ascending.
 
-        With an effective batch they divide what one device gets of it. A free batch has only its
-        level's first rungs here (the multiple itself below 8, a doubling ladder at the top): a
-        search may try any multiple between them.
+        With an effective batch they divide a device's share of it. A free batch has only the first batches to try here:
+        powers of two times the largest multiple, or the multiple itself below that. A search may try any multiple
+        between them.
         """
         higher = [level for level in self.levels() if level > multiple]
         if self.effective_batch is None:
@@ -103,20 +103,20 @@ class Batches:
         )
 
     def accumulation(self, batch: int) -> int:
-        """Accumulation steps that go with a per-device batch."""
+        """Return the accumulation steps that go with a per-device batch."""
         return 1 if self.effective_batch is None else self._per_device // batch
 
     def valid(self, batch: int) -> bool:
-        """Whether the per-device batch is on any level."""
+        """Return whether a per-device batch belongs to the space."""
         if batch < 1 or (self.multiple and batch % self.multiple):
             return False
         return batch <= self.most if self.effective_batch is None else self._per_device % batch == 0
 
     def baseline(self) -> tuple[int, int]:
-        """Batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
+        """Return batch and accumulation of the ``TrainingArguments`` defaults at the same effective batch.
 
-        The default per-device batch is 8; where 8 does not divide, the largest divisor below it. Data of fewer
-        samples makes no batch of 8.
+        The default per-device batch is 8. Where 8 does not divide the effective batch, it is the largest divisor below
+        8. A dataset of fewer samples limits it, too.
         """
         if self.effective_batch is None:
             return min(DEFAULT_MULTIPLE, self.most), 1
@@ -131,21 +131,21 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates of one search. Arms come in the order in which they are worth asking."""
+    """All candidates of one search. Arms are in the order in which they are tried."""
 
     arms: tuple[Arm, ...]
     batches: Batches
     own_baseline: Candidate | None = None
-    """What the user's own settings amount to, where a Trainer of theirs is measured."""
+    """The user's own settings, where their own Trainer is measured."""
     pins_winner: bool = False
-    """Whether the winner may be tried pinned to one core, too, though its arm is not."""
+    """Whether the winner may also be tried pinned to one core, although its arm is not."""
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
-        """The candidate of an arm at a per-device batch."""
+        """Return the candidate of an arm at a per-device batch."""
         return Candidate(arm, batch, self.batches.accumulation(batch))
 
     def contains(self, candidate: Candidate) -> bool:
-        """Whether the candidate is one of this space's."""
+        """Return whether the candidate belongs to this space."""
         batch = candidate.per_device_train_batch_size
         arm = plain_loader(candidate.arm)
         return (
@@ -155,26 +155,26 @@ class Space:
         )
 
     def is_last_resort(self, arm: Arm) -> bool:
-        """Whether the arm is a compiled one that is also there uncompiled: then it is the winner's to try."""
+        """Return whether the arm is compiled and exists uncompiled as well: then only the winner is tried compiled."""
         return arm.torch_compile and replace(arm, torch_compile=False) in self.arms
 
     def baseline(self, attn_implementation: str) -> Candidate:
-        """What ``TrainingArguments`` defaults (or the user's own settings) run: what speed-ups are relative to."""
+        """Return the ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""
         if self.own_baseline is not None:
             return self.own_baseline
         batch, accumulation = self.batches.baseline()
         return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
 
 
-# The order of preference between precisions that measure alike: bf16 needs no loss scaling.
+# Order of preference between precisions of equal speed: bf16 needs no loss scaling.
 PRECISION_PREFERENCE: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32")
 
 
 def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
-    """Autocasts that make sense over the workload's weight dtype.
+    """Return the precisions that make sense with the workload's weight dtype.
 
-    16-bit weights leave nothing for tf32 to do, and torch's gradient scaler refuses 16-bit
-    gradients, so fp16 autocast needs float32 weights.
+    16-bit weights have no float32 products for tf32, and torch's gradient scaler refuses 16-bit gradients, so fp16
+    autocast needs float32 weights.
     """
     if workload.dtype == "float32":
         return PRECISIONS
@@ -184,7 +184,7 @@ def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:
 def choose_precisions(
     asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
 ) -> tuple[Precision, ...]:
-    """The precisions to search, best first; an error names one that cannot be honoured."""
+    """Return the precisions to search, best first; raises an error for one that is not possible."""
     usable = _usable_precisions(workload)
     for precision in asked or ():
         if precision not in device_has:
@@ -203,7 +203,7 @@ def choose_precisions(
 
 
 def choice_of(choice: LeverChoice) -> tuple[bool, ...]:
-    """What ``auto``, ``on`` and ``off`` try of a lever, what is cheaper first."""
+    """Return the values to try for ``auto``, ``on`` or ``off``, the cheaper one first."""
     return {"on": (True,), "off": (False,), "auto": (False, True)}[choice]
 
 
@@ -219,11 +219,11 @@ def choose_arms(
     liger: LeverChoice = "off",
     pinned: bool = False,
 ) -> tuple[Arm, ...]:
-    """Every combination, those without checkpointing first, then by preference of precision.
+    """Return every combination as an arm, those without checkpointing first, then by preference of precision.
 
-    Arms whose segments expand come last where that is searched: they are never faster at the same batch, so
-    they are worth asking only where memory was what kept the best from a larger one. Compiled arms come after
-    all others, since each of their trials costs a minute. ``pinned`` runs each of them on one core.
+    Arms with expandable segments come late: they are never faster at the same batch, so they are worth trying only
+    where memory kept the best arm from a larger one. Compiled arms come last, since each of their trials takes a
+    minute. ``pinned`` runs every arm on one core.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""A candidate as ``TrainingArguments`` fields: the one translation that trials and exports share."""
+"""Translate a candidate to ``TrainingArguments`` fields, for trials and exports alike."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 
 EVALUATION_BATCH = "per_device_eval_batch_size"
-# transformers 5.18 and later spell gradient checkpointing anew and deprecate the old name.
+# transformers 5.18 and later rename gradient checkpointing, and deprecate the old name.
 _CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 
 
 TF32_UNSET_REVISION = 3
-"""The measurement revision since which trials on a GPU leave ``tf32`` at its default unless the precision is tf32."""
+"""Since this measurement revision, trials on a GPU leave ``tf32`` at its default unless the precision is tf32."""
 
 
 def checkpointing_field(fields: Collection[str]) -> str:
-    """The name that checkpointing bears among the ``fields`` of the installed ``TrainingArguments``."""
+    """Return the name of gradient checkpointing in the ``fields`` of the installed ``TrainingArguments``."""
     return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
 
 
 def training_arguments(
     candidate: Candidate, fields: Collection[str], device_kind: str, revision: int = TF32_UNSET_REVISION
 ) -> dict[str, Any]:
-    """Return every tuned field with its value, false ones included, under the names in ``fields``.
+    """Return every tuned field with its value, also where it is false, under the names in ``fields``.
 
-    ``revision`` is the measurement revision of the trial that the fields are to repeat; today's by default.
-    ``use_reentrant=False`` is what torch recommends for checkpointing and the only variant that works with frozen
+    ``revision`` is the measurement revision of the trial that the fields are to repeat; the current one by default.
+    ``use_reentrant=False`` is what torch recommends for checkpointing, and the only variant that works with frozen
     inputs.
     """
     arm = candidate.arm
@@ -42,7 +42,7 @@ def training_arguments(
         checkpointing: arm.gradient_checkpointing,
         "optim": arm.optim,
     }
-    # Said where the installed transformers has them: what was measured without must not be trained with.
+    # Set also where they are false, if the installed transformers has them, so that training runs as it was measured.
     arguments |= {name: getattr(arm, name) for name in ("torch_compile", "use_liger_kernel") if name in fields}
     if arm.gradient_checkpointing:
         arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
@@ -58,33 +58,33 @@ def training_arguments(
 def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
     """Return the value of ``tf32``; ``None`` is the default of ``TrainingArguments``.
 
-    The default leaves torch's settings alone: convolutions and recurrent layers may use TF32, matrix products may not
-    (torch.backends.fp32_precision). fp32 means that default, so that the baseline is what an untuned ``Trainer`` does.
-    bf16 and fp16 keep it too: autocast computes matrix products and convolutions in 16 bits, and code that switches
-    autocast off needs its float32: with TF32, rotary embeddings were seen to round positions above 2,048 on a B200
+    The default leaves torch's settings unchanged: convolutions and recurrent layers may use TF32, matrix products may
+    not (torch.backends.fp32_precision). fp32 means that default, so that the baseline is what an untuned ``Trainer``
+    does. bf16 and fp16 keep it, too. Autocast computes matrix products and convolutions in 16 bits, and code that turns
+    autocast off needs full float32: with TF32, rotary embeddings rounded positions above 2,048 on a B200
     (github.com/huggingface/transformers/issues/48428).
     """
     if arm.precision == "tf32":
         return True
     if device_kind == "cpu" or revision < TF32_UNSET_REVISION:
         return False
-    # By default TrainingArguments turns TF32 on for compiled models, which would make fp32 the same as tf32.
+    # TrainingArguments turns TF32 on by default for compiled models, which would make fp32 the same as tf32.
     return False if arm.precision == "fp32" and arm.torch_compile else None
 
 
 def evaluation_arguments(candidate: Candidate) -> dict[str, Any]:
-    """The evaluation's batch: as large as the training's, which needs more memory, having gradients.
+    """Return the evaluation's batch size: that of training, which needs more memory since it keeps gradients.
 
-    The ``Trainer``'s default of 8 may not fit where fewer samples than that are trained on at once: 8 × 2,048 tokens
-    have 9.3 GiB of float32 logits over Qwen2.5's vocabulary, and ran out of 24 GiB on an H200.
+    The ``Trainer``'s default of 8 may not fit where training uses a smaller batch: 8 × 2,048 tokens have 9.3 GiB of
+    float32 logits over Qwen2.5's vocabulary, and ran out of 24 GiB on an H200.
     """
     return {EVALUATION_BATCH: candidate.per_device_train_batch_size}
 
 
 def data_arguments(data: DataSpec, fields: Collection[str]) -> dict[str, Any]:
-    """The fields by which a training gets the batches that were measured; the tuned ones come over them.
+    """Return the fields with which training gets the batches that were measured; tuned fields override them.
 
-    ``group_by_length`` was a field of its own before transformers 5.
+    ``group_by_length`` was a separate field before transformers 5.
     """
     arguments: dict[str, Any] = {"dataloader_num_workers": 0}
     if "train_sampling_strategy" in fields:

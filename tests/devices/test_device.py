@@ -266,7 +266,7 @@ except DeviceError as error: answer = [error.message, error.hint]"""
 from autotune.core.errors import DeviceError
 try: find_device("GPU-0")
 except DeviceError as error: answer = error.message"""
-        assert machine.ask(code, STAND_IN_GPUS="2") == "GPU-0 means 2 devices"
+        assert machine.ask(code, STAND_IN_GPUS="2") == "GPU-0 matches 2 devices"
 
     def test_the_error_tells_of_a_gpu_that_is_lost(self, machine: Machine) -> None:
         code = """

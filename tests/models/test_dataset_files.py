@@ -179,7 +179,7 @@ def test_content_is_what_is_inside(tmp_path: Path) -> None:
         ("./missing", "no such file"),
         ("empty.jsonl", "empty"),
         ("what.bin", ".bin"),
-        ("nothing", "no data"),
+        ("nothing", "no files of a known data format"),
         ("mixed", "csv, json"),
     ],
 )

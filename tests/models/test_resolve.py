@@ -114,7 +114,7 @@ def test_a_folder_wins_over_the_catalog_only_with_a_config(tmp_path: Path, monke
         ({"hidden_size": 8}, "has no model_type"),
         ({"model_type": None}, "has no model_type"),
         ({"model_type": ["bert"]}, "has no model_type"),
-        ({"model_type": "new-idea", "auto_map": CUSTOM}, "remote code is never run"),
+        ({"model_type": "new-idea", "auto_map": CUSTOM}, "which autotune never runs"),
     ],
 )
 def test_a_config_that_is_no_use(tmp_path: Path, content: object, says: str) -> None:
@@ -157,7 +157,7 @@ def test_no_name_at_all_is_not_the_working_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(write_config(tmp_path, SMALL))
-    assert "is no model name" in refused(name).message
+    assert "is not a model name" in refused(name).message
 
 
 NO_REPOSITORY = [

@@ -223,11 +223,11 @@ def test_bad_contents_are_refused(read: Callable[..., Read], tokenizer: str, tmp
     assert "broken.jsonl cannot be read" in read("bert-tiny", spec(broken, tokenizer)).refusal
     nothing = tmp_path / "nothing.csv"
     nothing.write_text("text,label\n")
-    assert "holds no samples" in read("bert-tiny", spec(nothing, tokenizer)).refusal
+    assert "has no samples" in read("bert-tiny", spec(nothing, tokenizer)).refusal
     none = write_jsonl(tmp_path / "none.jsonl", [{"text": "a"}, {"text": "b"}])
     assert "no column is called label" in read("bert-tiny", spec(none, tokenizer)).refusal
     each = write_jsonl(tmp_path / "each.jsonl", [{"text": "a b", "label": number} for number in range(21)])
-    assert "every one of the 21 samples has a class of its own" in read("bert-tiny", spec(each, tokenizer)).refusal
+    assert "each of the 21 samples has a different class" in read("bert-tiny", spec(each, tokenizer)).refusal
     two = write_jsonl(tmp_path / "two.jsonl", [{"a": "x", "b": "y", "label": 1}])
     assert "it has a, b, label; name one with --text-column" in read("bert-tiny", spec(two, tokenizer)).refusal
 
@@ -235,7 +235,7 @@ def test_bad_contents_are_refused(read: Callable[..., Read], tokenizer: str, tmp
 def test_a_tokenizer_of_another_model_is_refused(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
     found = read("bert-tiny", spec(path, tokenizer), config={"vocab_size": 8})
-    assert "but bert-tiny has 8 of them" in found.refusal
+    assert "but bert-tiny has only 8 tokens" in found.refusal
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(read: Callable[..., Read], tmp_path: Path) -> None:

@@ -23,26 +23,29 @@ WRONG_VALUES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "labels of no number": (
         labelled([0.5, math.nan, 1.5, math.nan]),
-        "2 of 4 labels in the column 'label' are no numbers (nan) | leave these samples out",
+        "2 of 4 labels in the column 'label' are NaN or infinite (nan) | remove these samples",
     ),
-    "endless labels": (labelled([0.5, math.inf]), "1 of 2 labels in the column 'label' are no numbers (inf) | leave"),
+    "endless labels": (
+        labelled([0.5, math.inf]),
+        "1 of 2 labels in the column 'label' are NaN or infinite (inf) | remove",
+    ),
     "tokens as text": (
         [{"input_ids": "hello", "label": 0}] * 4,
-        "'input_ids' holds no lists of tokens, but string | name a column of text with --text-column",
+        "'input_ids' holds no token lists, but string | name a column of text with --text-column",
     ),
     "tokens as fractions": (
         [{"input_ids": [1.5, 2.0], "label": 0}] * 4,
-        "holds no lists of tokens, but list<item: double>",
+        "holds no token lists, but list<item: double>",
     ),
     "samples of nothing": ([{"input_ids": [5, 6], "label": 0}, {"input_ids": None, "label": 0}], "without a value in"),
     "gaps in tokens": ([{"input_ids": [5, None], "label": 0}] * 4, "without a value in 'input_ids'"),
     "a token below all": (
         [{"input_ids": [5, 6], "label": 0}, {"input_ids": [5, -1], "label": 0}],
-        "'input_ids' holds -1, which is no token of bert-tiny; it has",
+        "'input_ids' holds -1, which is not a token of bert-tiny; it has",
     ),
     "a token above all": (
         [{"input_ids": [5, 99_999], "label": 0}] * 4,
-        "'input_ids' holds 99999, which is no token of bert-tiny; it has",
+        "'input_ids' holds 99999, which is not a token of bert-tiny; it has",
     ),
 }
 
@@ -59,7 +62,7 @@ def test_wrong_values_are_refused_by_their_column(
 def test_a_target_of_tokens_is_looked_at_too(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [{"input_ids": [5, 6], "labels": "a"}] * 4)
     refusal = read("t5-tiny", spec(path, tokenizer), task="seq2seq-lm").refusal
-    assert "'labels' holds no lists of tokens, but string | name another with --label-column" in refusal
+    assert "'labels' holds no token lists, but string | name another with --label-column" in refusal
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_csv, write_parquet])
@@ -75,7 +78,7 @@ def test_files_of_other_columns_are_named(
     refusal = read("bert-tiny", spec(folder, tokenizer)).refusal
     assert f"c.{suffix} has the columns text (number), other (number)" in refusal
     assert f"but a.{suffix} has text (text), label (text)" in refusal
-    assert "give files of the same columns" in refusal
+    assert "give files with the same columns" in refusal
 
 
 def test_files_of_which_one_is_broken_are_not_said_to_differ(

@@ -1,9 +1,9 @@
-"""Well-known architectures under their hub names, so that measuring one needs no download.
+"""Look up well-known architectures by their hub names, so that measuring one needs no download.
 
-The files in ``configs/`` are facts: what each model's ``config.json`` on the hub says about its
-architecture, and how many parameters it has. Labels, generation settings and version numbers are
-left out; a thousand label names became ``num_labels``. Weights are not here. Entries whose name
-has no organisation exist only in this package: they are small enough to try things out on a CPU.
+The files in ``configs/`` hold what each model's ``config.json`` on the hub says about its architecture, and its number
+of parameters. Labels, generation settings and version numbers are left out; a list of a thousand label names became
+``num_labels``. Weights are not included. Entries without an organisation in their name exist only here: small models to
+try things out on a CPU.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 from autotune.core.errors import near_misses
 
-# Names are shorter than this (the hub allows 96 characters); more would only slow the comparison.
+# Longer input is cut before it is compared, to bound the time: the hub allows names of 96 characters.
 _LONGEST_COMPARED = 128
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One architecture."""
+    """One architecture of the catalog."""
 
     name: str
-    """As on the hub, with its organisation; without one if it exists only here."""
+    """The hub name with its organisation; without one if it exists only here."""
     aliases: tuple[str, ...]
     """Other names of the same architecture; those with an organisation are hub repositories too."""
     config: dict[str, Any]
-    """As in a ``config.json``; shared by all callers, so copy it before changing it."""
+    """The config as in a ``config.json``; shared by all callers, so copy it before changing it."""
     parameters: int
-    """Of the model as it is trained: with the head of its inferred task, tied weights counted once."""
+    """Parameters of the model as it is trained: with the head of its inferred task, tied weights counted once."""
     about: str
-    """A few words: ``encoder, 24 layers``."""
+    """A short description: ``encoder, 24 layers``."""
 
     @property
     def short_name(self) -> str:
@@ -42,7 +42,7 @@ class CatalogEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every spelling that finds this entry, best first; upper and lower case aside."""
+        """Every spelling that finds this entry, best first; case does not matter."""
         full = (self.name, *self.aliases)
         return tuple(dict.fromkeys((*full, *map(_without_organisation, full))))
 
@@ -53,7 +53,7 @@ def _without_organisation(name: str) -> str:
 
 @cache
 def entries() -> tuple[CatalogEntry, ...]:
-    """The whole catalog, family by family, each from small to large."""
+    """Return the whole catalog, family by family, each from small to large."""
     folder = resources.files(__name__).joinpath("configs")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
     found: list[CatalogEntry] = []
@@ -68,21 +68,21 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 @cache
 def _entry_of_name() -> dict[str, CatalogEntry]:
-    """Entries under all their spellings, and under the same in lower case where that is free."""
+    """Return entries by all their spellings, and by the lower-case spelling where no other entry has it."""
     exact = {name: entry for entry in entries() for name in entry.names}
     return {name.lower(): entry for name, entry in exact.items()} | exact
 
 
 def find(name: str) -> CatalogEntry | None:
-    """The entry of this name, with or without its organisation, in any case; ``None`` if there is none."""
+    """Return the entry with this name, with or without its organisation, in any case; ``None`` if there is none."""
     by_name = _entry_of_name()
     return by_name.get(name) or by_name.get(name.lower())
 
 
 def near_names(name: str, count: int = 3) -> tuple[str, ...]:
-    """Up to ``count`` names from the catalog that look like this one, most alike first.
+    """Return up to ``count`` similar names from the catalog, the most similar first.
 
-    A name also looks like what it begins with: who writes ``bert-lrge`` means ``bert-large-uncased``.
+    The beginnings of names are compared, too: ``bert-lrge`` finds ``bert-large-uncased``.
     """
     spelling = {_without_organisation(known).lower(): known for entry in entries() for known in reversed(entry.names)}
     wanted = _without_organisation(name.rstrip("/")).lower()[:_LONGEST_COMPARED]
@@ -91,7 +91,7 @@ def near_names(name: str, count: int = 3) -> tuple[str, ...]:
         parts = known.split("-")
         for end in range(1, len(parts) + 1):
             beginnings.setdefault("-".join(parts[:end]), []).append(known)
-    # Shorter first: of names with one beginning the one without more to it is meant rather.
+    # Shorter names first: of names with the same beginning, the plain one is the most likely.
     near = near_misses(wanted, beginnings, most=count)
     found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
     return tuple(_without_organisation(spelling[match]) for match in list(found)[:count])

@@ -62,12 +62,12 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):
         raise InvalidRequestError(
-            f"--dataset {spec.label}: the column {name!r} holds no lists of tokens, but {kind}",
+            f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}",
             hint,
         )
     if column.null_count or arrow.list_flatten(column).null_count:
         raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "leave them out of the data"
+            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
         )
 
 
@@ -78,12 +78,12 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
     values = dataset[name][:]
     if any(value is None for value in values):
         raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "leave them out of the data"
+            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
         )
     if isinstance(feature, ClassLabel):
         if min(values) < 0:
             raise InvalidRequestError(
-                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split that has"
+                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split with labels"
             )
         return values, max(feature.num_classes, 2)
     if all(isinstance(value, float) for value in values):
@@ -97,9 +97,9 @@ def _check_finite(values: list[float], spec: DataSpec, name: str) -> None:
     wrong = [value for value in values if not math.isfinite(value)]
     if wrong:
         raise InvalidRequestError(
-            f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are no numbers "
-            f"({wrong[0]})",
-            "leave these samples out of the data, or name another column with --label-column",
+            f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
+            f"infinite ({wrong[0]})",
+            "remove these samples, or name another column with --label-column",
         )
 
 
@@ -107,7 +107,9 @@ def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], i
     """Return the class of each sample, counted from 0, and the number of classes."""
     where = f"--dataset {spec.label}: the column {name!r}"
     if not all(isinstance(value, int | str) for value in values):
-        raise InvalidRequestError(f"{where} holds neither classes nor numbers", "name another with --label-column")
+        raise InvalidRequestError(
+            f"{where} holds neither classes nor numbers", "name another column with --label-column"
+        )
     if len({isinstance(value, str) for value in values}) > 1:
         text, number = (next(v for v in values if isinstance(v, str) is is_text) for is_text in (True, False))
         raise InvalidRequestError(
@@ -117,8 +119,7 @@ def _classes(values: list[Any], spec: DataSpec, name: str) -> tuple[list[int], i
     classes = set(values)
     if len(classes) == len(values) > _FEW_SAMPLES:
         raise InvalidRequestError(
-            f"--dataset {spec.label}: every one of the {len(values):,} samples has a class of its own in "
-            f"the column {name!r}",
+            f"--dataset {spec.label}: each of the {len(values):,} samples has a different class in the column {name!r}",
             "name the column of the classes with --label-column",
         )
     number_of = {value: index for index, value in enumerate(sorted(classes))}

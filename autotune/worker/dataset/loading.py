@@ -49,14 +49,15 @@ def load(spec: DataSpec, folder: Path) -> Any:
 
 
 def _is_empty(spec: DataSpec) -> InvalidRequestError:
-    return InvalidRequestError(f"--dataset {spec.label} holds no samples (split {spec.split})", "give one that does")
+    return InvalidRequestError(
+        f"--dataset {spec.label} has no samples (split {spec.split})", "give a dataset or split with samples"
+    )
 
 
 def _unreadable(spec: DataSpec, error: Exception) -> InvalidRequestError:
-    where = "on the hub" if spec.kind == "hub" else "there"
-    hint = f"check what is {where}, and --split {spec.split}"
+    hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
     if spec.kind == "hub":
-        hint += "; there is no file or folder of this name here"
+        hint += "; no file or folder has this name"
     # The message of datasets only says that something failed; the exception's cause says what.
     why = first_line(error.__cause__ or error)
     return InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint)
@@ -93,7 +94,7 @@ def _check_alike(spec: DataSpec, files: list[str], links: list[str], options: di
             raise InvalidRequestError(
                 f"--dataset {spec.label}: {names[0]} has the columns {_listed(kinds)}, but {names[1]} has "
                 f"{_listed(others)}",
-                "give files of the same columns, or name one of the files with --dataset",
+                "give files with the same columns, or name one of the files with --dataset",
             )
 
 

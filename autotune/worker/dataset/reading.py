@@ -141,7 +141,7 @@ class _Reading:
 
     def _tokenizer(self) -> Any:
         name = self._spec.tokenizer
-        option = "give --tokenizer FOLDER, one to which a tokenizer was saved (save_pretrained), or a name on the hub"
+        option = "give --tokenizer a folder that save_pretrained wrote, or a name on the hub"
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_at_hand(name))
         except Exception as error:
@@ -151,7 +151,7 @@ class _Reading:
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise InvalidRequestError(
-                    f"the tokenizer in {name} has neither a padding token nor one that ends a text",
+                    f"the tokenizer in {name} has neither a padding token nor an end-of-text token",
                     "set its pad_token and save it again",
                 )
             # As transformers' examples do for GPT-2 and similar models.
@@ -211,7 +211,7 @@ class _Reading:
         raw = _token_counts(dataset, _TOKENS)
         if (raw == 0).any():
             raise InvalidRequestError(
-                f"--dataset {self._spec.label} holds samples without tokens", "leave them out of the data"
+                f"--dataset {self._spec.label} holds samples without tokens", "remove them from the dataset"
             )
         found = dataset.select_columns(kept).map(
             lambda batch: {name: [tokens[:limit] for tokens in values] for name, values in batch.items()},
@@ -234,15 +234,15 @@ class _Reading:
             return
         if made_before:
             wrong = smallest if smallest < 0 else largest
-            has = f"; it has {vocabulary}, from 0" if isinstance(vocabulary, int) else ""
+            has = f"; it has tokens 0 to {vocabulary - 1}" if isinstance(vocabulary, int) else ""
             raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {wrong}, which is no token of "
+                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {wrong}, which is not a token of "
                 f"{self._workload.model}{has}",
                 "make the tokens with the model's own tokenizer, or name a column of text with --text-column",
             )
         raise InvalidRequestError(
-            f"the tokenizer in {self._spec.tokenizer} gives token {largest}, but {self._workload.model} has "
-            f"{vocabulary} of them",
+            f"the tokenizer in {self._spec.tokenizer} produces token {largest}, but {self._workload.model} has "
+            f"only {vocabulary} tokens",
             "give the tokenizer that belongs to the model with --tokenizer",
         )
 
