@@ -31,10 +31,12 @@ from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
 from autotune.estimate.history import DEFAULT_TOLERANCE, History
+from autotune.results.document import report_document, trial_document
 from autotune.results.export import make_export
 from autotune.results.plot import plot_trials
-from autotune.results.report import Report, load_report, measurement, verdict
-from autotune.results.text import report_document, summary_lines, trial_document
+from autotune.results.report import Report, load_report, measurement
+from autotune.results.text import summary_lines
+from autotune.results.wording import verdict
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location
 from autotune.tuning.loop import Observer

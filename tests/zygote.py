@@ -38,7 +38,7 @@ _MODULES = (
     "autotune.api", "autotune.cli.search", "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.studies",
     "autotune.cli.export", "autotune.cli.verify", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
     "autotune.tuning.loop", "autotune.tuning.run",
-    "autotune.results.text", "autotune.store.migrate", "autotune.worker.dataset.reading",
+    "autotune.results.text", "autotune.results.document", "autotune.store.migrate", "autotune.worker.dataset.reading",
     "autotune.worker.user.trainer_trial", "autotune.worker.dataset.prepared", "autotune.worker.private.datasets",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip

@@ -24,7 +24,7 @@ def report(study: str, page: Path | None, storage: str) -> None:
       autotune report STUDY --html report.html
     """
     from autotune.cli.studies import print_report
-    from autotune.results.html_report import html_page
+    from autotune.results.html.page import html_page
     from autotune.results.report import load_report
     from autotune.store import open_store
     from autotune.tuning.stored_predictions import stored_prediction

@@ -25,8 +25,9 @@ def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> t
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """The result on stdout, with the commands that come next; ``storage`` where they need to be told."""
+    from autotune.results.document import report_document
     from autotune.results.report import is_script
-    from autotune.results.text import report_document, summary_lines
+    from autotune.results.text import summary_lines
 
     if as_json:
         print_json(report_document(report))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @table_options("show")
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
+    from autotune.results.document import report_document
     from autotune.results.report import load_report
-    from autotune.results.text import report_document
     from autotune.store import open_store
 
     with open_store(storage, create=False) as store:
@@ -34,8 +34,8 @@ def show(study: str, storage: str, as_json: bool) -> None:
 
 def print_report(report: Report) -> None:
     """Print the winner and a line for each trial."""
-    from autotune.results.report import describe_data, verdict
     from autotune.results.text import summary_lines
+    from autotune.results.wording import describe_data, verdict
 
     workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]

@@ -75,7 +75,7 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
-    from autotune.results.text import report_document
+    from autotune.results.document import report_document
     from autotune.verify.target import device_of, subject_of
     from autotune.verify.throughput import DEFAULT_STEPS, verification_document
 

@@ -121,7 +121,7 @@ class View:
 
 
 def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
-    from autotune.results.report import describe_data
+    from autotune.results.wording import describe_data
 
     request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
     workload = request.workload
@@ -153,7 +153,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
     """How fast it is against the baseline, and whether it is the best so far."""
-    from autotune.results.report import times
+    from autotune.results.wording import times
 
     outcome = trial.outcome
     if isinstance(outcome, Failed):

@@ -1,1 +1,1 @@
-"""A study for its readers: report, text, JSON, plots, exports, the Optuna dashboard."""
+"""Present a study to its readers: report, text, JSON document, HTML page, plot, export, dashboard."""

@@ -1,4 +1,4 @@
-"""Format what a table of trials shows of each: batch, speed, peak memory, time taken."""
+"""Format the cells of a table of trials: batch, speed, peak memory, time taken."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def batch_cell(candidate: Candidate) -> str:
-    """``32 × 2``."""
+    """Return ``32 × 2``."""
     return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
 
 
 def speed_cell(outcome: Outcome | None) -> str:
-    """Samples a second with their spread, or why there are none."""
+    """Return samples a second with their spread, or why there are none."""
     match outcome:
         case Completed(measurement=measured):
             return f"{format_rate(measured.samples_per_second)}{format_spread(measured.known_spread)}"
@@ -30,7 +30,7 @@ def speed_cell(outcome: Outcome | None) -> str:
 
 
 def peak_cell(outcome: Outcome | None) -> str:
-    """Peak reserved memory; a lower bound where the trial wanted more."""
+    """Return peak reserved memory; a lower bound where the trial ran out."""
     match outcome:
         case Completed(measurement=measured):
             return format_bytes(measured.peak_reserved_bytes)
@@ -40,7 +40,7 @@ def peak_cell(outcome: Outcome | None) -> str:
 
 
 def took_cell(trial: TrialRecord) -> str:
-    """How long the trial took; that it was not run, where an earlier one told."""
+    """Return how long the trial took, or that it was reused."""
     if trial.stage == "reused":
         return "reused"
     return format_seconds(trial.seconds) if trial.seconds is not None else ""

@@ -1,4 +1,4 @@
-"""Collect what the charts of a study show, for the HTML page and for matplotlib."""
+"""Collect the data of a study's charts, for the HTML page and for matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Literal
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
-from autotune.results.report import Report, measurement, verdict
+from autotune.results.report import Report, measurement
+from autotune.results.wording import verdict
 from autotune.store import TrialRecord
 
 Mark = Literal["best", "baseline"]
@@ -16,26 +17,26 @@ Mark = Literal["best", "baseline"]
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """A completed trial, by its memory and its speed."""
+    """A completed trial in the chart of speed against memory."""
 
     number: int
     arm: int
-    """Position of its arm in ``SpeedChart.arms``."""
+    """Index of its arm in ``SpeedChart.arms``."""
     candidate: Candidate
     peak_bytes: int
-    """What is compared with the ceiling: the peak of reserved memory, of allocated memory where segments expand."""
+    """The peak that is compared with the ceiling: reserved memory, or allocated memory with expandable segments."""
     samples_per_second: float
     relative_spread: float | None
-    """Half the 95 % interval of the trial's own speed over it; ``None`` where a single step was timed."""
+    """Half the 95 % interval of the trial's own speed, relative to it; ``None`` where one step was timed."""
     feasible: bool
     mark: Mark | None
     told: str
-    """The same in words."""
+    """The point in words."""
 
 
 @dataclass(frozen=True)
 class OverPoint:
-    """A candidate that ran out of device memory; it has no speed."""
+    """A candidate that ran out of device memory. It has no speed."""
 
     number: int
     arm: int
@@ -45,24 +46,24 @@ class OverPoint:
 
 @dataclass(frozen=True)
 class SpeedChart:
-    """Speed against memory: a point for each trial."""
+    """The chart of speed against memory, with a point for each trial."""
 
     arms: tuple[Arm, ...]
     points: tuple[SpeedPoint, ...]
     over: tuple[OverPoint, ...]
     cap_bytes: int
-    """What a trial may reserve."""
+    """Most bytes that a trial may reserve."""
     line_bytes: int
-    """What a feasible trial may reserve: the cap less the headroom."""
+    """Most bytes that a feasible trial may reserve: the cap less the headroom."""
 
     @property
     def is_far_below_ceiling(self) -> bool:
-        """Whether a linear axis up to the ceiling would press all trials against its left end."""
+        """Whether all peaks would be at the left end of a linear axis up to the ceiling."""
         peaks = [point.peak_bytes for point in self.points]
         return bool(peaks) and 0 < max(peaks) < self.cap_bytes / 5 and min(peaks) > 0
 
     def limited(self, most: int) -> SpeedChart:
-        """Return the chart with at most about so many marks: the fastest trials, the smallest batches that ran out."""
+        """Return the chart with about ``most`` marks: the fastest trials, and the smallest batches that ran out."""
         fastest = sorted(self.points, key=lambda point: (point.mark is None, -point.samples_per_second))
         smallest = sorted(self.over, key=lambda over: over.candidate.per_device_train_batch_size)
         return replace(self, points=tuple(fastest[:most]), over=tuple(smallest[: most // 10]))
@@ -70,22 +71,22 @@ class SpeedChart:
 
 @dataclass(frozen=True)
 class StepRow:
-    """How long a step of one candidate takes, over all processes that measured it."""
+    """The step time of one candidate, pooled over all its processes."""
 
     candidate: Candidate
     arm: int
     seconds: float
     low_seconds: float
     high_seconds: float
-    """The next run lies between these two in 95 of 100 cases."""
+    """The 95 % interval of the next run."""
     relative_half_width: float
-    """Half of that interval over the mean, as the summary tells it of the speed."""
+    """Half of that interval, relative to the mean."""
     processes: int
     mark: Mark | None
 
     @property
     def told(self) -> str:
-        """The row in words, for a reader who points at it."""
+        """The row in words, shown as its tooltip."""
         return (
             f"{self.candidate.describe()}: {format_seconds(self.seconds)}, next run {format_seconds(self.low_seconds)} "
             f"to {format_seconds(self.high_seconds)} (95 %), measured in {self.processes} "
@@ -95,10 +96,10 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepChart:
-    """Step times of the candidates that fit, the fastest first."""
+    """The step times of candidates that fit, fastest first."""
 
     per_sample: bool
-    """Seconds a sample rather than a step: where the effective batch is free, steps differ in size."""
+    """Whether times are a sample rather than a step: with a free effective batch, steps differ in size."""
     rows: tuple[StepRow, ...]
 
 
@@ -108,7 +109,7 @@ def arms_of(report: Report) -> tuple[Arm, ...]:
 
 
 def speed_chart(report: Report) -> SpeedChart:
-    """Return the completed trials, and each candidate that ran out of memory once."""
+    """Return the chart of completed trials, and of each candidate that ran out of memory once."""
     arms = arms_of(report)
     points, over = [], {}
     for trial in report.trials:
@@ -148,7 +149,7 @@ def _mark(report: Report, trial_id: str | None) -> Mark | None:
 
 
 def step_chart(report: Report) -> StepChart:
-    """Return the pooled step time of every candidate that fits, and of the baseline where it completed."""
+    """Return the pooled step times of every candidate that fits, and of the baseline if it completed."""
     arms = arms_of(report)
     per_sample = report.study.request["effective_batch"] is None
     marks: dict[Candidate, Mark] = {}

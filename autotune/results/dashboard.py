@@ -1,9 +1,8 @@
-"""optuna-dashboard over autotune's database, in a browser on this machine.
+"""Serve optuna-dashboard over autotune's database, read-only, in a browser on this machine.
 
-The dashboard has no authentication and can change studies; here it only reads. It does not know
-constraints set by ``Trial.set_constraint`` and ignores them when it chooses the best trial, so the
-storage given to it presents both in the form that it understands. The same storage names the
-objective and leaves out parameters that never varied.
+The dashboard has no authentication and can change studies; this one only reads. It does not know constraints set by
+``Trial.set_constraint``, and ignores constraints when it chooses the best trial. So it is given a storage that presents
+both in the form it understands, names the objective, and leaves out parameters that never varied.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ if TYPE_CHECKING:
 
     from optuna.study._frozen import FrozenStudy
 
-# Shown even where it never varied: the dashboard divides by the number of parameters.
+# Shown even where it never varied, since the dashboard divides by the number of parameters.
 _ALWAYS_SHOWN = "per_device_train_batch_size"
 _READING_METHODS = ("GET", "HEAD", "OPTIONS")
-# Names of this machine that no name server can point elsewhere.
+# Names of this machine that no DNS server can point elsewhere.
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _OWN_ADDRESSES = ("127.0.0.1", "localhost")
-# A browser opens connections ahead of need; one that says nothing for so long is closed.
+# A browser opens connections in advance; one without a request for so long is closed.
 _IDLE_SECONDS = 30
 
 
 def is_feasible(trial: FrozenTrial) -> bool:
-    """Whether every constraint of the trial is met (zero or less); a trial without any is."""
+    """Return whether every constraint of the trial is met (zero or less), which they are where there are none."""
     return all(value <= 0 for value in trial.constraints.values())
 
 
@@ -64,12 +63,12 @@ class DashboardStorage(HookedStorage):
         self._store = store
         self._latest_trials: dict[int, list[FrozenTrial]] = {}
         self._objective_names: dict[int, str] = {}
-        # Whatever the dashboard does on a GET.
+        # The dashboard may write even on a GET.
         refuse_writes(self)
 
     def get_all_studies(self) -> list[FrozenStudy]:
         """Return every study, with its objective named."""
-        # Built anew at each call, so that they may be changed.
+        # Made anew by each call, so they may be changed.
         studies = super().get_all_studies()
         for study in studies:
             study.system_attrs = self._with_objective_name(id_of_study(study), study.system_attrs)
@@ -87,7 +86,7 @@ class DashboardStorage(HookedStorage):
             record = self._record(study_id)
             name = None if record is None else OBJECTIVE_NAMES.get(record.request.get("objective", "throughput"))
             if name is None:
-                # Not a study of autotune's, or not recorded yet.
+                # Not a study of autotune, or not recorded yet.
                 return attributes
             self._objective_names[study_id] = name
         return {**attributes, METRIC_NAMES_KEY: [self._objective_names[study_id]]}
@@ -100,7 +99,7 @@ class DashboardStorage(HookedStorage):
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
         """Return the study's trials, their constraints also where the dashboard looks for them."""
-        # Built anew at each call, so that they may be changed.
+        # Made anew by each call, so they may be changed.
         trials = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
         for trial in trials:
             show_constraints(trial)
@@ -121,16 +120,16 @@ class DashboardStorage(HookedStorage):
         return trials
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """The trial, its constraints also where the dashboard looks for them."""
+        """Return the trial, with its constraints also where the dashboard looks for them."""
         trial = super().get_trial(trial_id)
         show_constraints(trial)
         return trial
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """The winner that autotune named, else the best feasible trial, else the best of all.
+        """Return the winner that autotune named, else the best feasible trial, else the best of all.
 
-        Chosen among the trials that were last shown, so that the page agrees with itself.
-        Raises ``ValueError`` when none is complete.
+        Chosen among the trials that were shown last, so that the page is consistent. Raises ``ValueError`` where no
+        trial is complete.
         """
         trials = self._latest_trials.get(study_id) or self.get_all_trials(study_id, deepcopy=False)
         record = self._record(study_id)
@@ -147,10 +146,10 @@ class DashboardStorage(HookedStorage):
 
 
 def _hide_constants(trials: list[FrozenTrial], *, may_still_vary: bool) -> None:
-    """Remove the parameters that had one value in all of ``trials``, the batch excepted.
+    """Remove the parameters that had one value in all of ``trials``, except the batch.
 
-    While the search may still vary a parameter, only those with a single choice are removed: the
-    dashboard adds trials to those that it has, and would show the earlier ones without it.
+    While the search may still vary a parameter, only those with a single choice are removed: the dashboard adds new
+    trials to those it has, and would show the earlier ones without the parameter.
     """
     values: dict[str, set[Any]] = {}
     shown = {_ALWAYS_SHOWN}
@@ -165,7 +164,10 @@ def _hide_constants(trials: list[FrozenTrial], *, may_still_vary: bool) -> None:
 
 
 def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
-    """A bottle plugin: where nothing is feasible there is no best trial, which a storage cannot say."""
+    """Drop infeasible trials from the best trials of a response, as a bottle plugin.
+
+    A storage cannot say that there is no best trial.
+    """
 
     def answer(*positional: Any, **named: Any) -> Any:
         body = view(*positional, **named)
@@ -179,10 +181,9 @@ def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dashboard_app(store_location: str) -> WSGIApplication:
-    """The dashboard over the database at a path or URL, as a WSGI application that only reads.
+    """Return the dashboard over the database at a path or URL, as a WSGI application that only reads.
 
-    The database stays open as long as the application lives. Raises ``StorageError`` when there is
-    no such database or it is not one.
+    The database stays open as long as the application exists. Raises ``StorageError`` where it cannot be opened.
     """
     return _app_over(DashboardStorage(open_store(store_location, create=False)))
 
@@ -194,7 +195,8 @@ def _app_over(storage: DashboardStorage) -> WSGIApplication:
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         host = str(environ.get("HTTP_HOST", ""))
         if _host_name(host) not in _OWN_NAMES:
-            # Else a page from elsewhere, whose name was made to point here, could read the studies.
+            # Otherwise a page from elsewhere, whose name resolves to this machine, could read the studies (DNS
+            # rebinding).
             return _refuse(start_response, "403 Forbidden", "This dashboard answers to localhost and 127.0.0.1 only.")
         method = environ["REQUEST_METHOD"]
         if method not in _READING_METHODS:
@@ -204,7 +206,7 @@ def _app_over(storage: DashboardStorage) -> WSGIApplication:
                 f"This dashboard only shows studies; {method} would change one.",
                 ("Allow", ", ".join(_READING_METHODS)),
             )
-        # The dashboard takes it for granted that every client sends this header.
+        # The dashboard requires this header, which not every client sends.
         environ.setdefault("HTTP_ACCEPT_ENCODING", "identity")
         answer: Iterable[bytes] = bottle_app(environ, start_response)
         return answer
@@ -213,7 +215,7 @@ def _app_over(storage: DashboardStorage) -> WSGIApplication:
 
 
 def _host_name(host: str) -> str:
-    """``localhost`` of ``localhost:8080``. Any port will do: a tunnel may end at another one."""
+    """Return ``localhost`` for ``localhost:8080``. Any port is allowed, since a tunnel may end at another one."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()
 
@@ -227,33 +229,33 @@ def _refuse(start_response: StartResponse, status: str, sentence: str, *headers:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each connection: a browser holds several open, silent ones among them."""
+    """A server with a thread for each connection, since a browser keeps several open."""
 
     daemon_threads = True
     # Newer Pythons would let a second server listen on the same port.
     allow_reuse_port = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up or says nothing is no error."""
+        """Ignore browsers that hang up or send nothing."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 class _Handler(WSGIRequestHandler):
-    """Says nothing about each request, and does not wait for ever for one."""
+    """Handles requests without logging them, and with a timeout."""
 
     timeout = _IDLE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are no news."""
+        """Log nothing."""
 
 
 @contextmanager
 def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8080) -> Iterator[WSGIServer]:
-    """A server that listens already; port 0 takes a free one (``server.server_port``).
+    """Yield a server that listens already; port 0 takes a free one (``server.server_port``).
 
-    Raises ``InvalidRequestError`` for an address that others can reach and for a port that cannot
-    be had, ``StorageError`` as ``dashboard_app`` does.
+    Raises ``InvalidRequestError`` for an address that other machines can reach or a port that is not free, and
+    ``StorageError`` as ``dashboard_app`` does.
     """
     if host not in _OWN_ADDRESSES:
         raise InvalidRequestError(
@@ -288,7 +290,7 @@ def serve(
     *,
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serves the dashboard until Ctrl-C; ``ready`` is called with its address once it listens.
+    """Serve the dashboard until Ctrl-C; ``ready`` is called with its address once it listens.
 
     Raises what ``dashboard_server`` does.
     """

@@ -1,4 +1,4 @@
-"""The best trial in the forms that training scripts take: JSON, YAML, command-line flags, Python."""
+"""Export the best trial in the formats that training scripts take: JSON, YAML, command-line flags, Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
-from autotune.results.report import Report, describe_data, is_script, measurement
+from autotune.results.report import Report, is_script, measurement
+from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable
 from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
 
@@ -25,36 +26,36 @@ FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
 
 @dataclass(frozen=True)
 class Export:
-    """The winner's ``TrainingArguments`` fields, and what has to be said elsewhere."""
+    """The winner's ``TrainingArguments`` fields, and settings that belong elsewhere."""
 
     arguments: dict[str, Any]
-    """Every tuned field, and the evaluation's batch size but for a user's own code.
+    """Every tuned field, and the evaluation's batch size unless the user's own code is trained.
 
-    ``TrainingArguments(**arguments)`` loads it.
+    ``TrainingArguments(**arguments)`` accepts it.
     """
     candidate: Candidate
     model_arguments: dict[str, str]
-    """What belongs into ``from_pretrained``: attention implementation, weights' dtype. Empty for a user's own code."""
+    """Arguments for ``from_pretrained``: attention implementation, weights' dtype. Empty for the user's own code."""
     model: str
     task: str
     measured: str
     """Device, versions and data of the measurement, in words."""
     lora_rank: int | None = None
-    """Of the adapters that were trained on all linear layers; ``None``: the weights themselves were trained."""
+    """Rank of the LoRA adapters on all linear layers; ``None`` where the weights themselves were trained."""
     quantize: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the training process must be started with."""
+    """Environment variables that the training process needs from its start."""
     cpu_core: int | None = None
-    """The core that all threads of the training process ran on, its loading processes not; ``None``: they were free."""
+    """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
-        """Those that speed and memory were measured with: the evaluation's batch size is none of them."""
+        """The arguments that speed and memory were measured with: all but the evaluation's batch size."""
         return {name: value for name, value in self.arguments.items() if name != EVALUATION_BATCH}
 
 
 def make_export(report: Report) -> Export:
-    """The export of a study's best trial; ``NoResultError`` where it has none."""
+    """Return the export of a study's best trial; raises ``NoResultError`` where it has none."""
     best = report.best
     if best is None or measurement(best) is None:
         raise NoResultError(
@@ -98,7 +99,7 @@ def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
 
 
 def beside_lines(export: Export) -> list[str]:
-    """What the export cannot hold because it is no field of ``TrainingArguments``."""
+    """Return what the export cannot contain since it is no field of ``TrainingArguments``."""
     return [in_one_line(line) for line in _beside(export)]
 
 
@@ -131,7 +132,7 @@ def _beside(export: Export) -> list[str]:
 
 
 def _placement(export: Export) -> list[str]:
-    """How all threads of a training come to run on one core, where that was measured."""
+    """Say how to pin the training to one core, where that was measured."""
     core = export.cpu_core
     if core is None:
         return []
@@ -144,7 +145,7 @@ def _placement(export: Export) -> list[str]:
 
 
 def _pinning_lines(export: Export) -> str:
-    """Python that pins the process before torch is imported, and sets free what is forked from it."""
+    """Return Python lines that pin the process before torch is imported, and free the processes forked from it."""
     if export.cpu_core is None:
         return ""
     return (
@@ -155,16 +156,16 @@ def _pinning_lines(export: Export) -> str:
 
 
 def render(export: Export, form: Format) -> str:
-    """The export as text, ending in a newline."""
+    """Return the export as text that ends in a newline."""
     match form:
         case "json":
             return json.dumps(export.arguments, indent=2) + "\n"
         case "yaml":
             comments = "".join(f"# {line}\n" for line in beside_lines(export))
-            # JSON values are YAML values, and quoting is then nobody's problem.
+            # JSON values are valid YAML, so nothing needs quoting.
             return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in export.arguments.items())
         case "cli":
-            # A flag cannot say None; these fields have it as their default.
+            # A flag cannot be None; these fields have it as their default.
             flags = (_flag(name, value) for name, value in export.arguments.items() if value is not None)
             return " ".join(flags) + "\n"
         case "python":
@@ -222,6 +223,6 @@ def _python(export: Export) -> str:
 
 
 def _loadable(model: str) -> str:
-    """The repository of a catalog's name; any other name as it is."""
+    """Return the hub repository of a catalog name; any other name unchanged."""
     entry = None if "/" in model else catalog.find(model)
     return repository_of(entry, model) or model if entry else model

@@ -1,4 +1,4 @@
-"""A study as a picture; the one place that knows matplotlib, which is an extra."""
+"""Plot a study with matplotlib, an optional package that only this module uses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MARKERS = "os^Dp"
 
 
 def plot_trials(report: Report) -> Any:
-    """Draw samples a second against peak memory, as the HTML report does: a mark a trial, a line an arm, the ceiling.
+    """Plot samples a second against peak memory, as the HTML report does: a mark a trial, a line an arm, the ceiling.
 
-    Returns matplotlib ``Axes`` of a figure of its own; ``InvalidRequestError`` where matplotlib is not installed.
+    Returns the matplotlib ``Axes`` of a new figure; raises ``InvalidRequestError`` where matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidRequestError("a plot needs matplotlib, which is not installed", "pip install 'autotune[plot]'")
@@ -46,7 +46,7 @@ def plot_trials(report: Report) -> Any:
 
 
 def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
-    """Draw the trials of one arm from the smallest batch to the largest, hollow where the headroom is not kept."""
+    """Plot the trials of one arm from the smallest batch to the largest, hollow where the headroom is not kept."""
     points = sorted((p for p in chart.points if p.arm == number), key=lambda p: p.candidate.per_device_train_batch_size)
     line = axes.errorbar(
         [point.peak_bytes / unit for point in points],
@@ -70,7 +70,7 @@ def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
         markerfacecolor="white",
         zorder=3,
     )
-    # Those that ran out have no speed: they stand at the ceiling, one above the other.
+    # Candidates that ran out have no speed. They are stacked at the ceiling.
     heights = [0.03 * (place + 1) for place, over in enumerate(chart.over) if over.arm == number]
     axes.plot(
         [chart.cap_bytes / unit] * len(heights),
@@ -83,7 +83,7 @@ def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
 
 
 def _ring(axes: Any, point: SpeedPoint, unit: int) -> None:
-    """Mark the winner or the baseline."""
+    """Ring and label the winner or the baseline."""
     place = point.peak_bytes / unit, point.samples_per_second
     axes.plot([place[0]], [place[1]], marker="o", markersize=14, fillstyle="none", color="black", linestyle="")
     axes.annotate(str(point.mark), place, xytext=(-10, 8), textcoords="offset points", ha="right", weight="bold")

@@ -1,4 +1,4 @@
-"""A study as one value: its trials, what came of each, what was trained."""
+"""Load a study from the database as one value: its trials, workload, environment and memory ceiling."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 
 from autotune.core.candidate import PRECISIONS, Document
-from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, facts_from_document
+from autotune.core.dataset_spec import DataFacts, Lengths, facts_from_document
 from autotune.core.errors import StorageError
-from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
+from autotune.core.outcome import Completed, Measurement
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
@@ -29,7 +29,7 @@ class Report:
     trials: tuple[TrialRecord, ...]
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
-        """The trial of this id."""
+        """Return the trial with this id; ``None`` where there is none."""
         return None if trial_id is None else self._by_id.get(trial_id)
 
     @functools.cached_property
@@ -38,32 +38,32 @@ class Report:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The winner, once the search has ended or paused with one."""
+        """The winner; ``None`` until the search ends or pauses with one."""
         return self.trial(self.study.best_trial_id)
 
     @property
     def baseline(self) -> TrialRecord | None:
-        """The trial of the ``TrainingArguments`` defaults."""
+        """The trial of the ``TrainingArguments`` defaults, or of the user's own settings."""
         return self.trial(self.study.baseline_trial_id)
 
     @property
     def is_text(self) -> bool:
-        """Whether tokens are what a sample is counted in."""
+        """Whether samples are counted in tokens."""
         return self.workload["task"] not in ("image-classification", "speech-seq2seq", "own")
 
     @property
     def baseline_name(self) -> str:
-        """Whose settings the baseline ran."""
+        """What the baseline's settings are called."""
         return "the TrainingArguments defaults" if self.workload["task"] != "own" else "your own settings"
 
     def feasible(self, trial: TrialRecord) -> bool:
-        """Completed under the line."""
+        """Return whether a trial completed with its peak at or under the line."""
         measured = measurement(trial)
         return measured is not None and measured.fits(trial.candidate.arm, self.ceiling)
 
     @functools.cached_property
     def history(self) -> History:
-        """The trials that count, combined as the search combined them."""
+        """The trials that count, pooled as the search pooled them."""
         history, repeats = History(self.ceiling), Repeats()
         for trial in self.trials:
             counts = repeats.take(trial) if trial.outcome is not None else None
@@ -73,38 +73,54 @@ class Report:
         return history
 
     def speed(self, trial: TrialRecord | None) -> Speed | None:
-        """Return how fast a trial's candidate is over all its processes, and what its next run will reach.
+        """Return the pooled speed of a trial's candidate, with the prediction for its next run.
 
         ``None`` where the trial did not complete.
         """
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
         alone = Tried(trial.id, trial.candidate, trial.outcome)
-        # The history leaves out what does not fit.
+        # The history leaves out candidates that do not fit.
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
 
     def pooled(self, trial: TrialRecord | None) -> Measurement | None:
-        """Return a trial's measurement with the speed and the peaks of all processes of its candidate."""
+        """Return a trial's measurement, with speed and peaks pooled over all processes of its candidate."""
         if trial is None or measurement(trial) is None:
             return None
         found = self.history.believed({trial.candidate})
         return found[0].measurement if found else measurement(trial)
 
+    def tokens_per_second(self, measured: Measurement | None) -> float | None:
+        """Return the mean tokens a second of a measurement; ``None`` where samples are not text."""
+        if measured is None or not self.is_text:
+            return None
+        lengths = lengths_of(self.workload)
+        return measured.samples_per_second * (lengths.mean if lengths else int(self.workload["seq_len"]))
+
+    def headroom_bytes(self, trial: TrialRecord) -> int | None:
+        """Return the bytes of the cap that a completed trial left free; with expandable segments, at least so many."""
+        measured = measurement(trial)
+        if measured is None:
+            return None
+        if trial.candidate.arm.expandable_segments:
+            return self.ceiling.headroom_bytes
+        return self.ceiling.cap_bytes - measured.peak_reserved_bytes
+
     def speedup(self) -> float | None:
-        """Return the winner's samples a second over the baseline's."""
+        """Return the winner's samples a second over the baseline's; ``None`` where either is missing."""
         best, baseline = self.speed(self.best), self.speed(self.baseline)
         return best.samples_per_second / baseline.samples_per_second if best and baseline else None
 
 
 def measurement(trial: TrialRecord | None) -> Measurement | None:
-    """A trial's measurement, where it completed."""
+    """Return a trial's measurement; ``None`` where it did not complete."""
     return trial.outcome.measurement if trial and isinstance(trial.outcome, Completed) else None
 
 
 def load_report(store: Store, name: str) -> Report:
-    """Return the report of the study of this name.
+    """Load the report of the study with this name.
 
-    Raises ``UnknownStudyError`` where there is none and ``StorageError`` where its record lacks what a report shows.
+    Raises ``UnknownStudyError`` where there is none, and ``StorageError`` where its record is incomplete.
     """
     study = store.existing_study(name)
     try:
@@ -126,14 +142,14 @@ def load_report(store: Store, name: str) -> Report:
     return report
 
 
-# What is read of the recorded documents without asking whether it is there, with its type.
+# Fields of the recorded documents that every reader uses without checking, with their types.
 _ENVIRONMENT = {"packages": dict, "training_arguments_fields": list, "device_kind": str, "device_name": str}
 _WORKLOAD = {"model": str, "task": str, "seq_len": int, "dtype": str}
 _REQUEST = ("effective_batch", "world_size", "objective", "batch_multiple", "measure_baseline", "seed")
 
 
 def _problem(report: Report) -> str | None:
-    """Return what is wrong with a record, in words; ``None`` where it is whole."""
+    """Return what is wrong with a record, in words; ``None`` where it is complete."""
     request = report.study.request
     for what, document, parts in (
         ("environment", report.environment, _ENVIRONMENT),
@@ -165,76 +181,18 @@ def _is_rate(*values: object) -> bool:
     return all(isinstance(value, int | float) and 0 < value < math.inf for value in values)
 
 
-def verdict(report: Report, trial: TrialRecord) -> str:
-    """What came of a trial in a few words: why it has no result, or how it compares with the baseline."""
-    measured, source = measurement(trial), source_of(trial.outcome)
-    match trial.outcome:
-        case None:
-            return "running"
-        case Completed(disturbed=why) | OutOfMemory(disturbed=why) if why:
-            return f"disturbed: {'; '.join(why)}"
-        case OutOfMemory(where=where):
-            ran_out = "out of memory" if where == "device" else "out of host memory"
-            return f"{ran_out} ({source.describe()})" if source else ran_out
-        case Failed(reason=reason, message=message):
-            return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
-        case _ if not report.feasible(trial):
-            peak = measured.judged_bytes(trial.candidate.arm) if measured else 0
-            return "low headroom" if peak <= report.ceiling.cap_bytes else "does not fit"
-    if trial.id == report.study.baseline_trial_id:
-        words = ["baseline"]
-    else:
-        baseline = report.speed(report.baseline)
-        words = [times(measured.samples_per_second / baseline.samples_per_second)] if measured and baseline else []
-    if trial.id == report.study.best_trial_id:
-        words.append("best")
-    return " ".join([*words, f"({source.describe()})"] if source else words)
-
-
-def times(ratio: float) -> str:
-    """``7.45×``, ``12.4×``."""
-    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:,.1f}×"
-
-
 def data_facts(workload: Document) -> DataFacts | None:
-    """What is known of the user's own data, where there is some."""
+    """Return the facts of the user's own dataset; ``None`` where there is none."""
     data = workload.get("data") or {}
     return facts_from_document(data["facts"]) if data.get("facts") else None
 
 
 def lengths_of(workload: Document) -> Lengths | None:
-    """How long the samples of the user's own data are, where they have lengths."""
+    """Return the token counts of the user's own dataset; ``None`` where it has none."""
     facts = data_facts(workload)
     return facts.lengths if facts else None
 
 
 def is_script(task: str, model: str) -> bool:
-    """Whether a script of the user's own trained, which takes options, and no function that builds a Trainer."""
+    """Return whether the user's own code is a script, which takes options, rather than a function."""
     return task == "own" and ":" not in model
-
-
-def describe_data(workload: Document) -> str:
-    """The measured samples in words: ``512 tokens, full length``."""
-    data = DataSpec.from_document(workload["data"]) if workload.get("data") else None
-    if data is not None and data.facts is not None:
-        return _describe_own(data, data.facts, int(workload["seq_len"]))
-    if workload["task"] == "own":
-        return f"as {workload['model']} makes it"
-    if workload["task"] == "image-classification":
-        return "synthetic images"
-    if workload["task"] == "speech-seq2seq":
-        return f"synthetic speech, {workload['seq_len']} target tokens"
-    padding = workload["padding"]
-    return f"{workload['seq_len']} tokens, " + (f"{padding:.0%} padding" if padding else "full length")
-
-
-def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int) -> str:
-    """``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
-    words = f"{data.label}, {facts.samples:,} samples"
-    if facts.lengths is None:
-        return words
-    words += f", {facts.lengths.shortest} to {facts.lengths.longest} tokens (median {facts.lengths.median}), padded to "
-    words += f"{seq_len}" if data.padding == "max_length" else "the longest of a batch"
-    if data.pad_to_multiple_of:
-        words += f" and a multiple of {data.pad_to_multiple_of}"
-    return words + (", grouped by length" if data.group_by_length else "")

@@ -59,7 +59,7 @@ def test_repeated_under_another_name_no_process_is_started(copy: Path) -> None:
     assert not (copy.parent / "logs").exists() or not list((copy.parent / "logs").rglob("*.log"))
     shown = run_process("show", "second", "--storage", str(copy), folder=copy.parent)
     assert re.search(r"\(trial \d of first\)", shown.stdout)
-    assert "--fresh measures anew" in shown.stdout
+    assert "--fresh measures again" in shown.stdout
 
 
 def test_repeated_under_its_own_name_no_process_is_started(copy: Path) -> None:

@@ -11,8 +11,9 @@ from reported import BASELINE, BF16, WORKLOAD, completed, report, trial
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits
+from autotune.results.document import trial_document
 from autotune.results.report import Report
-from autotune.results.text import summary_lines, trial_document
+from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store import TrialRecord
 
@@ -108,11 +109,11 @@ class TestReport:
     @pytest.mark.parametrize(("arm", "words"), [(COMPILED, "compiled"), (PINNED, "pinned to one core")])
     def test_what_was_tried_is_told_with_its_gain(self, arm: Arm, words: str) -> None:
         found = notes(host_bound(of(2, arm, 230.0, 0.6), torch_compile="auto"))
-        assert f"{words}, the winner measured 1.15 × what it measured otherwise" in found
+        assert f"{words}, the winner is 1.15 × as fast as without" in found
 
     def test_or_its_loss(self) -> None:
         found = notes(host_bound(of(2, PINNED, 180.0, 0.6)))
-        assert "pinned to one core, the winner measured 0.90 × what it measured otherwise" in found
+        assert "pinned to one core, the winner is 0.90 × as fast as without" in found
 
     def test_ones_own_data_does_not_contradict_it(self) -> None:
         own = dataclasses.replace(host_bound(), workload={**WORKLOAD, "task": "own", "model": "train.py:build"})

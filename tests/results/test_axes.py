@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.results.axes import Box, Scale, place_label, shortened
+from autotune.results.html.axes import Box, Scale, place_label, shortened
 
 
 @pytest.mark.parametrize(

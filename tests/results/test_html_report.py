@@ -25,11 +25,12 @@ from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryPrediction
-from autotune.results.axes import text_width
+from autotune.results.document import report_document
 from autotune.results.export import make_export
-from autotune.results.html_report import html_page
+from autotune.results.html.axes import text_width
+from autotune.results.html.page import html_page
 from autotune.results.report import Report, load_report
-from autotune.results.text import report_document, summary_lines
+from autotune.results.text import summary_lines
 from autotune.store import Store
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import Prepared, forecast_of, prepare

@@ -16,9 +16,11 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT
 from autotune.core.units import GIB
-from autotune.results.report import Report, describe_data, load_report, times, verdict
-from autotune.results.text import report_document, summary_lines, trial_document
+from autotune.results.document import report_document, trial_document
+from autotune.results.report import Report, load_report
+from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
+from autotune.results.wording import describe_data, times, verdict
 from autotune.store import Store, open_store
 
 
@@ -123,10 +125,10 @@ def test_the_data_in_words(changes: dict[str, Any], text: str) -> None:
     [
         (
             {"new_length_seconds": 0.1, "epoch_lengths": 30},
-            "the first epoch takes some 3.0 s longer: 100 ms for each of",
+            "the first epoch takes about 3.0 s longer: 100 ms for each of",
         ),
         ({"new_length_seconds": 0.1, "epoch_lengths": 9}, None),
-        ({"new_length_seconds": 0.1}, "a batch whose shape comes for the first time takes 100 ms longer"),
+        ({"new_length_seconds": 0.1}, "the first batch of each new shape takes 100 ms longer"),
         ({"new_length_seconds": 0.01}, None),
     ],
 )
@@ -142,10 +144,10 @@ NOISY = Completed(dataclasses.replace(completed(300.0).measurement, step_seconds
 NOTES: dict[str, tuple[Report, str]] = {
     "micro-steps": (report(BASELINE, trial(1, BF16, 8, completed(300, micro_steps=3))), "with 3 of its 8 micro-steps"),
     "noise": (report(BASELINE, trial(1, BF16, 32, NOISY)), "differ from the winner's speed by"),
-    "world": (report(BASELINE, WINNER, world_size=4), "4 of them also spend time"),
+    "world": (report(BASELINE, WINNER, world_size=4), "4 devices also spend time"),
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
     "near": (report(BASELINE, WINNER, trial(2, FP16, 32, completed(313.0))), "32 × 2  fp16 was faster by 0.7%"),
-    "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "no multiple of 8"),
+    "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "not a multiple of 8"),
     "slower": (report(trial(0, FP32, 8, completed(400.0), "baseline"), WINNER), "the baseline was faster, by 28.7%"),
 }
 

@@ -18,8 +18,9 @@ from searching import search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Failed
+from autotune.results.document import report_document
 from autotune.results.report import load_report
-from autotune.results.text import report_document, summary_lines
+from autotune.results.text import summary_lines
 from autotune.store import current_revision, migrations_folder, open_store
 from autotune.store.migrate import head_revision
 from autotune.tuning.environment import _FIRST_VARIABLES

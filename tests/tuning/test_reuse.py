@@ -31,8 +31,9 @@ from autotune.core.outcome import (
 from autotune.core.units import GIB, MIB
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
+from autotune.results.document import report_document
 from autotune.results.report import load_report
-from autotune.results.text import report_document, summary_lines
+from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store import PastTrial, Store, TrialRecord
 from autotune.tuning.request import MAX_BATCH_EFFORT

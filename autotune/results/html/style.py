@@ -1,4 +1,4 @@
-"""Hold the style sheet and the script of the HTML report; nothing in them is loaded from elsewhere."""
+"""Hold the style sheet and the script of the HTML report; neither loads anything from elsewhere."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ button { padding: .3rem .9rem; border: 1px solid var(--rule); border-radius: 6px
   color: var(--accent); font: inherit; cursor: pointer; }
 """ + "".join(f".s{number} {{ --s: var(--s{number}); }}\n" for number in range(8))
 
-# The button is made by the script, so that a page without scripts shows none that does nothing.
+# The script adds the button, so that a page without scripts has none.
 SCRIPT = """
 const code = document.querySelector("#export code"), button = document.createElement("button");
 button.textContent = "Copy";

@@ -1,4 +1,4 @@
-"""Make HTML and SVG from values, so that every text is escaped."""
+"""Build HTML and SVG elements from values, with every text escaped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 
 
 class Markup(str):
-    """Text that is HTML already; any other text is escaped before it becomes part of a page."""
+    """Text that is HTML already. Any other text is escaped before it becomes part of a page."""
 
     __slots__ = ()
 
@@ -19,9 +19,9 @@ Child = str | int | None | Iterable["Child"]
 
 
 def escaped(text: str) -> str:
-    """Escape text for HTML, in attributes as well. Control characters and lone surrogates are spelled out.
+    """Escape text for HTML and its attributes. Control characters and lone surrogates are spelled out.
 
-    No encoding can write a surrogate, and HTML forbids control characters.
+    HTML forbids control characters, and no encoding can write a surrogate.
     """
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -29,9 +29,9 @@ def escaped(text: str) -> str:
 
 
 def element(name: str, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """Return an element with its children in order.
+    """Build an element with its children in order.
 
-    ``class_`` stands for ``class``, another ``_`` for ``-``. An attribute that is ``None`` or ``False`` is left out.
+    ``class_`` stands for ``class``, any other ``_`` for ``-``. An attribute that is ``None`` or ``False`` is left out.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:
@@ -40,7 +40,7 @@ def element(name: str, *children: Child, **attributes: str | float | bool | None
 
 
 def joined(children: Iterable[Child]) -> Markup:
-    """Return children one after the other, each escaped unless it is markup."""
+    """Join children, each escaped unless it is markup."""
     return Markup("".join(map(_content, children)))
 
 

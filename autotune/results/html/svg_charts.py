@@ -1,7 +1,7 @@
-"""Draw a study's charts as SVG: speed against memory, step times with intervals, bars of parts.
+"""Draw the charts of a study as SVG: speed against memory, step times with intervals, stacked bars.
 
 Colours are CSS classes of the page (``s0`` to ``s7`` for arms), so that one drawing serves light and dark. Each chart
-is drawn for a given width in pixels, since text in a drawing that is scaled down to a phone cannot be read.
+is drawn for a given width in pixels, since text in a drawing that is scaled down to a phone would be too small to read.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune.core.units import GIB, MIB, format_bytes, format_rate
-from autotune.results.axes import Box, Scale, place_label, shortened, text_width
 from autotune.results.chart_data import OverPoint, SpeedChart, SpeedPoint, StepChart, StepRow
-from autotune.results.markup import Child, Markup, element
+from autotune.results.html.axes import Box, Scale, place_label, shortened, text_width
+from autotune.results.html.markup import Child, Markup, element
 
 COLORS = 8
 _SHAPES = ("circle", "square", "triangle", "diamond", "pentagon")
-# Left and right end of what a chart draws are this far from its edges, so that half a tick label has room.
+# Distance of a chart's content from its left and right edges in pixels, so that half a tick label has room.
 _EDGE = 14.0
 _NARROW = 520.0
 
@@ -28,7 +28,7 @@ def series_class(arm: int) -> str:
 
 
 def marker(arm: int, x: float, y: float, size: float = 5.0, *, filled: bool = True, told: str | None = None) -> Markup:
-    """Draw an arm's mark: its shape tells it from others where colours do not."""
+    """Draw the mark of an arm; its shape tells arms apart where colours cannot."""
     title = element("title", told) if told else None
     kind = f"{series_class(arm)} {'full' if filled else 'hollow'}"
     shape = _SHAPES[arm % len(_SHAPES)]
@@ -53,7 +53,7 @@ def cross(arm: int, x: float, y: float, size: float = 4.5, told: str | None = No
 
 
 def _svg(key: str, title: str, told: str, width: float, height: float, *children: Child) -> Markup:
-    """Return a drawing with a title and a description for those who cannot see it."""
+    """Build a drawing with a title and a description for screen readers."""
     names = f"{key}-t", f"{key}-d"
     return element(
         "svg",
@@ -83,7 +83,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
     across = _memory_scale(chart, area)
     fastest = max((point.samples_per_second for point in chart.points), default=1.0)
     up = Scale(0.0, fastest * 1.12, area.bottom, area.top)
-    # The winner and the baseline last, so that no other mark lies over them.
+    # The winner and the baseline come last, so that no other mark covers them.
     ordered = sorted(chart.points, key=lambda point: point.mark is not None)
     placed = [(point, across(point.peak_bytes), up(point.samples_per_second)) for point in ordered]
     crosses = _stack(chart.over, across(chart.cap_bytes), area)
@@ -110,7 +110,7 @@ def draw_speed_chart(chart: SpeedChart, key: str, width: float) -> Markup:
 
 
 def _memory_scale(chart: SpeedChart, area: Box) -> Scale:
-    """Linear from 0 to beyond the ceiling; logarithmic where that would press all trials against the left edge."""
+    """Return a linear scale to beyond the ceiling; a logarithmic one where all trials would be at the left edge."""
     high = max([chart.cap_bytes, *(point.peak_bytes for point in chart.points)])
     if chart.is_far_below_ceiling:
         low = min(point.peak_bytes for point in chart.points)
@@ -141,7 +141,7 @@ def _speed_axis(up: Scale, area: Box, *, has_values: bool) -> Child:
 
 
 def _ceiling(chart: SpeedChart, across: Scale, area: Box) -> Child:
-    """The cap, the line that keeps the headroom, and the headroom between them."""
+    """Draw the cap, the line, and the headroom between them."""
     cap, line = across(chart.cap_bytes), across(chart.line_bytes)
     words = f"ceiling {format_bytes(chart.cap_bytes)}, {format_bytes(chart.line_bytes)} with headroom"
     return [
@@ -155,7 +155,7 @@ def _ceiling(chart: SpeedChart, across: Scale, area: Box) -> Child:
 
 
 def _stack(over: Sequence[OverPoint], x: float, area: Box) -> list[tuple[OverPoint, float, float]]:
-    """Place those that ran out of memory at the ceiling, one above the other from the bottom: they have no speed."""
+    """Place candidates that ran out of memory at the ceiling, stacked from the bottom, since they have no speed."""
     ordered = sorted(over, key=lambda each: (each.candidate.per_device_train_batch_size, each.arm))
     spacing = min(14.0, (area.bottom - area.top - 20) / max(1, len(ordered)))
     return [(each, x, area.bottom - 9 - spacing * place) for place, each in enumerate(ordered)]
@@ -165,7 +165,7 @@ Placed = tuple[SpeedPoint, float, float]
 
 
 def _connection(arm: int, placed: Iterable[Placed]) -> Markup | None:
-    """A thin line through the trials of an arm, from the smallest batch to the largest."""
+    """Draw a thin line through the trials of an arm, from the smallest batch to the largest."""
     own = sorted(
         ((point.candidate.per_device_train_batch_size, x, y) for point, x, y in placed if point.arm == arm),
         key=lambda each: each[0],
@@ -177,7 +177,7 @@ def _connection(arm: int, placed: Iterable[Placed]) -> Markup | None:
 def _point_labels(
     placed: Sequence[Placed], crosses: Sequence[tuple[OverPoint, float, float]], line: float, cap: float, area: Box
 ) -> Child:
-    """Ring and name the winner and the baseline, where there is most room beside marks and ceiling."""
+    """Ring and label the winner and the baseline, where few marks are covered."""
     marks = [Box(x - 7, y - 7, x + 7, y + 7) for _, x, y in (*placed, *crosses)]
     marks += [Box(x - 11, y - 11, x + 11, y + 11) for point, x, y in placed if point.mark is not None]
     marks.append(Box(line - 2, area.top, cap + 2, area.bottom))
@@ -235,7 +235,10 @@ class _Unit:
 
 
 def _step_scale(rows: Sequence[StepRow], area: Box) -> tuple[Scale, _Unit]:
-    """Logarithmic where the slowest is twice as slow as the fastest, so that intervals can be seen in both."""
+    """Return the scale.
+
+    Logarithmic where the slowest takes twice the time of the fastest, so that intervals are visible.
+    """
     low = min((row.low_seconds for row in rows), default=1.0)
     high = max((row.high_seconds for row in rows), default=2.0)
     unit = _Unit("s", 1.0) if low >= 1 else _Unit("ms", 1e-3) if high >= 1e-3 else _Unit("µs", 1e-6)
@@ -289,12 +292,12 @@ class BarMark:
 def draw_stack(
     title: str, parts: Sequence[Part], whole: float, marks: Sequence[BarMark], key: str, width: float
 ) -> Markup:
-    """Draw one stacked bar; ``whole`` is the value at its right end. Names are written where they have room."""
+    """Draw one stacked bar; ``whole`` is the value at its right end. Names are written where they fit."""
     top = 8.0
     bottom = top + 44
     across = Scale(0.0, whole, 1.0, width - 1.0)
-    # Names stand left of the marks in the right half, right of the others. Each has a row of its own, in such an order
-    # that the line of no mark crosses another's name.
+    # Names are written left of marks in the right half, and right of the others. Each has its own row, in such an order
+    # that no mark's line crosses another's name.
     right = sorted((mark for mark in marks if across(mark.at) > width / 2), key=lambda mark: mark.at)
     left = sorted((mark for mark in marks if mark not in right), key=lambda mark: -mark.at)
     rows = list(enumerate([*left, *right]))

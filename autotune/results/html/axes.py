@@ -1,4 +1,4 @@
-"""Place values on an axis: linear or logarithmic scales, round ticks, labels that do not cover each other."""
+"""Compute scales, round ticks and label positions of a chart, in pixels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of a proportional font at 12 px; digits and lower-case letters of common system fonts are 6 to 7 px wide.
+# Estimates for a proportional font at 12 px: digits and lower-case letters of common system fonts are 6 to 7 px wide.
 _CHARACTER_WIDTH = 6.6
 _LINE_HEIGHT = 15.0
 
@@ -33,7 +33,7 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most about so many round values within the scale."""
+        """Return round values within the scale, about ``most`` of them at most."""
         if not self.is_log:
             return _linear_ticks(self.low, self.high, most)
         found: list[float] = []
@@ -42,7 +42,7 @@ class Scale:
             if len(finer) > most:
                 break
             found = finer
-        # Within a part of a decade, round steps are as good as round ratios.
+        # Within part of a decade, linear ticks are as good as logarithmic ones.
         return found if len(found) > 2 else _linear_ticks(self.low, self.high, most)
 
 
@@ -85,19 +85,19 @@ class Box:
 
 
 def text_width(text: str) -> float:
-    """Estimate how many pixels a text takes at 12 px; no font is known here."""
+    """Estimate the width of a text at 12 px, in pixels; the reader's font is not known."""
     return len(text) * _CHARACTER_WIDTH
 
 
 def shortened(text: str, width: float) -> str:
-    """Cut a text that is wider than this, and mark the cut."""
+    """Cut a text to a width in pixels, and end it with ``…``."""
     most = max(1, int(width / _CHARACTER_WIDTH))
     return text if len(text) <= most else text[: most - 1].rstrip(" ,") + "…"
 
 
 def place_label(text: str, x: float, y: float, area: Box, labels: Sequence[Box], marks: Sequence[Box]) -> Box:
-    """Return where to write a text near a point: inside the area, over no other label, over few marks."""
-    # Such labels are bold, which is wider.
+    """Choose where to write a text near a point: inside the area, over no other label, over few marks."""
+    # Labels are bold, which is wider.
     width, gap = 1.15 * text_width(text), 13.0
     choices = []
     for distance in (gap, 2 * gap, 4 * gap):

@@ -13,7 +13,11 @@ from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.estimate.memory import MemoryPrediction
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, speed_chart, step_chart
-from autotune.results.charts import (
+from autotune.results.document import report_document
+from autotune.results.export import beside_lines, make_export, render
+from autotune.results.html.markup import Child, Markup, element, joined
+from autotune.results.html.style import SCRIPT, STYLE
+from autotune.results.html.svg_charts import (
     BarMark,
     Part,
     cross,
@@ -23,23 +27,21 @@ from autotune.results.charts import (
     marker,
     series_class,
 )
-from autotune.results.export import beside_lines, make_export, render
-from autotune.results.html_style import SCRIPT, STYLE
-from autotune.results.markup import Child, Markup, element, joined
-from autotune.results.report import Report, describe_data, measurement, times, verdict
-from autotune.results.text import counts_line, detail_lines, report_document, tokens_per_second
+from autotune.results.report import Report, measurement
+from autotune.results.text import counts_line, detail_lines
+from autotune.results.wording import describe_data, times, verdict
 from autotune.store import TrialRecord
 
-# Of the page's column and of a phone; style.html_style shows one of the two.
+# Widths in pixels of the page's column and of a phone; the style sheet shows one of the two drawings.
 _WIDTHS = (("wide", 920.0), ("narrow", 358.0))
-# More marks and rows than this say little in a chart; the table has all trials.
+# Most marks and rows in a chart; the table has all trials.
 _MOST_MARKS = 600
 _MOST_STEP_ROWS = 24
 _ANATOMY = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
 
 def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str:
-    """Return the page; ``prediction`` is what was predicted of the winner's memory, where that is known."""
+    """Return the page. ``prediction`` is the predicted memory of the winner; ``None`` leaves that section out."""
     document = report_document(report)
     title = f"{report.study.name}: autotune report"
     head = element(
@@ -101,7 +103,7 @@ def _header(report: Report) -> Markup:
 
 
 def _answer(report: Report, document: Document) -> Markup:
-    """The best configuration and what its next run will reach."""
+    """Show the best configuration, and the speed of its next run."""
     best, measured = report.best, report.pooled(report.best)
     if best is None or measured is None:
         return element(
@@ -153,7 +155,7 @@ def _speed_figure(document: Document) -> Markup | None:
 
 
 def _step_figure(report: Report, best: TrialRecord, measured: Measurement) -> Markup:
-    tokens = tokens_per_second(report, measured)
+    tokens = report.tokens_per_second(measured)
     samples = best.candidate.samples_per_step
     return _figure(
         "Optimizer step",
@@ -177,7 +179,7 @@ def _speedup_figure(report: Report) -> Markup | None:
 def _memory_figure(report: Report, measured: Measurement, best: TrialRecord) -> Markup:
     cap, peak = report.ceiling.cap_bytes, measured.judged_bytes(best.candidate.arm)
     expands = best.candidate.arm.expandable_segments
-    # Such a trial could reserve no more than the line, so that at least the headroom was left.
+    # Such a trial could reserve no more than the line, so at least the headroom was left.
     spare = report.ceiling.headroom_bytes if expands else cap - peak
     return _figure(
         "Peak memory",
@@ -315,7 +317,7 @@ def _limit_section(report: Report) -> Markup | None:
     limit = what_limits(measured)
     line = describe_limit(best.candidate, measured)
     shares = [("GPU computes", limit.gpu_busy_share, "s2"), ("waits for the host", limit.host_share, "s1")]
-    # A step that was profiled waits less than one that was timed, so that the shares may add up to a little more.
+    # A profiled step waits less than a timed one, so the shares may add up to slightly more than 1.
     shares.append(("waits for data", limit.data_share if limit.host_share is not None else None, "s3"))
     parts = [Part(name, share, kind, f"{share:.1%}") for name, share, kind in shares if share]
     if line is None:
@@ -357,7 +359,7 @@ def _left_out_section(document: Document) -> Markup | None:
 
 
 def _scrolling(what: str, table: Markup) -> Markup:
-    """A table that scrolls by itself where the page is narrow; the keyboard reaches it, too."""
+    """Wrap a table so that it scrolls on a narrow page, also with the keyboard."""
     return element("div", table, class_="scroll", role="region", aria_label=what, tabindex=0)
 
 

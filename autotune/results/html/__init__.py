@@ -1,0 +1,1 @@
+"""Write a study as a self-contained HTML page: page, style, markup and charts."""
