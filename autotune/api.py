@@ -44,7 +44,7 @@ from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.tuning.run import log_folder, run_search
-from autotune.verify.target import check_can_be_verified, device_of, subject_of
+from autotune.verify.target import check_can_be_verified, placement_of, subject_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
 
 DEFAULT_STORAGE = "studies/autotune.db"
@@ -146,7 +146,7 @@ class Result:
     def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
         """Train with a stock ``Trainer`` in a process of its own; ``misses()`` tells what was not kept."""
         steps = check_arguments({"steps": steps}, "steps")["steps"]
-        subject = subject_of(self.report, device_of(self.report))
+        subject = subject_of(self.report, placement_of(self.report))
         return verify(subject, steps, log_folder(self.storage, self.study) / "verify.log")
 
     def document(self) -> Document:
@@ -172,7 +172,7 @@ class _Lines:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         pass
 
-    def progress(self, record: Document) -> None:
+    def progress(self, number: int, record: Document) -> None:
         pass
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:

@@ -31,8 +31,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
 from autotune.devices.cores import core_for, usable_core_numbers
 from autotune.estimate.history import cap_of
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.tuning.prepare import prepare
@@ -95,7 +94,7 @@ class _Bench:
     def trials(self, processes: int) -> Iterator[Document]:
         """Free and pinned in turn, in an order that changes; each trial as it ends."""
         case = self._case
-        with LocalRunner(self._device, self._request.workload, self._logs) as runner:
+        with TrialServer(self._device, self._request.workload, self._logs) as runner:
             ceiling = prepare(self._request, runner.inspect()).ceiling
             for index in range(processes):
                 placements = [None, *case.cores]
@@ -108,19 +107,19 @@ class _Bench:
                     record = self._record(candidate, outcome, which, index, seconds)
                     yield record | _taken_away(before, after, record.get("cpu_core"))
 
-    def _run(self, runner: LocalRunner, candidate: Candidate, cap_bytes: int, which: str | None) -> Outcome:
+    def _run(self, runner: TrialServer, candidate: Candidate, cap_bytes: int, which: str | None) -> Outcome:
         """One trial; a core that is named is the only one that the server may use meanwhile, and so its child."""
         limit = _COMPILE_TIMEOUT_SECONDS if candidate.arm.torch_compile else _TIMEOUT_SECONDS
         name = uuid.uuid4().hex
         job = TrialJob(name, candidate, cap_bytes, _EFFORT, 42, limit, str(self._logs / f"{name}.log"))
         core = None if which in (None, "chosen") else _core(which or "", self._device, self._usable)
         if core is None:
-            return runner.run(job, lambda _: None)
+            return run_trial(runner, job)
         servers = _children()
         try:
             for process in servers:
                 os.sched_setaffinity(process, {core})
-            return runner.run(job, lambda _: None)
+            return run_trial(runner, job)
         finally:
             for process in servers:
                 os.sched_setaffinity(process, self._usable)

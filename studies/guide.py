@@ -27,8 +27,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import how_to_install, packages_of, require, version_of
@@ -166,7 +165,7 @@ def main() -> None:
     workload = Workload(source.name, source.config, task, seq_len, dtype=options.dtype)
     device = find_device(options.device)
     documents: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as logs, LocalRunner(device, workload, Path(logs)) as runner:
+    with tempfile.TemporaryDirectory() as logs, TrialServer(device, workload, Path(logs)) as runner:
         facts = runner.inspect()
         free = device.memory_free_bytes or device.memory_total_bytes
         cap = free - int(facts["context_bytes"])
@@ -191,14 +190,14 @@ def main() -> None:
     print(table(documents))
 
 
-def _run(runner: LocalRunner, row: Row, device: Device, cap: int, samples: int, logs: Path) -> dict[str, Any]:
+def _run(runner: TrialServer, row: Row, device: Device, cap: int, samples: int, logs: Path) -> dict[str, Any]:
     why = _lacking(row, device)
     if why is not None:
         return {"row": row.name, **row.candidate.parameters(), "state": "not run", "message": why}
     name = uuid.uuid4().hex
     effort = whole_run(samples)
     job = TrialJob(name, row.candidate, cap, effort, _SEED, _TIMEOUT_SECONDS, str(logs / f"{row.name}.log"))
-    return _document(row, runner.run(job, lambda _: None), samples)
+    return _document(row, run_trial(runner, job), samples)
 
 
 if __name__ == "__main__":

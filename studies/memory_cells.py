@@ -34,8 +34,7 @@ from autotune.core.outcome import Completed, Effort, outcome_document
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Device, device_used_bytes, find_device
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.execution.process_environment import server_environment
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
@@ -122,12 +121,12 @@ def _schedule(subjects: tuple[Subject, ...]) -> Iterator[tuple[Subject, Candidat
                 yield subject, subject.cells[position]
 
 
-def _measure(runner: LocalRunner, device: Device, candidate: Candidate, cap_bytes: int) -> dict[str, Any]:
+def _measure(runner: TrialServer, device: Device, candidate: Candidate, cap_bytes: int) -> dict[str, Any]:
     """Run one cell and say what it needed, and what the device had in use before it."""
     before_bytes = device_used_bytes(device.uuid)
     started = time.monotonic()
     job = TrialJob(uuid.uuid4().hex, candidate, cap_bytes, _EFFORT, 42, 120.0, "/dev/null")
-    outcome = runner.run(job, lambda _: None)
+    outcome = run_trial(runner, job)
     cell = {**candidate.parameters(), "state": outcome.state, "device_used_before_bytes": before_bytes}
     cell["wall_seconds"] = round(time.monotonic() - started, 2)
     if not isinstance(outcome, Completed):
@@ -169,7 +168,7 @@ def measure(folder: Path, seconds: float, models: int, *, traces: bool) -> None:
             return
         # Servers start in the background: all of them import while the traces and the first cells run.
         runners = {
-            subject: stack.enter_context(LocalRunner(device, subject.workload(), logs / str(number)))
+            subject: stack.enter_context(TrialServer(device, subject.workload(), logs / str(number)))
             for number, subject in enumerate(subjects)
         }
         facts = runners[subjects[0]].inspect()

@@ -46,8 +46,7 @@ from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.units import parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.tuning.prepare import Prepared, prepare
@@ -185,14 +184,13 @@ def candidates_of(parameters: Document, effective_batch: int, bf16: bool) -> dic
     return found
 
 
-def measure(candidate: Candidate, setting: Setting, runner: LocalRunner) -> Document:
+def measure(candidate: Candidate, setting: Setting, runner: TrialServer) -> Document:
     """One trial in full; its speed and whether it stays under the line."""
     effort = Effort(min_steps=5, max_micro_steps=candidate.gradient_accumulation_steps, max_seconds=4.0)
     ceiling = setting.prepared.ceiling
     log = str(setting.folder / "measure.log")
-    outcome = runner.run(
-        TrialJob(uuid.uuid4().hex, candidate, ceiling.cap_bytes, effort, 42, 300.0, log), lambda _: None
-    )
+    job = TrialJob(uuid.uuid4().hex, candidate, ceiling.cap_bytes, effort, 42, 300.0, log)
+    outcome = run_trial(runner, job)
     told: Document = {**candidate.parameters(), "state": outcome.state}
     if isinstance(outcome, Completed):
         measured = outcome.measurement
@@ -205,7 +203,7 @@ def measure(candidate: Candidate, setting: Setting, runner: LocalRunner) -> Docu
     return told
 
 
-def measure_answers(document: Document, setting: Setting, runner: LocalRunner, save: Callable[[], None]) -> None:
+def measure_answers(document: Document, setting: Setting, runner: TrialServer, save: Callable[[], None]) -> None:
     """Every answer that was given, each once."""
     for run in document["runs"]:
         if not run["ok"]:
@@ -311,7 +309,7 @@ def main() -> None:
     begun = time.monotonic()
     request = request_of(options)
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
-    with LocalRunner(request.device, request.workload, folder / "inspect") as runner:
+    with TrialServer(request.device, request.workload, folder / "inspect") as runner:
         prepared = prepare(request, runner.inspect())
     setting = Setting(options, request.device, request.workload, prepared, folder)
     document = _begin(options, prepared)
@@ -333,7 +331,7 @@ def main() -> None:
         save()
         said = json.dumps(run["answer"]["parameters"]) if run["ok"] else run["error"].strip()
         print(f"{name}, repeat {repeat}: {run['seconds']} s, {said}", file=sys.stderr, flush=True)
-    with LocalRunner(request.device, request.workload, folder / "measure") as runner:
+    with TrialServer(request.device, request.workload, folder / "measure") as runner:
         measure_answers(document, setting, runner, save)
     print_table(document)
     shutil.rmtree(folder, ignore_errors=True)

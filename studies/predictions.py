@@ -20,14 +20,14 @@ from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_
 
 from autotune.core.candidate import Document
 from autotune.devices import find_device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 from autotune.tuning.prepare import forecast_of
 
 
 class _Listener:
     """A ``Submitter`` that passes questions on to real processes and keeps what was asked and answered."""
 
-    def __init__(self, runner: LocalRunner) -> None:
+    def __init__(self, runner: TrialServer) -> None:
         self._runner = runner
         self._asked: dict[str, Document] = {}
         self.answers: list[Document] = []
@@ -50,7 +50,7 @@ def record(path: Path) -> Document:
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as logs,
-        LocalRunner(find_device("cpu"), prepared.request.workload, Path(logs)) as runner,
+        TrialServer(find_device("cpu"), prepared.request.workload, Path(logs)) as runner,
     ):
         listener = _Listener(runner)
         forecast = forecast_of(prepared, listener)

@@ -24,8 +24,7 @@ from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.estimate.history import History, Tried
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.space import Space
@@ -86,14 +85,14 @@ def _cell(candidate: Candidate, outcome: Outcome, seconds: float) -> dict[str, A
     }
 
 
-def _record(runner: LocalRunner, prepared: Prepared, candidate: Candidate, effort: Effort) -> tuple[Outcome, float]:
+def _record(runner: TrialServer, prepared: Prepared, candidate: Candidate, effort: Effort) -> tuple[Outcome, float]:
     started = time.monotonic()
     job = TrialJob(uuid.uuid4().hex, candidate, prepared.ceiling.cap_bytes, effort, 42, 300.0, "/dev/null")
-    outcome = runner.run(job, lambda _: None)
+    outcome = run_trial(runner, job)
     return outcome, time.monotonic() - started
 
 
-def _grid(runner: LocalRunner, prepared: Prepared) -> Iterator[dict[str, Any]]:
+def _grid(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any]]:
     space = prepared.space
     for arm in space.arms:
         for batch in space.batches.at_level(8):
@@ -101,7 +100,7 @@ def _grid(runner: LocalRunner, prepared: Prepared) -> Iterator[dict[str, Any]]:
             yield _cell(candidate, *_record(runner, prepared, candidate, Effort()))
 
 
-def _boundary(runner: LocalRunner, prepared: Prepared) -> Iterator[dict[str, Any]]:
+def _boundary(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any]]:
     """Each arm by itself up to its largest batch, and that batch again with accumulation where it fits."""
     for arm in prepared.space.arms:
         history = History(prepared.ceiling)
@@ -136,7 +135,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     request = _request(options)
-    with tempfile.TemporaryDirectory() as logs, LocalRunner(request.device, request.workload, Path(logs)) as runner:
+    with tempfile.TemporaryDirectory() as logs, TrialServer(request.device, request.workload, Path(logs)) as runner:
         started = time.monotonic()
         facts = runner.inspect()
         if options.memory_only is not None:

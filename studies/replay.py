@@ -8,7 +8,10 @@ landscape may lie its predictions (``studies/predictions.py``): what a search is
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +19,13 @@ from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
+from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.devices.gpus import CHIPS
-from autotune.execution.executor import TrialJob
+from autotune.execution import Event, TrialJob
+from autotune.execution.executor import run_to_end
 from autotune.models.resolve import resolve_model
 from autotune.space.space import Space
 from autotune.tuning.prepare import Prepared, prepare
@@ -97,10 +102,24 @@ class Replayed:
     """By the simulated clock."""
 
 
-class SimulatedRunner:
-    """What runners that run nothing share: the jobs, the simulated clock, faults on demand."""
+SIMULATED_GPU = Device("cuda", 0, "GPU-simulated", "simulated", 80 * GIB, 0, 0, 80 * GIB, None, (9, 0))
 
-    def __init__(self) -> None:
+
+class SimulatedRunner:
+    """An executor that runs nothing: the jobs, the simulated clock, faults on demand. Subclasses have the answers.
+
+    Several trials under way take as long as each would alone. ``run`` runs one by itself.
+    """
+
+    def __init__(self, slots: int = 1) -> None:
+        gpus = [replace(SIMULATED_GPU, index=index, uuid=f"GPU-simulated-{index}") for index in range(slots)]
+        self.slots = tuple(Placement.of(gpu) for gpu in gpus)
+        """One simulated GPU for each."""
+        self.most_under_way = 0
+        """How many trials were under way at the same time at most."""
+        self._under_way: list[tuple[float, int, TrialJob, Outcome | BaseException]] = []
+        self._events: deque[tuple[str, Event]] = deque()
+        self._order = itertools.count()
         self.jobs: list[TrialJob] = []
         self.replayed: list[Replayed] = []
         self.seconds = 0.0
@@ -116,20 +135,43 @@ class SimulatedRunner:
         """What was run, in order."""
         return [job.candidate for job in self.jobs]
 
+    def submit(self, job: TrialJob) -> str:
+        """See ``autotune.execution.Executor.submit``."""
+        placements = [running.placement for _, _, running, _ in self._under_way]
+        if len(placements) >= len(self.slots) or (job.placement is not None and job.placement in placements):
+            raise RuntimeError("no slot is free")
+        self.jobs.append(job)
+        self._events.append((job.trial_id, Event({"phase": "train"})))
+        outcome: Outcome | BaseException
+        if self.faults.get(job.candidate):
+            outcome, seconds = self.faults[job.candidate].pop(0), OOM_SECONDS
+        else:
+            outcome, seconds = self.answer(job)
+        heapq.heappush(self._under_way, (self.seconds + seconds, next(self._order), job, outcome))
+        self.most_under_way = max(self.most_under_way, len(self._under_way))
+        return job.trial_id
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        """See ``autotune.execution.Executor.wait``; moves the clock on to the next end."""
+        if self._events:
+            return self._events.popleft()
+        if not self._under_way:
+            raise RuntimeError("no trial is under way")
+        ends_at, _, job, outcome = heapq.heappop(self._under_way)
+        self.seconds = max(self.seconds, ends_at)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        self.replayed.append(Replayed(job.candidate, outcome, self.seconds))
+        return job.trial_id, outcome
+
+    def close(self) -> None:
+        """See ``autotune.execution.Executor.close``."""
+        self._under_way.clear()
+        self._events.clear()
+
     def run(self, job: TrialJob, progress: Callable[[Document], None]) -> Outcome:
         """Answer one trial."""
-        self.jobs.append(job)
-        progress({"phase": "train"})
-        if self.faults.get(job.candidate):
-            fault = self.faults[job.candidate].pop(0)
-            self.seconds += OOM_SECONDS
-            if isinstance(fault, BaseException):
-                raise fault
-            return fault
-        outcome, seconds = self.answer(job)
-        self.seconds += seconds
-        self.replayed.append(Replayed(job.candidate, outcome, self.seconds))
-        return outcome
+        return run_to_end(self, job, progress)
 
     def answer(self, job: TrialJob) -> tuple[Outcome, float]:
         """The outcome of a job and the seconds that it takes."""
@@ -150,8 +192,8 @@ class RecordedRunner(SimulatedRunner):
     runs more micro-steps than were recorded is charged for them.
     """
 
-    def __init__(self, path: Path, *, between: bool = False) -> None:
-        super().__init__()
+    def __init__(self, path: Path, *, between: bool = False, slots: int = 1) -> None:
+        super().__init__(slots)
         self.path = path
         self._between = between
         self._cells: dict[tuple[Arm, bool], dict[int, Cell]] = {}

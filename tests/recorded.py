@@ -43,8 +43,9 @@ class ComputedRunner(SimulatedRunner):
         peak_bytes: Callable[[Candidate], float],
         step_seconds: Callable[[Candidate], float] | None = None,
         busy_share: Callable[[Candidate], float | None] | None = None,
+        slots: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(slots)
         self._busy_share = busy_share or (lambda _: None)
         self._peak_bytes = peak_bytes
         self._step_seconds = step_seconds or (lambda candidate: 0.01 * candidate.samples_per_step)

@@ -129,7 +129,7 @@ class RecordingObserver:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         self.started.append((number, candidate, stage))
 
-    def progress(self, record: Document) -> None:
+    def progress(self, number: int, record: Document) -> None:
         self.records.append(record)
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:

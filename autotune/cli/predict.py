@@ -105,7 +105,7 @@ def _predicted(
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
-    from autotune.execution import LocalRunner
+    from autotune.execution import TrialServer
     from autotune.space.dataloader import usable_cores
     from autotune.tuning.answers import KeptPredictions, inspection_key
     from autotune.tuning.options import build_workload
@@ -120,7 +120,7 @@ def _predicted(
     assert key is not None
     with (
         tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
-        LocalRunner(cpu, workload, Path(logs), on_start=lambda: None) as runner,
+        TrialServer(cpu, workload, Path(logs), on_start=lambda: None) as runner,
     ):
         remembered = answers.find(key)
         facts = remembered or runner.inspect()

@@ -56,7 +56,7 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
     from autotune.core.errors import InvalidRequestError
     from autotune.results.report import load_report
     from autotune.store import Store
-    from autotune.verify.target import device_of, find_exported, read_arguments, subject_of
+    from autotune.verify.target import find_exported, placement_of, read_arguments, subject_of
 
     assert isinstance(store, Store)
     path = Path(target)
@@ -66,23 +66,23 @@ def _subject(store: object, target: str, study: str | None) -> Subject:
         if study is not None and study != target:
             raise InvalidRequestError(f"--study {study} does not go with the study {target}", "name one of them")
         report = load_report(store, target)
-        return subject_of(report, device_of(report))
+        return subject_of(report, placement_of(report))
     arguments = read_arguments(path)
     report = load_report(store, study) if study is not None else find_exported(store, arguments)
-    return subject_of(report, device_of(report), arguments)
+    return subject_of(report, placement_of(report), arguments)
 
 
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.document import report_document
-    from autotune.verify.target import device_of, subject_of
+    from autotune.verify.target import placement_of, subject_of
     from autotune.verify.throughput import DEFAULT_STEPS, verification_document
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
         click.echo()
-    verification = _verified(subject_of(report, device_of(report)), DEFAULT_STEPS, storage)
+    verification = _verified(subject_of(report, placement_of(report)), DEFAULT_STEPS, storage)
     if as_json:
         print_json({**report_document(report), "verification": verification_document(verification)})
     else:
@@ -97,7 +97,7 @@ def _verified(subject: Subject, steps: int, storage: str) -> Verification:
     check_steps(steps)
     click.echo(
         f"training {subject.report.workload['model']} of the study {subject.report.study.name} for {steps} steps: "
-        f"{subject.best.candidate.describe()} on {subject.device.label} in a process of its own, "
+        f"{subject.best.candidate.describe()} on {subject.placement.label} in a process of its own, "
         "without instruments …",
         err=True,
     )

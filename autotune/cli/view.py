@@ -34,8 +34,9 @@ class View:
         self._started = time.monotonic()
         self._prepared: Prepared | None = None
         self._is_table_begun = False
-        self._running = "starting"
-        self._doing = ""
+        self._idle = "starting"
+        # Of the trials under way, by number: what is tried and what it is doing.
+        self._running: dict[int, tuple[str, str]] = {}
         self._best = ""
         self._in_space: set[Candidate] = set()
         self._seen = 0
@@ -53,11 +54,12 @@ class View:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """Show what runs, before the first trial the head of the table."""
         self._begin_table()
-        self._running, self._doing = f"trial {number}: {candidate.describe()}", "starting"
+        self._running[number] = candidate.describe(), "starting"
 
-    def progress(self, record: Document) -> None:
+    def progress(self, number: int, record: Document) -> None:
         """Show the phase or the step."""
-        self._doing = str(record.get("phase") or f"step {record.get('step', '?')}")
+        what, _ = self._running.get(number, ("", ""))
+        self._running[number] = what, str(record.get("phase") or f"step {record.get('step', '?')}")
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """One line, for good."""
@@ -66,7 +68,8 @@ class View:
         self._begin_table()
         best = self._winner(history, self._prepared)
         self._print(self._row(trial, history, self._prepared, best))
-        self._running, self._doing = "choosing the next trial", ""
+        self._running.pop(trial.number, None)
+        self._idle = "choosing the next trial"
         if best is not None and best.measurement is not None:
             rate = format_rate(best.measurement.samples_per_second)
             self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
@@ -98,7 +101,8 @@ class View:
 
     def __rich__(self) -> Text:
         """The status line, made anew at each refresh so that its clock runs; cut where the terminal ends."""
-        running = f"{self._running} ({self._doing})" if self._doing else self._running
+        trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
+        running = ", ".join(trials) or self._idle
         elapsed = format_seconds(time.monotonic() - self._started)
         return Text("; ".join(filter(None, (elapsed, running, self._best))), no_wrap=True, overflow="ellipsis")
 

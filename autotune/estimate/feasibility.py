@@ -49,8 +49,8 @@ class Judge:
         self._space, self._history = space, history
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Return whether a candidate was neither tried nor ruled out by a trial or a prediction."""
-        return not self._history.outcomes_of(candidate) and not self._history.is_ruled_out(candidate)
+        """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction."""
+        return not self._history.attempts(candidate) and not self._history.is_ruled_out(candidate)
 
     def is_doubtful(self, arm: Arm) -> bool:
         """Return whether an arm failed at several batches and completed at none."""
@@ -85,7 +85,12 @@ class Judge:
         return sorted(found)
 
     def _may_fit_at(self, multiple: int) -> bool:
-        return any(self.is_open(candidate) for candidate in self._at(multiple) if not self.is_doubtful(candidate.arm))
+        pending = self._history.pending
+        return any(
+            candidate in pending or self.is_open(candidate)
+            for candidate in self._at(multiple)
+            if not self.is_doubtful(candidate.arm)
+        )
 
     def _at(self, multiple: int) -> Iterator[Candidate]:
         for arm in self._space.arms:
@@ -121,6 +126,8 @@ class Judge:
             return Refusal("not in the space")
         if self._history.outcomes_of(candidate):
             return Refusal("tried before")
+        if candidate in self._history.pending:
+            return Refusal("under way")
         over = self._history.ruled_out_by(candidate)
         if over is not None:
             return Refusal("known not to fit", over.outcome)

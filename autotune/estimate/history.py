@@ -54,6 +54,8 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """Predicted peak memory; ``None`` where nothing is predicted."""
+    pending: list[Candidate] = field(default_factory=list)
+    """Candidates whose trials are under way. They count as tried, though nothing is known of them yet."""
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed below which a candidate is not worth a trial."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
@@ -63,6 +65,18 @@ class History:
         self.tried.append(tried)
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
+
+    def begin(self, candidate: Candidate) -> None:
+        """Take down that a trial of the candidate is under way."""
+        self.pending.append(candidate)
+
+    def end(self, candidate: Candidate) -> None:
+        """Take down that a trial of the candidate has ended."""
+        self.pending.remove(candidate)
+
+    def attempts(self, candidate: Candidate) -> int:
+        """Return how many trials of exactly this candidate ended, whichever way, or are under way."""
+        return len(self.outcomes_of(candidate)) + self.pending.count(candidate)
 
     def processes(self, candidate: Candidate) -> int:
         """Return how many distinct processes measured exactly this candidate; a reused trial counts once."""

@@ -104,7 +104,7 @@ class Forecast:
         Does nothing where the arm's answers are there already. ``None`` stands for any arm.
         """
         if arm is not None:
-            if self._is_settled(arm):
+            if self.is_settled(arm):
                 return
             self._ask_about(arm)
         self._fill()
@@ -114,7 +114,7 @@ class Forecast:
 
         An answer may change which arm is the upcoming one, so that is asked again after each.
         """
-        while (arm := upcoming()) is not None and not self._is_settled(arm):
+        while (arm := upcoming()) is not None and not self.is_settled(arm):
             self._ask_about(arm)
             if self._patience_seconds <= 0:
                 return
@@ -128,7 +128,8 @@ class Forecast:
             self._wait()
             self._fill()
 
-    def _is_settled(self, arm: Arm) -> bool:
+    def is_settled(self, arm: Arm) -> bool:
+        """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
         self._collect(0.0)
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 

@@ -72,6 +72,7 @@ class ArmView:
         self.tried = {batch_of(t): t for t in history.tried if self._counts(t)}
         self.feasible = {batch_of(t): t for t in history.believed() if self._counts(t)}
         self.failed = {batch for batch, tried in self.tried.items() if failed_without_verdict(tried)}
+        self.pending = {c.per_device_train_batch_size for c in history.pending if c.arm == arm and space.contains(c)}
         self.judge = Judge(space, history)
         self.doubtful = self.judge.is_doubtful(arm)
 
@@ -79,7 +80,7 @@ class ArmView:
         return tried.candidate.arm == self.arm and self.space.contains(tried.candidate)
 
     def open(self, batch: int) -> bool:
-        """Return whether the batch was neither tried nor ruled out."""
+        """Return whether the batch was neither tried, nor is it under way, nor ruled out."""
         return self.judge.is_open(self.space.candidate(self.arm, batch))
 
     def predicted_to_fit(self, batches: Sequence[int]) -> list[int]:
@@ -139,7 +140,8 @@ class ArmView:
         if not bounds:
             return None
         largest, bound = max(bounds)
-        if at_any_batch or any(batch > largest and self.open(batch) for batch in self.judge.batches_in_reach()):
+        larger = [batch for batch in self.judge.batches_in_reach() if batch > largest]
+        if at_any_batch or any(batch in self.pending or self.open(batch) for batch in larger):
             bound *= _LARGER_BATCH_GAIN
         cost = self.seconds_a_sample(max(self.feasible))
         by_slope = cost.value - cost.half_width if cost is not None else 0.0

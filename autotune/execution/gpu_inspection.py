@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
+from autotune.core.placement import Placement
 from autotune.core.workload import Workload
-from autotune.devices import Device
 from autotune.execution.oneshot import OneShot
 
 _MODULE = "autotune.worker.gpu_facts"
@@ -19,17 +19,17 @@ _TIMEOUT_SECONDS = 180.0
 class GpuInspection:
     """The process that measures the CUDA context and reads the chip's properties; none for a CPU."""
 
-    def __init__(self, device: Device, workload: Workload, log_folder: Path) -> None:
-        self._device = device
-        self._job = {"device_uuid": device.uuid, "convolves": not workload.is_text}
+    def __init__(self, placement: Placement, workload: Workload, log_folder: Path) -> None:
+        self._placement = placement
+        self._job = {"device_uuid": placement.device.uuid, "convolves": not workload.is_text}
         self._log_path = log_folder / "inspect_gpu.log"
         self._stack = contextlib.ExitStack()
         self._process: OneShot | None = None
 
     def begin(self) -> None:
         """Start the process, unless that is done."""
-        if self._device.kind == "cuda" and self._process is None:
-            process = OneShot(_MODULE, self._job, self._device, self._log_path, offline=True)
+        if self._placement.kind == "cuda" and self._process is None:
+            process = OneShot(_MODULE, self._job, self._placement, self._log_path, offline=True)
             self._process = self._stack.enter_context(process)
 
     def finish(self) -> Document:
@@ -40,7 +40,7 @@ class GpuInspection:
             return self._process.answer(_TIMEOUT_SECONDS)
         except TrialServerError as error:
             raise TrialServerError(
-                f"the device {self._device.label} could not be inspected: {error.message}", error.hint
+                f"the device {self._placement.label} could not be inspected: {error.message}", error.hint
             ) from error
         finally:
             self.close()

@@ -7,15 +7,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Protocol
 
 from autotune.core.errors import DeviceError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
 from autotune.devices import Condition, Device, busy_pids, device_condition
-from autotune.devices.presence import Presence, had_company
-from autotune.execution.executor import Progress, TrialJob
+from autotune.devices.presence import Mark, Presence, had_company
+from autotune.execution.executor import Event, Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
 _INTERVAL_SECONDS = 0.2
@@ -31,73 +32,84 @@ _CLOCK_DROP = 0.8
 _FEWEST_SAMPLES = 4
 
 
-class TrialRunner(Protocol):
-    """Whatever runs trials."""
+class LocalProcesses(Executor, Protocol):
+    """An executor whose trials are processes of this host."""
 
-    def run(self, job: TrialJob, progress: Progress) -> Outcome:
-        """Run one trial to its end."""
-
-
-class OwnedRunner(TrialRunner, Protocol):
-    """A runner that says which process its trial is."""
-
-    @property
-    def trial_pid(self) -> int | None:
-        """The process of the running trial."""
+    def pids_of(self, trial_id: str) -> frozenset[int]:
+        """Return the processes of a trial under way."""
 
 
-class WatchedRunner:
-    """A runner around another that looks at the GPU before, during and after each trial, from this process alone."""
+class WatchedExecutor:
+    """An executor around another that looks at the GPUs of a trial before, during and after it.
+
+    It reads NVML from this process alone. A trial is submitted once the memory that it may reserve is free, or when
+    waiting for that has lasted long enough.
+    """
 
     def __init__(
         self,
-        runner: OwnedRunner,
-        device: Device,
+        executor: LocalProcesses,
         context_bytes: int,
         note: Callable[[str], None],
         is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._runner = runner
-        self._device = device
+        self._executor = executor
         self._context_bytes = context_bytes
         self._note = note
         self._is_ending = is_ending
         self._patience_seconds = _NEIGHBOUR_SECONDS
-        self._best_clock_mhz = 0
+        self._best_clock_mhz: dict[str, int] = {}
+        self._watches: dict[str, list[_Watch]] = {}
 
-    def run(self, job: TrialJob, progress: Progress) -> Outcome:
-        """Run one trial to its end; ``DeviceError`` where the GPU is lost before it begins."""
+    @property
+    def slots(self) -> tuple[Placement, ...]:
+        """See ``Executor.slots``."""
+        return self._executor.slots
+
+    def submit(self, job: TrialJob) -> str:
+        """Start a trial and watch it; ``DeviceError`` where one of its GPUs is lost."""
         needed_bytes = job.cap_bytes + self._context_bytes
-        before = self._await_memory(needed_bytes)
-        if before is None:
-            return self._runner.run(job, progress)
-        started = time.time()
-        with _Samples(self._device.uuid, self._runner) as samples:
-            outcome = self._runner.run(job, progress)
-        others = samples.newcomers(before.pids)
-        after = device_condition(self._device.uuid) or before
-        match outcome:
-            case Failed(reason="error" | "killed" | "lost" | "timeout"):
-                return _with_lost_device(outcome, before, after)
-            case OutOfMemory(where="device"):
-                why = [*self._missing(before, after, needed_bytes), *_came(others)]
-                return dataclasses.replace(outcome, disturbed=tuple(why))
-            case Completed():
-                busy = busy_pids(self._device.uuid, started)
-                neighbours = {pid: share for pid, share in busy.items() if pid in before.pids | others}
-                why = [*_came(others - neighbours.keys()), *_computed(neighbours), *self._slowed(samples.taken)]
-                return dataclasses.replace(outcome, disturbed=tuple(why))
-        return outcome
+        placement = job.placement or self.slots[0]
+        gpus = {device.uuid: device for device in placement.devices}
+        found = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
+        trial_id = job.trial_id
 
-    def _await_memory(self, needed_bytes: int) -> Condition | None:
-        """The GPU as it is once a trial's memory is free, or when nobody cares to wait any longer."""
+        def own_pids() -> frozenset[int]:
+            return self._executor.pids_of(trial_id)
+
+        watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in found if before is not None]
+        self._watches[trial_id] = watches
+        return self._executor.submit(job)
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        """See ``Executor.wait``; a trial that was disturbed says by what."""
+        trial_id, report = self._executor.wait()
+        if isinstance(report, Event):
+            return trial_id, report
+        outcome: Outcome = report
+        watches = self._watches.pop(trial_id, [])
+        for watch in watches:
+            watch.stop()
+        for watch in watches:
+            outcome = watch.judge(outcome, self._best_clock_mhz)
+        return trial_id, outcome
+
+    def close(self) -> None:
+        """See ``Executor.close``."""
+        watches, self._watches = self._watches, {}
+        for watch in (watch for found in watches.values() for watch in found):
+            watch.stop()
+        self._executor.close()
+
+    def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
+        """Return the GPU as it is once a trial's memory is free, or when nobody cares to wait any longer."""
         deadline = time.monotonic() + _RETURN_SECONDS
         told = False
         while True:
-            now = device_condition(self._device.uuid)
+            now = device_condition(gpu.uuid)
             if now is not None and now.is_lost:
                 raise DeviceError(
-                    f"{self._device.label} ({self._device.name}) is lost",
+                    f"{gpu.label} ({gpu.name}) is lost",
                     "reset it (nvidia-smi --gpu-reset) or start the machine again, then autotune resume goes on",
                 )
             if now is None or not _is_short(now, needed_bytes):
@@ -107,60 +119,50 @@ class WatchedRunner:
                     self._patience_seconds = _RETURN_SECONDS
                     return now
                 missing = format_bytes(needed_bytes - (now.free_bytes or 0))
-                self._note(
-                    f"waiting up to {self._patience_seconds:.0f} s for {missing} that other processes hold "
-                    f"on {self._device.label}"
-                )
+                seconds = f"{self._patience_seconds:.0f} s"
+                self._note(f"waiting up to {seconds} for {missing} that other processes hold on {gpu.label}")
                 told = True
                 deadline = time.monotonic() + self._patience_seconds
             time.sleep(_INTERVAL_SECONDS)
 
-    def _missing(self, before: Condition, after: Condition, needed_bytes: int) -> list[str]:
-        """Why less was free than a trial may reserve, before it or after it, its own memory being back."""
-        deadline = time.monotonic() + _RETURN_SECONDS
-        while _is_short(after, needed_bytes) and time.monotonic() < deadline:
-            time.sleep(_INTERVAL_SECONDS)
-            after = device_condition(self._device.uuid) or before
-        missing = [needed_bytes - (c.free_bytes or 0) for c in (before, after) if _is_short(c, needed_bytes)]
-        return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
 
-    def _slowed(self, samples: list[Condition]) -> list[str]:
-        """What throttled the GPU while the trial ran."""
-        words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
-        hottest = max((s.temperature_celsius for s in samples if s.temperature_celsius is not None), default=None)
-        found = [f"{word} at {hottest} °C" if hottest is not None else word for word in words]
-        clock = max((sample.sm_clock_mhz or 0 for sample in samples), default=0)
-        is_capped = any(sample.is_power_capped for sample in samples)
-        if (
-            not found
-            and not is_capped
-            and len(samples) >= _FEWEST_SAMPLES
-            and clock < _CLOCK_DROP * self._best_clock_mhz
-        ):
-            found.append(f"clocks of {clock} MHz, not {self._best_clock_mhz} MHz as before")
-        self._best_clock_mhz = max(self._best_clock_mhz, clock)
-        return found
-
-
-class SharedRunner:
-    """A runner around another that marks what it measured while other searches used the same device.
+class SharedExecutor:
+    """An executor around another that marks what it measured while other searches used the same device.
 
     For a CPU, which several searches may use. Such a measurement is not repeated, since the other search may last
     longer than this one, but no later search takes it over.
     """
 
-    def __init__(self, runner: TrialRunner, presence: Presence) -> None:
-        self._runner = runner
+    def __init__(self, executor: Executor, presence: Presence) -> None:
+        self._executor = executor
         self._presence = presence
+        self._before: dict[str, Mark] = {}
 
-    def run(self, job: TrialJob, progress: Progress) -> Outcome:
-        """Run one trial to its end."""
-        before = self._presence.mark()
-        outcome = self._runner.run(job, progress)
-        if isinstance(outcome, Completed) and had_company(before, self._presence.mark()):
+    @property
+    def slots(self) -> tuple[Placement, ...]:
+        """See ``Executor.slots``."""
+        return self._executor.slots
+
+    def submit(self, job: TrialJob) -> str:
+        """See ``Executor.submit``."""
+        self._before[job.trial_id] = self._presence.mark()
+        return self._executor.submit(job)
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        """See ``Executor.wait``; a measurement beside another search says so."""
+        trial_id, report = self._executor.wait()
+        if isinstance(report, Event):
+            return trial_id, report
+        before = self._before.pop(trial_id)
+        if isinstance(report, Completed) and had_company(before, self._presence.mark()):
             why = "another search used this CPU"
-            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
-        return outcome
+            return trial_id, dataclasses.replace(report, disturbed=(*report.disturbed, why), run_again=False)
+        return trial_id, report
+
+    def close(self) -> None:
+        """See ``Executor.close``."""
+        self._before.clear()
+        self._executor.close()
 
 
 def _is_short(now: Condition, needed_bytes: int) -> bool:
@@ -168,19 +170,19 @@ def _is_short(now: Condition, needed_bytes: int) -> bool:
 
 
 def _came(pids: frozenset[int]) -> list[str]:
-    """Processes that were not there before the trial."""
+    """Name the processes that were not there before the trial."""
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
 def _computed(shares: dict[int, int]) -> list[str]:
-    """Processes that computed beside the trial."""
+    """Name the processes that computed beside the trial."""
     return [
         f"process {pid} took {share} % of the GPU" for pid, share in sorted(shares.items()) if share >= _BUSY_PER_CENT
     ]
 
 
 def _with_lost_device(outcome: Failed, before: Condition, after: Condition) -> Failed:
-    """The outcome with what NVML says of the GPU's own part in it."""
+    """Return the outcome with what NVML says of the GPU's own part in it."""
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
         why = "NVML says that the GPU is lost"
@@ -191,42 +193,92 @@ def _with_lost_device(outcome: Failed, before: Condition, after: Condition) -> F
     return dataclasses.replace(outcome, reason="device_lost", message=f"{why}; {outcome.message}")
 
 
-class _Samples:
-    """Readings of a GPU from a thread of their own, for as long as the block lasts."""
+@dataclass(frozen=True)
+class _Reading:
+    """The GPU at one moment, with the trial's own processes."""
 
-    def __init__(self, uuid: str, runner: OwnedRunner) -> None:
-        self._uuid = uuid
-        self._runner = runner
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._own: set[int] = set()
-        self.taken: list[Condition] = []
+    condition: Condition | None
+    own: frozenset[int]
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+class _Watch:
+    """Readings of one GPU during one trial, taken by a thread from the start of the trial to ``stop``."""
+
+    def __init__(
+        self, gpu: Device, before: Condition, needed_bytes: int, own_pids: Callable[[], frozenset[int]]
     ) -> None:
+        self._gpu = gpu
+        self._before = before
+        self._needed_bytes = needed_bytes
+        self._own_pids = own_pids
+        self._started = time.time()
+        self._ended = threading.Event()
+        self._readings: list[_Reading] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more readings."""
         self._ended.set()
         self._thread.join()
 
     def _read(self) -> None:
         while not self._ended.wait(_INTERVAL_SECONDS):
-            now = device_condition(self._uuid)
-            pid = self._runner.trial_pid
-            if now is not None:
-                self.taken.append(now)
-            if pid is not None:
-                self._own.add(pid)
+            condition = device_condition(self._gpu.uuid)
+            self._readings.append(_Reading(condition, self._own_pids()))
 
-    def newcomers(self, before: frozenset[int]) -> frozenset[int]:
-        """Processes that came while the trial ran, the trial's own left out.
+    def judge(self, outcome: Outcome, best_clock_mhz: dict[str, int]) -> Outcome:
+        """Return the outcome with what disturbed the trial. ``best_clock_mhz`` is by UUID, and brought up to date."""
+        others = self._newcomers()
+        after = device_condition(self._gpu.uuid) or self._before
+        match outcome:
+            case Failed(reason="error" | "killed" | "lost" | "timeout"):
+                return _with_lost_device(outcome, self._before, after)
+            case OutOfMemory(where="device"):
+                why = (*outcome.disturbed, *self._missing(after), *_came(others))
+                return dataclasses.replace(outcome, disturbed=why)
+            case Completed():
+                busy = busy_pids(self._gpu.uuid, self._started)
+                neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
+                slowed = self._slowed(best_clock_mhz)
+                why = (*outcome.disturbed, *_came(others - neighbours.keys()), *_computed(neighbours), *slowed)
+                return dataclasses.replace(outcome, disturbed=why)
+        return outcome
+
+    @property
+    def _samples(self) -> list[Condition]:
+        return [reading.condition for reading in self._readings if reading.condition is not None]
+
+    def _newcomers(self) -> frozenset[int]:
+        """Return the processes that came while the trial ran, the trial's own left out.
 
         Where NVML counts processes as the host does, the trial's number is not known; it is then the
         newcomer that was there the longest.
         """
-        seen = Counter(pid for sample in self.taken for pid in sample.pids if pid not in before)
-        own = self._own & seen.keys() or {pid for pid, _ in seen.most_common(1)}
+        seen = Counter(pid for sample in self._samples for pid in sample.pids if pid not in self._before.pids)
+        known = frozenset(pid for reading in self._readings for pid in reading.own)
+        own = known & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
+
+    def _missing(self, after: Condition) -> list[str]:
+        """Say why less was free than a trial may reserve, before it or after it, its own memory being back."""
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while _is_short(after, self._needed_bytes) and time.monotonic() < deadline:
+            time.sleep(_INTERVAL_SECONDS)
+            after = device_condition(self._gpu.uuid) or self._before
+        short = [condition for condition in (self._before, after) if _is_short(condition, self._needed_bytes)]
+        missing = [self._needed_bytes - (condition.free_bytes or 0) for condition in short]
+        return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
+
+    def _slowed(self, best_clock_mhz: dict[str, int]) -> list[str]:
+        """Say what throttled the GPU while the trial ran."""
+        samples, uuid = self._samples, self._gpu.uuid
+        words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
+        hottest = max((s.temperature_celsius for s in samples if s.temperature_celsius is not None), default=None)
+        found = [f"{word} at {hottest} °C" if hottest is not None else word for word in words]
+        clock, best = max((sample.sm_clock_mhz or 0 for sample in samples), default=0), best_clock_mhz.get(uuid, 0)
+        is_capped = any(sample.is_power_capped for sample in samples)
+        if not found and not is_capped and len(samples) >= _FEWEST_SAMPLES and clock < _CLOCK_DROP * best:
+            found.append(f"clocks of {clock} MHz, not {best} MHz as before")
+        best_clock_mhz[uuid] = max(best, clock)
+        return found

@@ -16,8 +16,8 @@ from typing import Self
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
 from autotune.core.pipes import wait_until_ready, write_all
+from autotune.core.placement import Placement
 from autotune.core.scratch import make_scratch
-from autotune.devices import Device
 from autotune.execution import launch
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
@@ -33,19 +33,19 @@ class OneShot:
         self,
         module: str,
         job: Document,
-        device: Device,
+        placement: Placement,
         log_path: Path,
         *,
         offline: bool,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Run ``python -m module`` on a job; the process sees ``device`` alone, with ``variables`` in its environment.
+        """Run ``python -m module`` on a job; the process sees ``placement``'s devices alone, with ``variables`` set.
 
         The job gets ``output_dir``, an empty temporary folder. An ``offline`` process never asks the Hugging Face hub.
         """
         self._module = module
         self._job = job
-        self._device = device
+        self._placement = placement
         self._log_path = log_path
         self._offline = offline
         self._variables = variables or {}
@@ -59,7 +59,7 @@ class OneShot:
             stack.callback(scratch.remove)
             self._read_fd, write_fd = os.pipe()
             stack.callback(os.close, self._read_fd)
-            environment = server_environment(self._device, os.environ, offline=self._offline)
+            environment = server_environment(self._placement, os.environ, offline=self._offline)
             try:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._log_path, "wb") as log:
@@ -114,7 +114,7 @@ class OneShot:
 def run_fresh(
     module: str,
     job: Document,
-    device: Device,
+    placement: Placement,
     log_path: Path,
     timeout_seconds: float,
     variables: Mapping[str, str] | None = None,
@@ -124,7 +124,7 @@ def run_fresh(
     Raises ``TrialServerError`` where no answer comes in time.
     """
     offline = job["workload"]["weights"] is None
-    with OneShot(module, job, device, log_path, offline=offline, variables=variables) as process:
+    with OneShot(module, job, placement, log_path, offline=offline, variables=variables) as process:
         return process.answer(timeout_seconds)
 
 

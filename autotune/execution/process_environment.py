@@ -1,4 +1,4 @@
-"""The environment variables of the trial server: one device visible, no trace of a distributed launch."""
+"""Make the environment variables of the trial server: its devices alone visible, no trace of a distributed launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from autotune.devices import CAPABILITY_VARIABLE, Device
+from autotune.core.placement import Placement
+from autotune.devices import CAPABILITY_VARIABLE
 
 # Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
 # Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).
@@ -29,9 +30,9 @@ _DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM
 
 
 def server_environment(
-    device: Device, current: Mapping[str, str], *, offline: bool, own_code: bool = False
+    placement: Placement, current: Mapping[str, str], *, offline: bool, own_code: bool = False
 ) -> dict[str, str]:
-    """``current`` made fit for a server that runs trials on ``device`` alone.
+    """Return ``current`` made fit for a server that runs trials on the devices of ``placement`` alone.
 
     ``offline`` keeps the hub client from asking the network for what a trial has no need of; ``own_code`` leaves
     what the user's own code may depend on as it is.
@@ -42,14 +43,15 @@ def server_environment(
         if name not in _DISTRIBUTED and not name.startswith(_DISTRIBUTED_PREFIXES)
     }
     # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
-    environment["CUDA_VISIBLE_DEVICES"] = device.uuid if device.kind == "cuda" else "-1"
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"
     # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not own_code:
         environment["TOKENIZERS_PARALLELISM"] = "false"
     environment.pop(CAPABILITY_VARIABLE, None)
-    if device.capability is not None:
-        environment[CAPABILITY_VARIABLE] = ".".join(map(str, device.capability))
+    capability = placement.device.capability
+    if capability is not None:
+        environment[CAPABILITY_VARIABLE] = ".".join(map(str, capability))
     # What this process can import; an empty entry means its working directory.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if offline:

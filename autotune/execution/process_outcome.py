@@ -1,4 +1,4 @@
-"""What a job's end says: the child's own words where there are any, else how its process died."""
+"""Turn the end of a job into an outcome: by what its process said, else by how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.core.outcome import Failed, Outcome, outcome_from_document
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
-    """The last non-empty lines of a log, joined; empty where there is none."""
+    """Return the last non-empty lines of a log, joined; empty where there is none."""
     try:
         with open(path, "rb") as log:
             log.seek(0, os.SEEK_END)
@@ -66,7 +66,7 @@ def _signal_name(number: int) -> str:
 
 
 def outcome_of(answer: Document, timeout_seconds: float, log_path: str) -> Outcome:
-    """The outcome of a job's end: the child's own words where there are any, else how it died."""
+    """Return the outcome of a job by what its process said, else by how it ended."""
     if "result" in answer:
         try:
             return outcome_from_document(answer["result"])

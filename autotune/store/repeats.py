@@ -1,4 +1,4 @@
-"""Which trials say nothing of their candidate, so that it is run again, and how often."""
+"""Decide which trials say nothing of their candidate, so that it is run again, and how often."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Repeats:
         """Trials that do not count, neither for their candidate nor against a budget of trials."""
 
     @property
-    def next(self) -> tuple[Stage, Candidate] | None:
+    def owed(self) -> list[tuple[Stage, Candidate]]:
         """What has to be run again before anything else."""
-        return next(((stage, candidate) for candidate, stage in self._owed.items()), None)
+        return [(stage, candidate) for candidate, stage in self._owed.items()]
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
-        """The trial that now speaks for the candidate, this one or an earlier; ``None`` where it is run again."""
+        """Return the trial that speaks for the candidate, this or an earlier one; ``None`` where it is run again."""
         kind = _kind(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)

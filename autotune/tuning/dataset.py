@@ -8,12 +8,12 @@ from pathlib import Path
 
 from autotune.core.dataset_spec import DataFacts, describe_lengths
 from autotune.core.errors import InvalidRequestError
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 from autotune.models.tasks import max_seq_len
 from autotune.tuning.request import SearchRequest
 
 
-def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Callable[[str], None]) -> SearchRequest:
+def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Callable[[str], None]) -> SearchRequest:
     """The request with what its data has shown, read in a process for trials; the same where it has no data.
 
     Raises ``InvalidRequestError`` where the data is no good, too little, or padded to more than the model can take.
@@ -25,7 +25,7 @@ def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Cal
     workload = request.workload
     folder = workload.data_folder(logs)
     was_there = folder.exists()
-    workload = runner.read_data(folder)
+    workload = server.read_data(folder)
     request = dataclasses.replace(request, workload=workload)
     facts = workload.data.facts if workload.data else None
     assert facts is not None
@@ -33,7 +33,7 @@ def read_data(request: SearchRequest, runner: LocalRunner, logs: Path, note: Cal
         _check_read(request, facts)
     except InvalidRequestError:
         if not was_there:
-            runner.discard_data()
+            server.discard_data()
         raise
     if facts.lengths is not None:
         note(describe_lengths(facts.lengths))

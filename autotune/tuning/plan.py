@@ -27,7 +27,7 @@ _MOST_REFUSALS = 64
 
 @dataclass(frozen=True)
 class Step:
-    """What to run next."""
+    """What to run next, and in which stage of the search."""
 
     stage: Stage
     candidate: Candidate | None = None
@@ -52,17 +52,35 @@ class Plan:
         self._policy = policy
         self.records: dict[str, TrialRecord] = {}
         self.in_space: set[Candidate] = set()
+        self.pending: dict[str, TrialRecord] = {}
+        """Trials under way, by id."""
         self._again = Repeats()
         self._refusals = 0
         self._clock = clock
         self._spent_seconds = spent_seconds
         self._started = clock()
-        self._upcoming: tuple[tuple[int, int], Candidate | None] | None = None
+        self._refused_while_pending = False
+        self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether a policy proposes, rather than one of Optuna's samplers."""
+        return self._policy is not None
 
     # What is known
 
+    def begin(self, trial: TrialRecord) -> None:
+        """Take into account that a trial is under way."""
+        self.pending[trial.id] = trial
+        self.history.begin(trial.candidate)
+
     def take(self, trial: TrialRecord) -> None:
         """Take a trial into account, unless it says nothing of its candidate and will be run again."""
+        if self.pending.pop(trial.id, None) is not None:
+            self.history.end(trial.candidate)
+        if self._refused_while_pending:
+            # What was refused may be wanted by now.
+            self._refusals, self._refused_while_pending = 0, False
         self.records[trial.id] = trial
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
@@ -100,25 +118,33 @@ class Plan:
 
     @property
     def trials_spent(self) -> int:
-        """Trials charged to the budget.
+        """Trials charged to the budget, those under way included.
 
         Repeats are free. Reused trials are free where a budget was given; they count where the budget is the default
         one of Optuna's samplers, which only ends the search.
         """
         reused = sum(trial.stage == "reused" for trial in self.records.values()) if self._request.trials else 0
-        return len(self.records) - self._again.excused - reused
+        return len(self.records) + len(self.pending) - self._again.excused - reused
 
     def next(self) -> Step | None:
-        """Return what to run next; ``None`` where there is nothing left, for the reason that ``done`` tells."""
+        """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` tells.
+
+        With trials under way, ``None`` may also mean that they decide it.
+        """
         forced = self._forced()
         if forced is not None:
             return forced
-        if self.done() is not None:
+        if self._is_last and self._waits:
             return None
-        return Step("search", self.upcoming(), proposed=True)
+        if self._policy is None:
+            return Step("search", proposed=True) if self._refusals < _MOST_REFUSALS else None
+        candidate = self.upcoming()
+        return Step("search", candidate, proposed=True) if candidate is not None else None
 
     def done(self) -> Stop | None:
-        """Return why the policy or the sampler has nothing more to propose."""
+        """Return why the policy or the sampler has nothing more to propose; ``None`` where it may have."""
+        if self._waits:
+            return None
         if self._policy is not None:
             return NOTHING_LEFT if self.upcoming() is None else None
         if self._refusals >= _MOST_REFUSALS:
@@ -131,7 +157,8 @@ class Plan:
             return None
         # What is predicted may have come since: it changes what fits.
         memory = self.history.memory
-        key = len(self.history.tried), memory.version if memory is not None else 0
+        version = memory.version if memory is not None else 0
+        key = len(self.history.tried), version, frozenset(self.pending)
         if self._upcoming is None or self._upcoming[0] != key:
             self._upcoming = key, self._policy.next(self.history)
         return self._upcoming[1]
@@ -140,14 +167,27 @@ class Plan:
         """Return why a sampler's proposal need not be run, and count refusals in a row."""
         refusal = Judge(self._space, self.history).refusal(candidate)
         self._refusals = 0 if refusal is None else self._refusals + 1
+        self._refused_while_pending = refusal is not None and bool(self.pending)
         return refusal
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a trial under way may change what is worth a trial; the final ones are no candidates of their own."""
+        return any(trial.stage != "final" for trial in self.pending.values())
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the budget allows one more trial and no other."""
+        most = self._request.most_trials
+        return most is not None and self.trials_spent == most - 1
 
     def _forced(self) -> Step | None:
         """What is owed another trial; the baseline; at the end what may improve the winner or is measured again."""
-        if self._again.next is not None:
-            return Step(*self._again.next)
+        for stage, candidate in self._again.owed:
+            if candidate not in self.history.pending:
+                return Step(stage, candidate)
         request, baseline = self._request, self._prepared.baseline
-        if request.measure_baseline and request.objective == "throughput" and not self.history.outcomes_of(baseline):
+        if request.measure_baseline and request.objective == "throughput" and not self.history.attempts(baseline):
             return Step("baseline", baseline)
         best = self.best()
         if best is None:
@@ -160,9 +200,9 @@ class Plan:
         return self._final(best)
 
     def _final(self, best: Tried) -> Step | None:
-        most = self._request.most_trials
-        is_last = most is not None and self.trials_spent == most - 1
-        if is_last:
+        if self._is_last:
+            if self._waits:
+                return None
             # The last trial is the winner's, where it is owed one on its own account.
             return Step("final", best.candidate) if needs_another(self.history, best) else None
         owed = finals(self.history, self.in_space) if self.done() else []
@@ -187,4 +227,4 @@ class Plan:
         if not self._space.pins_winner or candidate.arm.cpu_affinity or not self.history.is_host_bound(candidate):
             return None
         pinned = replace(candidate, arm=replace(candidate.arm, cpu_affinity=True))
-        return pinned if not self.history.outcomes_of(pinned) and self.done() else None
+        return pinned if not self.history.attempts(pinned) and self.done() else None

@@ -1,4 +1,9 @@
-"""Which candidate to run next, given what is known: pure decisions, no Optuna, no processes."""
+"""Choose the next candidate from what is known: pure decisions, no Optuna, no processes.
+
+With several trials under way a policy is asked while some have not ended. Those count as tried. What may only be
+decided once all is known (that nothing at a multiple fits, that nothing else is left) waits for them: the policy then
+proposes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,15 @@ from autotune.space.space import LARGEST_FREE_BATCH, Space
 
 # Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
 _FREE_START = 32
+# Trials of an arm that run at the same time before one of them tells whether the arm is worth it.
+_MOST_UNKNOWN = 2
 
 
 class Policy(Protocol):
     """Proposes candidates until it has seen enough."""
 
     def next(self, history: History) -> Candidate | None:
-        """The next candidate to run; ``None`` when none is worth it."""
+        """Return the next candidate to run; ``None`` when none is worth it, or none before a trial under way ends."""
 
 
 class ThroughputPolicy:
@@ -45,12 +52,12 @@ class ThroughputPolicy:
             for arm in self._space.arms:
                 view = speeds.view(arm)
                 if self._space.is_last_resort(arm):
-                    batch = self._compiled_batch(view, ladder)
+                    batch = None if history.pending else self._compiled_batch(view, ladder)
                 else:
                     batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
-            if judge.fits_at(multiple):
+            if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
 
@@ -70,7 +77,7 @@ class ThroughputPolicy:
     def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]
         if rungs and not any(view.was_chosen(tried) for tried in view.feasible.values()):
-            return self._first_batch(view, rungs)
+            return self._first_batch(view, rungs) if len(view.pending) < _MOST_UNKNOWN else None
         if not view.feasible:
             return None
         peak, top = view.fastest(), max(view.feasible)
@@ -163,7 +170,10 @@ class MaxBatchPolicy:
                     batch = self._next_batch(view, multiple)
                     if batch is not None:
                         return self._space.candidate(arm, batch)
-            if judge.fits_at(multiple):
+                    if view.pending:
+                        # Whether other arms can beat this one is known once it is.
+                        return None
+            if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
 
@@ -199,9 +209,11 @@ class MaxBatchPolicy:
         else:
             aimed = max(multiple, _FREE_START) if over is None else over // 2
         aimed = max(least, min(aimed // multiple * multiple, most))
-        # A batch that failed says nothing of memory, so one beside it is asked instead.
-        near = (aimed + away * multiple for away in (0, -1, 1, -2, 2))
-        return next((b for b in near if least <= b <= most and b not in view.tried), None)
+        # A batch that failed says nothing of memory, so one beside it is asked instead. Beside one that is under way,
+        # the larger one: where the batch aimed at fits, the next has to be shown not to.
+        beside = (1, -1, 2, -2) if aimed in view.pending else (-1, 1, -2, 2)
+        near = (aimed + away * multiple for away in (0, *beside))
+        return next((b for b in near if least <= b <= most and b not in view.tried and b not in view.pending), None)
 
     def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
         """Where the line through two known batches meets the ceiling's."""
@@ -241,7 +253,7 @@ class ExhaustivePolicy:
                     candidate = self._space.candidate(arm, batch)
                     if judge.is_open(candidate):
                         return candidate
-            if judge.fits_at(multiple):
+            if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
 

@@ -117,15 +117,11 @@ def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
         return []
     rivals = _rivals(history, winner, among)
     contenders = [winner.candidate, *rivals] if rivals else []
-    owed = [candidate for candidate in contenders if _attempts(history, candidate) < _MOST_PROCESSES]
+    # Trials that did not end well count, too: a failing one is not tried for ever.
+    owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
     if owed:
-        return sorted(owed, key=lambda candidate: _attempts(history, candidate))
+        return sorted(owed, key=history.attempts)
     return [winner.candidate] if needs_another(history, winner) else []
-
-
-def _attempts(history: History, candidate: Candidate) -> int:
-    """Trials of a candidate, those that did not end well included: a failing one is not tried for ever."""
-    return len(history.outcomes_of(candidate))
 
 
 def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
@@ -145,12 +141,13 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 def needs_another(history: History, winner: Tried) -> bool:
     """Return whether the winner is owed one more process on its own account."""
     candidate = winner.candidate
-    done = _attempts(history, candidate)
+    done = history.attempts(candidate)
     if candidate.arm.torch_compile or done >= _MOST_PROCESSES:
         return False
     if not winner.in_full and done < 2:
         return True
-    if history.is_host_bound(candidate) and history.processes(candidate) < _HOST_BOUND_PROCESSES:
+    processes = history.processes(candidate) + history.pending.count(candidate)
+    if history.is_host_bound(candidate) and processes < _HOST_BOUND_PROCESSES:
         return True
     measured = winner.measurement
     return measured is not None and done < 2 and measured.relative_spread > _UNCERTAIN

@@ -22,7 +22,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
 from autotune.devices import find_device
 from autotune.devices.presence import Presence
-from autotune.execution import LocalRunner
+from autotune.execution import LocalExecutor, TrialServer
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
@@ -75,17 +75,17 @@ def run_search(
             request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
         starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
-        runner = LocalRunner(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
-        stack.enter_context(runner)
+        server = TrialServer(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
+        stack.enter_context(server)
         if store is None or request.fresh:
             # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
-            runner.start(inspects=True)
-        return _prepare_and_search(request, runner, store, storage, observer, folder)
+            server.start(inspects=True)
+        return _prepare_and_search(request, server, store, storage, observer, folder)
 
 
 def _prepare_and_search(
     request: SearchRequest,
-    runner: LocalRunner,
+    server: TrialServer,
     store: Store | None,
     storage: str,
     observer: Observer,
@@ -104,32 +104,32 @@ def _prepare_and_search(
 
     with contextlib.ExitStack() as stack:
         presence = stack.enter_context(Presence(request.device.uuid))
-        request = read_data(request, runner, folder.parent, observer.note)
+        request = read_data(request, server, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload)
         remembered = store.answers.find(key) if store is not None and key is not None else None
-        facts = remembered or _inspect(request, runner, observer)
+        facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
         store = store or stack.enter_context(open_store(storage))
         if remembered is None and key is not None:
             store.answers.keep(key, "inspection", facts)
-        record = _search(prepared, runner, store, observer, folder, presence)
+        record = _search(prepared, server, store, observer, folder, presence)
         return record, load_report(store, record.name)
 
 
-def _inspect(request: SearchRequest, runner: LocalRunner, observer: Observer) -> Document:
+def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Document:
     """Return what a process with torch says of the machine and the model; the user's own code runs up to training."""
     source = request.workload.source
     if source is None:
-        return runner.inspect()
+        return server.inspect()
     observer.note(f"running {source.name} up to its training …")
-    return runner.inspect(request.trial_timeout_seconds)
+    return server.inspect(request.trial_timeout_seconds)
 
 
 def _search(
-    prepared: Prepared, runner: LocalRunner, store: Store, observer: Observer, folder: Path, presence: Presence
+    prepared: Prepared, server: TrialServer, store: Store, observer: Observer, folder: Path, presence: Presence
 ) -> StudyRecord:
     """Search; where that ends without a result, say where the recorded trials are."""
-    from autotune.execution.gpu_monitor import SharedRunner, WatchedRunner
+    from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
     from autotune.tuning.answers import KeptPredictions
     from autotune.tuning.loop import Search
     from autotune.tuning.prepare import forecast_of
@@ -137,11 +137,12 @@ def _search(
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            forecast = forecast_of(prepared, runner, KeptPredictions(store.answers, prepared.request.workload))
-            device, context_bytes = prepared.request.device, prepared.ceiling.context_bytes
-            watched = WatchedRunner(runner, device, context_bytes, observer.note, lambda: interruption.asked)
-            trials = watched if device.kind == "cuda" else SharedRunner(runner, presence)
-            return Search(prepared, trials, store, observer, folder, interruption, forecast=forecast).run()
+            forecast = forecast_of(prepared, server, KeptPredictions(store.answers, prepared.request.workload))
+            local = LocalExecutor([server])
+            context_bytes = prepared.ceiling.context_bytes
+            watched = WatchedExecutor(local, context_bytes, observer.note, lambda: interruption.asked)
+            executor = watched if server.placement.kind == "cuda" else SharedExecutor(local, presence)
+            return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
         on = f"autotune resume {study} goes on with it"

@@ -1,8 +1,8 @@
-"""Optuna samplers for a search: our own, driven by a policy, and Optuna's by name."""
+"""Map candidates to Optuna's parameters, and make the sampler of a search: the plan's proposals, or one of Optuna's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optuna
@@ -13,9 +13,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import SamplerName
-from autotune.estimate.history import History
 from autotune.space.space import Space
-from autotune.tuning.policy import Policy
 
 # Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024
@@ -74,20 +72,14 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
 
 
 class PolicySampler(BaseSampler):
-    """An Optuna sampler that proposes what a policy asks for next.
+    """An Optuna sampler that proposes what the plan of the search wants next.
 
-    ``upcoming`` tells the next candidate, or ``None`` when the policy has seen enough: look before
-    ``study.ask``.
+    ``propose`` tells the next candidate, or ``None`` when there is none: ask it before ``study.ask``.
     """
 
-    def __init__(self, policy: Policy, history: History, search_space: dict[str, BaseDistribution]) -> None:
-        self._policy = policy
-        self._history = history
+    def __init__(self, propose: Callable[[], Candidate | None], search_space: dict[str, BaseDistribution]) -> None:
+        self._propose = propose
         self._search_space = search_space
-
-    def upcoming(self) -> Candidate | None:
-        """What the next ``ask`` will propose."""
-        return self._policy.next(self._history)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Always the whole space."""
@@ -96,12 +88,12 @@ class PolicySampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The policy's candidate, as parameters; nothing for a trial that was enqueued."""
+        """Return the plan's candidate as parameters; nothing for a trial that was enqueued."""
         if "fixed_params" in trial.system_attrs:
             return {}
-        candidate = self.upcoming()
+        candidate = self._propose()
         if candidate is None:
-            raise RuntimeError("the policy has no candidate left; upcoming() says so before ask()")
+            raise RuntimeError("there is no candidate left, as the plan says before ask()")
         return params_of(candidate, self._search_space)
 
     def sample_independent(
@@ -113,14 +105,19 @@ class PolicySampler(BaseSampler):
 
 def make_sampler(
     name: SamplerName,
-    policy: Policy | None,
-    history: History,
+    propose: Callable[[], Candidate | None] | None,
     search_space: dict[str, BaseDistribution],
     seed: int,
+    *,
+    is_parallel: bool = False,
 ) -> BaseSampler:
-    """The sampler of that name, or that of a policy. Optuna's are not persisted, so resuming seeds them anew."""
-    if policy is not None:
-        return PolicySampler(policy, history, search_space)
+    """Return Optuna's sampler of that name, or one that follows ``propose``.
+
+    Optuna's samplers are not persisted, so a search that goes on needs another ``seed``. ``is_parallel`` has TPE keep
+    away from trials that are under way.
+    """
+    if propose is not None:
+        return PolicySampler(propose, search_space)
     if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed + len(history.tried))
-    return optuna.samplers.RandomSampler(seed=seed + len(history.tried))
+        return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
+    return optuna.samplers.RandomSampler(seed=seed)

@@ -198,4 +198,4 @@ def _curve(subject: Subject, candidate: Candidate, steps: int, log_path: Path) -
         "arguments": arguments,
         "attn_implementation": candidate.arm.attn_implementation,
     }
-    return run_fresh("autotune.worker.verify.loss_curve", job, subject.device, log_path, _TIMEOUT_SECONDS)
+    return run_fresh("autotune.worker.verify.loss_curve", job, subject.placement, log_path, _TIMEOUT_SECONDS)

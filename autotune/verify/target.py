@@ -1,4 +1,4 @@
-"""What is put to the proof: a study's winner as its export or a file has it, on the device that it was measured on."""
+"""Say what verify trains: a study's winner as its export or a file has it, where it was measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.outcome import Measurement
-from autotune.devices import Device, list_devices
+from autotune.core.placement import Placement
+from autotune.devices import list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
 from autotune.store import Store, TrialRecord
@@ -19,7 +20,7 @@ from autotune.verify.comparison import Interval
 
 @dataclass(frozen=True)
 class Subject:
-    """What is put to the proof: a study's winner, its exported arguments, the device to run on."""
+    """A study's winner, its exported arguments, and where to run them."""
 
     report: Report
     best: TrialRecord
@@ -32,7 +33,7 @@ class Subject:
     arguments: Document
     """Fields of ``TrainingArguments``, as exported or as a file has them."""
     attn_implementation: str
-    device: Device
+    placement: Placement
     variables: dict[str, str] = field(default_factory=dict)
     """Of the environment, which the export asks for."""
 
@@ -53,8 +54,7 @@ class Subject:
             "workload": self.report.workload,
             "arguments": self.arguments,
             "attn_implementation": self.attn_implementation,
-            "device_kind": self.device.kind,
-            "device_uuid": self.device.uuid,
+            **self.placement.document(),
             "cap_bytes": self.cap_bytes,
             "cpu_affinity": self.best.candidate.arm.cpu_affinity,
             "cpu_core": self.promised.cpu_core,
@@ -81,7 +81,7 @@ def check_can_be_verified(workload: Document) -> None:
         raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
-def subject_of(report: Report, device: Device, arguments: Document | None = None) -> Subject:
+def subject_of(report: Report, placement: Placement, arguments: Document | None = None) -> Subject:
     """The winner of a study, with ``arguments`` from a file in place of its export's.
 
     Raises ``NoResultError`` where the study has no winner and ``InvalidRequestError`` where the file is not its export.
@@ -107,7 +107,7 @@ def subject_of(report: Report, device: Device, arguments: Document | None = None
         speed.processes,
         arguments or export.arguments,
         export.model_arguments["attn_implementation"],
-        device,
+        placement,
         export.environment,
     )
 
@@ -170,8 +170,8 @@ def find_exported(store: Store, arguments: Document) -> Report:
     return found[0]
 
 
-def device_of(report: Report) -> Device:
-    """The device here that a study was measured on, by UUID or at least of the same name and size.
+def placement_of(report: Report) -> Placement:
+    """Return the placement here that a study was measured on, by UUID or at least of the same name and size.
 
     Raises ``DeviceError`` where there is none, since nothing was promised for any other.
     """
@@ -179,11 +179,11 @@ def device_of(report: Report) -> Device:
     here = [device for device in list_devices() if device.kind == measured["device_kind"]]
     for device in here:
         if device.uuid == measured["device_uuid"] and device.name == measured["device_name"]:
-            return device
+            return Placement.of(device)
     for device in here:
         same_size = device.memory_total_bytes == measured["device_memory_bytes"]
         if device.name == measured["device_name"] and (same_size or device.kind == "cpu"):
-            return device
+            return Placement.of(device)
     names = ", ".join(f"{device.label} ({device.name})" for device in list_devices())
     raise DeviceError(
         f"the study {report.study.name!r} was measured on {measured['device_name']}; here are {names}",

@@ -16,7 +16,7 @@ from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialS
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import what_limits
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
@@ -138,7 +138,7 @@ class Verification:
     @property
     def slack_bytes(self) -> int:
         """What a peak may be higher besides, for the libraries of a process of its own."""
-        return CPU_SLACK_BYTES if self.subject.device.kind == "cpu" else 0
+        return CPU_SLACK_BYTES if self.subject.placement.kind == "cpu" else 0
 
     @property
     def most_bytes(self) -> int:
@@ -256,7 +256,7 @@ def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
     folder = _data_folder(subject, log_path.parent.parent)
     job = subject.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
     obtained = run_fresh(
-        "autotune.worker.verify.stock", job, subject.device, log_path, timeout_seconds, subject.variables
+        "autotune.worker.verify.stock", job, subject.placement, log_path, timeout_seconds, subject.variables
     )
     if obtained["state"] == "failed":
         raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
@@ -270,7 +270,7 @@ def _data_folder(subject: Subject, logs: Path) -> Path | None:
         return None
     folder = workload.data_folder(logs)
     if facts_in(folder) is None:
-        with LocalRunner(subject.device, workload, logs / subject.report.study.name) as runner:
+        with TrialServer(subject.placement, workload, logs / subject.report.study.name) as runner:
             runner.read_data(folder)
     return folder
 
@@ -318,7 +318,7 @@ def verification_document(verification: Verification) -> Document:
     return {
         "study": subject.report.study.name,
         "model": subject.report.workload["model"],
-        "device": subject.device.name,
+        "device": subject.placement.name,
         "candidate": subject.best.candidate.parameters(),
         "steps": verification.steps,
         "verdict": verification.verdict(),

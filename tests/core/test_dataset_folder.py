@@ -12,7 +12,7 @@ from tiny import tiny_workload
 from autotune.core.dataset_folder import hold_data, publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in
 from autotune.devices import Device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 
 DATA = DataSpec("/no/such.jsonl", "json", "content")
 
@@ -69,7 +69,7 @@ def test_nobody_removes_what_another_search_holds(place: Path) -> None:
 def test_a_runner_holds_the_data_that_it_has_read(cpu: Device, place: Path, tmp_path: Path) -> None:
     read_into(place, 5)
     workload = dataclasses.replace(tiny_workload("bert-tiny"), data=DATA)
-    with LocalRunner(cpu, workload, tmp_path / "logs", on_start=lambda: None) as runner:
+    with TrialServer(cpu, workload, tmp_path / "logs", on_start=lambda: None) as runner:
         runner.read_data(place)
         other = hold_data(place)
         assert other is not None

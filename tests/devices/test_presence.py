@@ -13,10 +13,13 @@ from recorded import job_of, measurement
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.placement import Placement
+from autotune.devices.host import cpu_device
 from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.devices.presence import Presence, had_company
-from autotune.execution.executor import Progress, TrialJob
-from autotune.execution.gpu_monitor import SharedRunner
+from autotune.execution import Event, TrialJob
+from autotune.execution.executor import run_to_end
+from autotune.execution.gpu_monitor import SharedExecutor
 from autotune.store import TrialRecord
 from autotune.store.repeats import Repeats
 
@@ -102,25 +105,35 @@ class TestPresence:
 
 
 class Trials:
-    """Runs trials that end with one outcome, in the middle of which another search may come and go."""
+    """An executor whose trials end with one outcome, in the middle of which another search may come and go."""
+
+    slots = (Placement.of(cpu_device()),)
 
     def __init__(self, outcome: Outcome, *, disturbing: bool) -> None:
         self._outcome = outcome
         self._disturbing = disturbing
+        self._trial_id = ""
 
-    def run(self, job: TrialJob, progress: Progress) -> Outcome:
+    def submit(self, job: TrialJob) -> str:
+        self._trial_id = job.trial_id
+        return job.trial_id
+
+    def wait(self) -> tuple[str, Event | Outcome]:
         if self._disturbing:
             with Presence("cpu"):
                 pass
-        return self._outcome
+        return self._trial_id, self._outcome
+
+    def close(self) -> None:
+        pass
 
 
 def run(outcome: Outcome, *, disturbing: bool) -> Outcome:
     with Presence("cpu") as presence:
-        return SharedRunner(Trials(outcome, disturbing=disturbing), presence).run(job_of(CANDIDATE, 1000), print)
+        return run_to_end(SharedExecutor(Trials(outcome, disturbing=disturbing), presence), job_of(CANDIDATE, 1000))
 
 
-class TestSharedRunner:
+class TestSharedExecutor:
     def test_a_trial_alone_is_as_it_was(self) -> None:
         assert run(COMPLETED, disturbing=False) == COMPLETED
 
@@ -139,4 +152,4 @@ class TestSharedRunner:
         record = TrialRecord("s", 0, CANDIDATE, "w", "e", outcome=run(COMPLETED, disturbing=True))
         repeats = Repeats()
         assert repeats.take(record) == record
-        assert repeats.next is None
+        assert repeats.owed == []

@@ -11,7 +11,7 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
 from autotune.core.candidate import Arm, Candidate, Document
-from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
@@ -220,10 +220,10 @@ class Beside(RecordedRunner):
         self.answers = answers
         self.disturbed: list[Candidate] = []
 
-    def run(self, job: TrialJob, progress: Any) -> Outcome:
+    def submit(self, job: TrialJob) -> str:
         if self.answers.is_busy:
             self.disturbed.append(job.candidate)
-        return super().run(job, progress)
+        return super().submit(job)
 
 
 @pytest.mark.parametrize(("cores", "task", "at_first"), [(2, None, 1), (16, None, 4), (2, "image-classification", 0)])

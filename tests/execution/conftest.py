@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_workload
 
 from autotune.devices import Device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
@@ -29,7 +29,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stand_in_runner(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[LocalRunner]:
+def stand_in_runner(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[TrialServer]:
     """A runner whose jobs behave as their ids say."""
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         yield runner

@@ -9,12 +9,12 @@ from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.devices import find_device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 
 
 def main() -> None:
     """``python controller.py LOG_FOLDER``; prints a line for every progress record."""
-    with LocalRunner(find_device("cpu"), tiny_workload("bert-tiny"), Path(sys.argv[1])) as runner:
+    with TrialServer(find_device("cpu"), tiny_workload("bert-tiny"), Path(sys.argv[1])) as runner:
         run_trial(runner, effort=ENDLESS, timeout_seconds=300, progress=lambda record: print(record, flush=True))
 
 

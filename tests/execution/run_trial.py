@@ -1,4 +1,4 @@
-"""One call that runs a trial on a runner, small and ample where nothing else is said."""
+"""Run a trial on a server in one call, small and with ample memory where nothing else is said."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.outcome import Effort, Outcome
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer
+from autotune.execution import run_trial as run_on
 
 SMALL = Candidate(Arm(), 4)
 
 
 def run_trial(
-    runner: LocalRunner,
+    runner: TrialServer,
     name: str = "trial",
     *,
     candidate: Candidate = SMALL,
@@ -28,4 +28,4 @@ def run_trial(
 ) -> Outcome:
     """Run one trial to its end; its log is beside the server's unless named."""
     log = log_path or runner.server_log.with_name("trial.log")
-    return runner.run(TrialJob(name, candidate, cap_bytes, effort, 42, timeout_seconds, str(log)), progress)
+    return run_on(runner, TrialJob(name, candidate, cap_bytes, effort, 42, timeout_seconds, str(log)), progress)

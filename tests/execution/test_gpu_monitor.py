@@ -18,7 +18,9 @@ from autotune.execution import gpu_monitor as watch
 from autotune.core.errors import DeviceError
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed
-from autotune.execution.gpu_monitor import WatchedRunner
+from autotune.core.placement import Placement
+from autotune.execution.executor import run_to_end
+from autotune.execution.gpu_monitor import WatchedExecutor
 watch._INTERVAL_SECONDS = 0.01
 watch._RETURN_SECONDS, watch._NEIGHBOUR_SECONDS = 0.1, 0.3
 CANDIDATE = Candidate(Arm("bf16"), 8, 1)
@@ -26,32 +28,40 @@ GIB = 1024**3
 notes = []
 
 class Trials:
-    trial_pid = None
-    def __init__(self, outcome, pid=500, seconds=0.1, **changes):
+    pids = frozenset()
+    def __init__(self, outcome, pid=500, seconds=0.1, device=None, **changes):
         self.outcome, self.pid, self.seconds, self.changes = outcome, pid, seconds, changes
-    def run(self, job, progress):
+        self.slots = (Placement.of(device or find_device("cuda:0")),)
+    def submit(self, job):
+        self.trial_id = job.trial_id
+        return job.trial_id
+    def pids_of(self, trial_id):
+        return self.pids
+    def close(self):
+        pass
+    def wait(self):
         before = dict(os.environ)
-        self.trial_pid = self.pid
+        self.pids = frozenset({{self.pid}})
         os.environ.update(self.changes)
         time.sleep(self.seconds)
-        self.trial_pid = None
+        self.pids = frozenset()
         os.environ.clear()
         os.environ.update(before)
         for name in self.changes.get("STAYS", "").split():
             os.environ[name] = self.changes[name]
-        return self.outcome
+        return self.trial_id, self.outcome
 
 COMPLETED = Completed(measurement(CANDIDATE, 0.1, GIB, GIB))
 OVER = out_of_memory(GIB)
 
 def watched(trials, cap_gib=20):
-    runner = WatchedRunner(trials, find_device("cuda:0"), 0, notes.append)
-    return runner, lambda: runner.run(job_of(CANDIDATE, cap_gib * GIB), lambda _: None)
+    executor = WatchedExecutor(trials, 0, notes.append)
+    return executor, lambda: run_to_end(executor, job_of(CANDIDATE, cap_gib * GIB))
 """
 
 
 def ask(machine: Machine, code: str, **settings: str) -> Any:
-    """What ``answer`` holds after the code ran with a watched runner at hand."""
+    """Return what ``answer`` holds after the code ran with a watched executor at hand."""
     return machine.ask(SET_UP.format(tests=str(Path(__file__).parents[1])) + code, **settings)
 
 
@@ -108,9 +118,9 @@ class TestMeasurements:
     @pytest.mark.parametrize(("events", "why"), [("0", ["clocks of 1200 MHz, not 1980 MHz as before"]), ("4", [])])
     def test_clocks_that_fell(self, machine: Machine, events: str, why: list[str]) -> None:
         code = f"""
-runner, run = watched(Trials(COMPLETED))
+executor, run = watched(Trials(COMPLETED))
 first = run().disturbed
-runner._runner = Trials(COMPLETED, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
+executor._executor = Trials(COMPLETED, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
 answer = [first, run().disturbed]"""
         assert ask(machine, code) == [[], why]
 
@@ -180,6 +190,6 @@ except DeviceError as error:
 def test_without_nvml_nothing_is_watched(machine: Machine) -> None:
     code = f"""
 device = dataclasses.replace(find_device("cuda:0"), uuid="GPU-no-such")
-runner = WatchedRunner(Trials(COMPLETED), device, 0, notes.append)
-answer = [runner.run(job_of(CANDIDATE, GIB), lambda _: None).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
+executor = WatchedExecutor(Trials(COMPLETED, device=device), 0, notes.append)
+answer = [run_to_end(executor, job_of(CANDIDATE, GIB)).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
     assert ask(machine, code) == [[], 76 * GIB]

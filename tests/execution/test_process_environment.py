@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from autotune.core.placement import Placement
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 
@@ -16,12 +17,12 @@ def gpu(uuid: str) -> Device:
 
 
 def test_the_device_is_named_by_uuid_and_alone() -> None:
-    environment = server_environment(gpu("GPU-abc"), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, offline=True)
+    environment = server_environment(Placement.of(gpu("GPU-abc")), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, offline=True)
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
 
 
 def test_a_cpu_sees_no_gpu(cpu: Device) -> None:
-    assert server_environment(cpu, {}, offline=True)["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert server_environment(Placement.of(cpu), {}, offline=True)["CUDA_VISIBLE_DEVICES"] == "-1"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_a_cpu_sees_no_gpu(cpu: Device) -> None:
 )  # fmt: skip
 def test_traces_of_a_launch_are_removed(cpu: Device, name: str) -> None:
     current = {name: "1", "HOME": "/home/someone", "OMP_NUM_THREADS": "2", "FRANK": "stays"}
-    environment = server_environment(cpu, current, offline=True)
+    environment = server_environment(Placement.of(cpu), current, offline=True)
     assert name not in environment
     assert {key: environment[key] for key in ("HOME", "OMP_NUM_THREADS", "FRANK")} == {
         "HOME": "/home/someone", "OMP_NUM_THREADS": "2", "FRANK": "stays"
@@ -41,10 +42,11 @@ def test_traces_of_a_launch_are_removed(cpu: Device, name: str) -> None:
 
 
 def test_only_weights_need_the_hub(cpu: Device) -> None:
-    assert server_environment(cpu, {}, offline=True)["HF_HUB_OFFLINE"] == "1"
-    assert "HF_HUB_OFFLINE" not in server_environment(cpu, {}, offline=False)
+    assert server_environment(Placement.of(cpu), {}, offline=True)["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in server_environment(Placement.of(cpu), {}, offline=False)
 
 
 def test_what_can_be_imported_here_can_be_imported_there(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", "/somewhere"])
-    assert server_environment(cpu, {}, offline=True)["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/somewhere"
+    environment = server_environment(Placement.of(cpu), {}, offline=True)
+    assert environment["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/somewhere"

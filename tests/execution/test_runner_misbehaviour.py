@@ -21,8 +21,9 @@ from tiny import tiny_workload
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
 from autotune.core.outcome import Completed, Failed
+from autotune.core.placement import Placement
 from autotune.devices import Device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.execution.process_outcome import tail
 
@@ -59,7 +60,7 @@ def descendants_in(log: Path) -> list[int]:
     ],
 )
 def test_how_a_trial_may_end(
-    stand_in_runner: LocalRunner, tmp_path: Path, behaviour: str, reason: str, message: str
+    stand_in_runner: TrialServer, tmp_path: Path, behaviour: str, reason: str, message: str
 ) -> None:
     outcome = run_trial(stand_in_runner, behaviour, log_path=tmp_path / "trial.log")
     assert isinstance(outcome, Failed)
@@ -67,21 +68,21 @@ def test_how_a_trial_may_end(
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
 
 
-def test_a_failure_says_what_was_under_way(stand_in_runner: LocalRunner) -> None:
+def test_a_failure_says_what_was_under_way(stand_in_runner: TrialServer) -> None:
     for behaviour in ("signal SIGSEGV", "raise"):
         outcome = run_trial(stand_in_runner, behaviour)
         assert isinstance(outcome, Failed)
         assert outcome.during == "train"
 
 
-def test_a_result_counts_whatever_happens_after_it(stand_in_runner: LocalRunner) -> None:
+def test_a_result_counts_whatever_happens_after_it(stand_in_runner: TrialServer) -> None:
     assert isinstance(run_trial(stand_in_runner, "complete, signal SIGSEGV"), Completed)
     assert isinstance(run_trial(stand_in_runner, "complete, hang", timeout_seconds=0.5), Completed)
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "close, hang", "descend, hang"])
 def test_a_trial_that_hangs_is_ended_at_its_time_limit(
-    stand_in_runner: LocalRunner, tmp_path: Path, behaviour: str
+    stand_in_runner: TrialServer, tmp_path: Path, behaviour: str
 ) -> None:
     outcome = run_trial(stand_in_runner, behaviour, timeout_seconds=0.5, log_path=tmp_path / "trial.log")
     assert outcome == Failed("timeout", "stopped after the time limit of 0.5 s", "train")
@@ -90,7 +91,7 @@ def test_a_trial_that_hangs_is_ended_at_its_time_limit(
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
 
 
-def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
+def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     assert isinstance(run_trial(stand_in_runner, "chatter, complete", log_path=log), Completed)
     # Cut down to its end whenever it has grown too long.
@@ -99,14 +100,14 @@ def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: LocalRu
     assert log.read_text().endswith("x\n")
 
 
-def test_progress_comes_in_order_and_complete(stand_in_runner: LocalRunner) -> None:
+def test_progress_comes_in_order_and_complete(stand_in_runner: TrialServer) -> None:
     records: list[Document] = []
     # More than a pipe holds.
     assert isinstance(run_trial(stand_in_runner, "progress 5000, complete", progress=records.append), Completed)
     assert records == [{"phase": "train"}, *({"step": step} for step in range(5000))]
 
 
-def test_descendants_of_a_trial_end_with_it(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
+def test_descendants_of_a_trial_end_with_it(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     assert isinstance(run_trial(stand_in_runner, "descend, complete", log_path=log), Completed)
     pids = descendants_in(log)
@@ -114,7 +115,7 @@ def test_descendants_of_a_trial_end_with_it(stand_in_runner: LocalRunner, tmp_pa
     assert all_gone(pids)
 
 
-def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
+def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
 
     def stop_once_there_are_descendants(record: Document) -> None:
@@ -131,7 +132,7 @@ def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: Loc
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
 
 
-def test_a_server_that_is_killed_loses_its_trial_and_no_other(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_loses_its_trial_and_no_other(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     def kill_server(record: Document) -> None:
         (trial,) = children(server())
         os.kill(server(), signal.SIGKILL)
@@ -143,7 +144,7 @@ def test_a_server_that_is_killed_loses_its_trial_and_no_other(stand_in_runner: L
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
 
 
-def test_a_server_that_dies_between_two_trials_loses_none(stand_in_runner: LocalRunner) -> None:
+def test_a_server_that_dies_between_two_trials_loses_none(stand_in_runner: TrialServer) -> None:
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
     first = server()
     os.kill(first, signal.SIGKILL)
@@ -152,7 +153,7 @@ def test_a_server_that_dies_between_two_trials_loses_none(stand_in_runner: Local
     assert server() != first
 
 
-def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: LocalRunner, tmp_path: Path) -> None:
+def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     def ask(record: Document) -> None:
         if "step" in record:
             os.kill(server(), signal.SIGTERM)
@@ -164,9 +165,9 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Lo
     assert all_gone(descendants_in(log))
 
 
-def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.execution.executor._GRACE_SECONDS", 0.5)
-    monkeypatch.setattr("autotune.execution.executor._LEAVE_SECONDS", 0.5)
+def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.execution.trial_server._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.server_process._LEAVE_SECONDS", 0.5)
     run_trial(stand_in_runner, "complete")
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
@@ -180,9 +181,9 @@ def test_closing_does_not_wait_for_imports(
     stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "300")
-    monkeypatch.setattr("autotune.execution.executor._LEAVE_SECONDS", 100.0)
+    monkeypatch.setattr("autotune.execution.server_process._LEAVE_SECONDS", 100.0)
     started = time.monotonic()
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         pid = server()
     assert all_gone([pid])
     assert time.monotonic() - started < 60
@@ -194,7 +195,7 @@ def test_a_server_that_cannot_start_says_why(cpu: Device, tmp_path: Path, monkey
     broken.write_text("#!/bin/sh\necho the loader is broken >&2\nexit 127\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         for question in (runner.inspect, lambda: run_trial(runner)):
             with pytest.raises(TrialServerError, match=r"did not start: .*the loader is broken") as raised:
                 question()
@@ -205,7 +206,7 @@ def test_a_missing_package_is_named(cpu: Device, tmp_path: Path, monkeypatch: py
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with (
-        LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
+        TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
         pytest.raises(TrialServerError, match="cannot import what it needs: ImportError: libcudart") as raised,
     ):
         runner.inspect()
@@ -216,7 +217,7 @@ def test_two_runners_at_once_do_not_meet(stand_in: None, cpu: Device, tmp_path: 
     outcomes: dict[int, list[object]] = {0: [], 1: []}
 
     def search(number: int) -> None:
-        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / f"logs-{number}") as runner:
+        with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / f"logs-{number}") as runner:
             for behaviour in ("complete", "signal SIGKILL", "descend, complete", "chatter, complete") * 2:
                 outcome = run_trial(runner, behaviour, log_path=tmp_path / f"trial-{number}.log")
                 outcomes[number].append(outcome.state)
@@ -232,7 +233,7 @@ def test_two_runners_at_once_do_not_meet(stand_in: None, cpu: Device, tmp_path: 
 def test_no_file_descriptors_leak(stand_in: None, cpu: Device, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+        with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
             run_trial(runner, "complete")
             os.kill(server(), signal.SIGKILL)
             run_trial(runner, "complete")
@@ -243,7 +244,7 @@ def test_no_file_descriptor_leaks_where_no_server_can_be_started(
     cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    runner = LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path, on_start=lambda: None)
+    runner = TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path, on_start=lambda: None)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TrialServerError, match="no process for trials can be started: No such file") as raised:
         runner.start()
@@ -256,7 +257,7 @@ def test_a_config_may_be_longer_than_an_argument(stand_in: None, cpu: Device, tm
     labels = {str(number): f"label {number}: something with a rather long name" for number in range(21_841)}
     workload = dataclasses.replace(plain, config={**plain.config, "id2label": labels})
     assert len(json.dumps(workload.document())) > 1_000_000
-    with LocalRunner(cpu, workload, tmp_path) as runner:
+    with TrialServer(cpu, workload, tmp_path) as runner:
         assert isinstance(run_trial(runner, "complete"), Completed)
 
 
@@ -270,7 +271,7 @@ def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_p
     try:
         while opened[-1] < wanted:
             opened.append(os.dup(opened[0]))
-        with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path) as runner:
+        with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path) as runner:
             assert isinstance(run_trial(runner, "complete"), Completed)
         echo = tmp_path / "answering.py"
         echo.write_text("import os, sys\nos.write(int(sys.argv[1]), sys.stdin.readline().encode())\n")
@@ -280,14 +281,14 @@ def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_p
             interpreter.write_text(f'#!/bin/sh\nexec python3 "{echo}" "$4"\n')
             interpreter.chmod(0o755)
             patch.setattr(sys, "executable", str(interpreter))
-            assert run_fresh("any", job, cpu, tmp_path / "fresh.log", 60.0)["workload"] == job["workload"]
+            assert run_fresh("any", job, Placement.of(cpu), tmp_path / "fresh.log", 60.0)["workload"] == job["workload"]
     finally:
         for fd in opened:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_time_limits_hold_while_nobody_reads(stand_in_runner: LocalRunner) -> None:
+def test_time_limits_hold_while_nobody_reads(stand_in_runner: TrialServer) -> None:
     # More than the pipe holds, and none of it is read.
     stand_in_runner.submit("progress 20000, hang", "predict", {}, 0.5)
     assert wait_until(lambda: bool(children(server())), 10)
@@ -300,7 +301,7 @@ def test_an_inspection_that_takes_too_long_is_not_repeated(
 ) -> None:
     monkeypatch.setenv("STAND_IN_INSPECTIONS", str(tmp_path / "inspections"))
     with (
-        LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
+        TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
         pytest.raises(TrialServerError, match="could not be inspected: it was still at work when its time limit"),
     ):
         runner.inspect(0.5)
@@ -319,7 +320,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_file_is_left_of_a_trial_however_it_ends(
     stand_in: None, temporary: Path, cpu: Device, tmp_path: Path
 ) -> None:
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         for behaviour in ("litter, hang", "litter, signal SIGKILL", "litter, descend, exit 1", "litter, complete"):
             run_trial(runner, behaviour, timeout_seconds=0.5 if "hang" in behaviour else 60.0)
             assert list(temporary.iterdir()) == [], behaviour
@@ -341,7 +342,7 @@ def _interrupt(record: Document) -> None:
 
 
 def test_a_folder_for_temporary_files_may_vanish(stand_in: None, temporary: Path, cpu: Device, tmp_path: Path) -> None:
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         assert isinstance(run_trial(runner, "litter, complete"), Completed)
         temporary.rmdir()
         assert isinstance(run_trial(runner, "litter, complete"), Completed)
@@ -351,7 +352,7 @@ def test_where_no_temporary_file_can_be_made_a_trial_says_so(
     stand_in: None, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_NO_TEMPORARY", "1")
-    with LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
+    with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         outcome = run_trial(runner, "complete")
         assert isinstance(outcome, Failed)
         assert outcome.message.startswith("no temporary folder can be made: ")

@@ -19,7 +19,7 @@ from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.devices import Device
-from autotune.execution import LocalRunner
+from autotune.execution import TrialServer
 
 CONTROLLER = Path(__file__).with_name("controller.py")
 SERVER = "autotune.worker.server"
@@ -46,14 +46,14 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(
     cpu: Device, servers: Servers, temporary: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalRunner]:
+) -> Iterator[TrialServer]:
     """A warm runner, started where a distributed launch left its traces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         for name, value in LAUNCHED.items():
             patch.setenv(name, value)
         # Started cold, as users do.
-        with warm.cold(), LocalRunner(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
+        with warm.cold(), TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
             facts = started.inspect()
             assert facts["model"]["class"] == "BertForSequenceClassification"
             yield started
@@ -64,7 +64,7 @@ def trial_of(server: int) -> int:
     return trial
 
 
-def test_a_trial_completes_alone_although_launched_among_others(runner: LocalRunner, tmp_path: Path) -> None:
+def test_a_trial_completes_alone_although_launched_among_others(runner: TrialServer, tmp_path: Path) -> None:
     records: list[Document] = []
     log = tmp_path / "trial.log"
     outcome = run_trial(runner, candidate=Candidate(Arm(), 4, 2), progress=records.append, log_path=log)
@@ -75,13 +75,13 @@ def test_a_trial_completes_alone_although_launched_among_others(runner: LocalRun
     assert "train_runtime" in log.read_text()
 
 
-def test_out_of_memory_is_an_outcome(runner: LocalRunner) -> None:
+def test_out_of_memory_is_an_outcome(runner: TrialServer) -> None:
     outcome = run_trial(runner, cap_bytes=4 * MIB)
     assert isinstance(outcome, OutOfMemory)
     assert isinstance(run_trial(runner), Completed)
 
 
-def test_an_error_keeps_traceback_and_log(runner: LocalRunner, tmp_path: Path) -> None:
+def test_an_error_keeps_traceback_and_log(runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     outcome = run_trial(runner, candidate=Candidate(Arm(optim="adamw_no_such"), 4), log_path=log)
     assert isinstance(outcome, Failed)
@@ -90,7 +90,7 @@ def test_an_error_keeps_traceback_and_log(runner: LocalRunner, tmp_path: Path) -
     assert outcome.traceback in log.read_text()
 
 
-def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner, temporary: Path) -> None:
+def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporary: Path) -> None:
     records: list[Document] = []
     outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
     phase = [record["phase"] for record in records if "phase" in record][-1]
@@ -101,7 +101,7 @@ def test_the_time_limit_ends_a_trial_in_full_swing(runner: LocalRunner, temporar
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
-def test_a_trial_that_is_killed_from_outside_says_by_what(runner: LocalRunner, servers: Servers, name: str) -> None:
+def test_a_trial_that_is_killed_from_outside_says_by_what(runner: TrialServer, servers: Servers, name: str) -> None:
     (server,) = servers()
 
     def kill(record: Document) -> None:
@@ -118,11 +118,11 @@ def test_a_trial_that_is_killed_from_outside_says_by_what(runner: LocalRunner, s
 
 
 def test_a_second_runner_disturbs_neither(
-    runner: LocalRunner, servers: Servers, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: TrialServer, servers: Servers, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With two threads this time: a forked trial must be able to start its own.
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    with LocalRunner(cpu, tiny_workload("gpt2-tiny"), tmp_path) as other:
+    with TrialServer(cpu, tiny_workload("gpt2-tiny"), tmp_path) as other:
         # A process that was just made may not bear its command line yet.
         assert wait_until(lambda: len(servers()) == 2, 10)
         first, second = servers()
@@ -156,7 +156,7 @@ def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
 
 
 # The last test of the module: it takes the shared server down.
-def test_a_lost_server_is_replaced_and_closing_leaves_no_process(runner: LocalRunner, servers: Servers) -> None:
+def test_a_lost_server_is_replaced_and_closing_leaves_no_process(runner: TrialServer, servers: Servers) -> None:
     (server,) = servers()
     pids = [server]
 

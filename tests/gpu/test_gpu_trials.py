@@ -20,8 +20,8 @@ from autotune.core.candidate import Precision as PrecisionName
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, list_devices, nvml_problem
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer
+from autotune.execution import run_trial as run_on
 from autotune.execution.process_environment import server_environment
 
 # By NVML alone: this process must not hold a CUDA context beside the trials.
@@ -48,23 +48,23 @@ def gpu() -> Device:
 
 
 @pytest.fixture(scope="module")
-def runner(gpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRunner]:
+def runner(gpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialServer]:
     """A warm runner on the first GPU, started where all GPUs are visible."""
-    with LocalRunner(gpu, tiny_workload("bert-tiny", seq_len=128), tmp_path_factory.mktemp("logs")) as started:
+    with TrialServer(gpu, tiny_workload("bert-tiny", seq_len=128), tmp_path_factory.mktemp("logs")) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def facts(runner: LocalRunner) -> Document:
+def facts(runner: TrialServer) -> Document:
     """What the trial process says of the machine and the model."""
     return runner.inspect()
 
 
 def run_trial(
-    runner: LocalRunner, candidate: Candidate = FITS, cap_bytes: int = AMPLE_BYTES, effort: Effort = QUICK
+    runner: TrialServer, candidate: Candidate = FITS, cap_bytes: int = AMPLE_BYTES, effort: Effort = QUICK
 ) -> Outcome:
     log = runner.server_log.with_name("trial.log")
-    return runner.run(TrialJob("trial", candidate, cap_bytes, effort, 42, 180.0, str(log)), lambda record: None)
+    return run_on(runner, TrialJob("trial", candidate, cap_bytes, effort, 42, 180.0, str(log)))
 
 
 def measured(outcome: Outcome) -> Measurement:
@@ -73,7 +73,7 @@ def measured(outcome: Outcome) -> Measurement:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_the_profiler_says_for_how_long_the_gpu_computes(runner: LocalRunner, accumulation: int) -> None:
+def test_the_profiler_says_for_how_long_the_gpu_computes(runner: TrialServer, accumulation: int) -> None:
     effort = dataclasses.replace(QUICK, busy_steps=1)
     found = measured(run_trial(runner, Candidate(Arm(), 16, accumulation), effort=effort))
     assert found.gpu_busy_share is not None
@@ -81,12 +81,12 @@ def test_the_profiler_says_for_how_long_the_gpu_computes(runner: LocalRunner, ac
     assert found.gpu_busy_cost_seconds is not None
 
 
-def test_a_pinned_trial_is_as_any_other(runner: LocalRunner) -> None:
+def test_a_pinned_trial_is_as_any_other(runner: TrialServer) -> None:
     found = measured(run_trial(runner, Candidate(Arm(cpu_affinity=True, dataloader_num_workers=2), 16)))
     assert found.cpu_core in os.sched_getaffinity(0)
 
 
-def test_segments_expand_under_the_same_cap(runner: LocalRunner, facts: Document) -> None:
+def test_segments_expand_under_the_same_cap(runner: TrialServer, facts: Document) -> None:
     """A setting given after torch was imported and forked counts, and so does the cap."""
     expanding = Arm(expandable_segments=True)
     plain = measured(run_trial(runner))
@@ -120,7 +120,7 @@ def test_the_context_has_a_believable_size(facts: Document) -> None:
     assert 200 * MIB < facts["context_bytes"] < 1.5 * GIB
 
 
-def test_the_context_is_that_of_a_process_that_trains(runner: LocalRunner, gpu: Device, facts: Document) -> None:
+def test_the_context_is_that_of_a_process_that_trains(runner: TrialServer, gpu: Device, facts: Document) -> None:
     arm = Arm("bf16" if "bf16" in gpu.precisions else "fp32")
     found = measured(run_trial(runner, Candidate(arm, 16))).context_bytes
     assert found is not None
@@ -135,7 +135,7 @@ def test_the_environment_is_the_gpus(facts: Document, gpu: Device) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_trial_completes(runner: LocalRunner, gpu: Device, precision: PrecisionName) -> None:
+def test_a_trial_completes(runner: TrialServer, gpu: Device, precision: PrecisionName) -> None:
     if precision not in gpu.precisions:
         pytest.skip(f"{gpu.name} has no {precision}")
     outcome = run_trial(runner, Candidate(Arm(precision), 16, 4))
@@ -154,7 +154,7 @@ def test_a_trial_completes(runner: LocalRunner, gpu: Device, precision: Precisio
     assert list(outcome.phase_seconds) == ["device", "model", "trainer", "train"]
 
 
-def test_checkpointing_saves_memory(runner: LocalRunner) -> None:
+def test_checkpointing_saves_memory(runner: TrialServer) -> None:
     plain, checkpointed = (
         measured(run_trial(runner, Candidate(Arm(gradient_checkpointing=on), 128))).peak_allocated_bytes
         for on in (False, True)
@@ -163,7 +163,7 @@ def test_checkpointing_saves_memory(runner: LocalRunner) -> None:
 
 
 @pytest.mark.parametrize(("cap_bytes", "phase"), [(8 * MIB, "model"), (SMALL_CAP_BYTES, "train")])
-def test_cuda_really_runs_out_and_the_next_trial_is_fine(runner: LocalRunner, cap_bytes: int, phase: str) -> None:
+def test_cuda_really_runs_out_and_the_next_trial_is_fine(runner: TrialServer, cap_bytes: int, phase: str) -> None:
     outcome = run_trial(runner, DOES_NOT_FIT, cap_bytes)
     assert isinstance(outcome, OutOfMemory), outcome
     assert (outcome.during, outcome.where) == (phase, "device")
@@ -173,7 +173,7 @@ def test_cuda_really_runs_out_and_the_next_trial_is_fine(runner: LocalRunner, ca
     assert measured(run_trial(runner)).peak_reserved_bytes > 0
 
 
-def test_the_cap_holds(runner: LocalRunner) -> None:
+def test_the_cap_holds(runner: TrialServer) -> None:
     free = measured(run_trial(runner, Candidate(Arm(), 64)))
     # Fragmentation and workspaces took up to a quarter more than is allocated.
     cap_bytes = free.peak_allocated_bytes * 3 // 2
@@ -188,7 +188,7 @@ def test_the_trial_sees_one_device_and_it_is_this_one(products: dict[str, dict[s
         assert gpu.uuid.removeprefix("GPU-") == seen["uuid"].removeprefix("GPU-")
 
 
-def test_the_server_was_started_for_this_device(runner: LocalRunner, facts: Document, gpu: Device) -> None:
+def test_the_server_was_started_for_this_device(runner: TrialServer, facts: Document, gpu: Device) -> None:
     found = [
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for pid in processes_named("autotune.worker.server", children(os.getpid()))
@@ -210,7 +210,7 @@ def test_the_cuda_meter_keeps_the_contract(gpu: Device) -> None:
 
 def test_closing_leaves_no_process_on_the_gpu(gpu: Device, tmp_path: Path) -> None:
     before = processes_named("autotune.worker.server", children(os.getpid()))
-    with LocalRunner(gpu, tiny_workload("bert-tiny"), tmp_path) as other:
+    with TrialServer(gpu, tiny_workload("bert-tiny"), tmp_path) as other:
         assert measured(run_trial(other)).peak_reserved_bytes > 0
         started = [p for p in processes_named("autotune.worker.server", children(os.getpid())) if p not in before]
         assert len(started) == 1

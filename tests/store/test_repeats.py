@@ -38,7 +38,7 @@ def record(outcome: Outcome, candidate: Candidate = BEST) -> TrialRecord:
 def test_what_speaks_for_its_candidate_at_once(outcome: Outcome) -> None:
     repeats, trial = Repeats(), record(outcome)
     assert repeats.take(trial) is trial
-    assert (repeats.next, repeats.excused) == (None, 0)
+    assert (repeats.owed, repeats.excused) == ([], 0)
 
 
 @pytest.mark.parametrize("reason", ["killed", "lost", "device_lost", "malformed"])
@@ -46,11 +46,11 @@ def test_a_transient_failure_has_one_more_trial(reason: str) -> None:
     repeats = Repeats()
     failed = Failed(reason, "gone")  # type: ignore[arg-type]
     assert repeats.take(record(failed)) is None
-    assert repeats.next == ("search", BEST)
+    assert repeats.owed[0] == ("search", BEST)
     assert repeats.take(record(failed, OTHER)) is None
     again = record(failed)
     assert repeats.take(again) is again
-    assert repeats.next == ("search", OTHER)
+    assert repeats.owed[0] == ("search", OTHER)
     assert repeats.excused == 2
 
 
@@ -60,7 +60,7 @@ def test_a_search_that_is_killed_again_and_again_holds_nothing_against_a_candida
         assert repeats.take(record(INTERRUPTED)) is None
     last = record(INTERRUPTED)
     assert repeats.take(last) is last
-    assert repeats.next is None
+    assert repeats.owed == []
 
 
 def test_a_measurement_that_stays_disturbed_counts_as_the_fastest() -> None:
@@ -69,7 +69,7 @@ def test_a_measurement_that_stays_disturbed_counts_as_the_fastest() -> None:
     assert repeats.take(slow) is None
     assert repeats.take(fast) is None
     assert repeats.take(last) is fast
-    assert repeats.next is None
+    assert repeats.owed == []
 
 
 def test_a_neighbour_that_stays_is_not_fought_for_ever() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from optuna.trial import FrozenTrial, TrialState
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.execution.executor import TrialJob
+from autotune.execution import Event, TrialJob
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
 from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.tuning.prepare import prepare
@@ -249,19 +249,23 @@ class TestOptunasSamplers:
 
 
 class Timed:
-    """A runner that takes no time and notes when it was called."""
+    """An executor that takes no time and notes when trials begin and end."""
 
     def __init__(self) -> None:
         self.inner = ComputedRunner(lambda c: (4000 + 10 * c.per_device_train_batch_size) * MIB)
-        self.clock = self.inner.clock
+        self.clock, self.slots, self.close = self.inner.clock, self.inner.slots, self.inner.close
         self.begun: list[float] = []
         self.ended: list[float] = []
 
-    def run(self, job: TrialJob, progress: Callable[[Document], None]) -> Outcome:
+    def submit(self, job: TrialJob) -> str:
         self.begun.append(time.perf_counter())
-        outcome = self.inner.run(job, progress)
-        self.ended.append(time.perf_counter())
-        return outcome
+        return self.inner.submit(job)
+
+    def wait(self) -> tuple[str, Event | Outcome]:
+        trial_id, report = self.inner.wait()
+        if not isinstance(report, Event):
+            self.ended.append(time.perf_counter())
+        return trial_id, report
 
 
 @pytest.mark.parametrize("sampler", ["grid", "tpe"])

@@ -265,13 +265,13 @@ class TestKilled:
             (optuna.Study, "ask", 1, 0),
             (optuna.Study, "ask", 3, 0),
             (Store, "start_trial", 3, 0),
-            (RecordedRunner, "run", 3, 1),
+            (RecordedRunner, "submit", 3, 1),
             (OptunaStudy, "describe", 3, 1),
             (Store, "finish_trial", 3, 1),
             (OptunaStudy, "tell", 3, 0),
             (RecordingObserver, "trial_ends", 3, 0),
             (Store, "start_trial", 1, 0),
-            (RecordedRunner, "run", 1, 1),
+            (RecordedRunner, "submit", 1, 1),
             (OptunaStudy, "tell", 1, 0),
         ],
     )
@@ -345,7 +345,7 @@ def test_a_locked_database_is_an_error_and_the_rest_is_kept(tmp_path: Path) -> N
         blocker = sqlite3.connect(path, isolation_level=None)
         observer = RecordingObserver()
 
-        def block(_: object) -> None:
+        def block(_: int, record: object) -> None:
             if len(observer.ended) == 2:
                 blocker.execute("BEGIN IMMEDIATE")
 

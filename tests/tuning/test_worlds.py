@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from replay import SimulatedRunner
 from searching import RecordingObserver
 from worlds import Machine, Summary, World, draw, play
 
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.outcome import Outcome
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob
 from autotune.store import open_store
 from autotune.tuning.loop import Search
 
@@ -53,14 +54,17 @@ def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest
     assert found["regret_within_1_percent"] < 0.9
 
 
-class _Runner:
+class _Trials(SimulatedRunner):
     """Trials of a world, as a search asks for them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, slots: int = 1) -> None:
+        super().__init__(slots)
         self.machine = Machine(world)
 
-    def run(self, job: TrialJob, progress: object) -> Outcome:
-        return self.machine.run(job.candidate, job.effort)
+    def answer(self, job: TrialJob) -> tuple[Outcome, float]:
+        before = self.machine.seconds
+        outcome = self.machine.run(job.candidate, job.effort)
+        return outcome, self.machine.seconds - before
 
 
 @pytest.mark.parametrize("sampler", ["autotune", "random"])
@@ -72,9 +76,9 @@ def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler:
             prepared = world.prepared()
             request = replace(prepared.request, sampler=sampler, study=f"{sampler}-{seed}", trials=None)  # type: ignore[arg-type]
             given = replace(prepared, request=request)
-            runner, possible = _Runner(world), any(world.fits(c) for c in world.candidates(prepared))
+            runner, possible = _Trials(world), any(world.fits(c) for c in world.candidates(prepared))
             try:
-                study = Search(given, runner, store, RecordingObserver(), tmp_path, clock=runner.machine.clock).run()
+                study = Search(given, runner, store, RecordingObserver(), tmp_path, clock=runner.clock).run()
                 assert study.best_trial_id is not None
             except (NothingFitsError, NoResultError):
                 # A random sampler has a budget and may spend it on what does not fit.

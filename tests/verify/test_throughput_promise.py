@@ -12,6 +12,7 @@ import pytest
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
+from autotune.core.placement import Placement
 from autotune.core.units import GIB
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
@@ -35,7 +36,7 @@ def subject(share: float = 0.03, busy: float | None = None, limit_bytes: int | N
     environment = {"packages": {"torch": "2.13.0"}}
     report = Report(study, {"model": "bert", "dtype": "float32"}, environment, ceiling, (best,))
     promise = Interval(320.0, 320 * (1 - share), 320 * (1 + share))
-    return Subject(report, best, measured, promise, 1, {}, "sdpa", GPU)
+    return Subject(report, best, measured, promise, 1, {}, "sdpa", Placement.of(GPU))
 
 
 def test_the_stock_run_is_told_where_the_winner_ran() -> None:
@@ -231,7 +232,7 @@ def test_a_process_that_says_nothing_is_an_error(tmp_path: Path, cpu: Device) ->
     """Its last words are in the message; none of it is left."""
     job = {"workload": {"weights": None}}
     with pytest.raises(TrialServerError, match="No module named"):
-        run_fresh("autotune.no_such_module", job, cpu, tmp_path / "log", 60.0)
+        run_fresh("autotune.no_such_module", job, Placement.of(cpu), tmp_path / "log", 60.0)
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     with pytest.raises(TrialServerError, match="no answer came within 1 s"):
-        run_fresh("sleeps_for_long", {"workload": {"weights": None}}, cpu, tmp_path / "log", 1.0)
+        run_fresh("sleeps_for_long", {"workload": {"weights": None}}, Placement.of(cpu), tmp_path / "log", 1.0)
     assert not list((tmp_path / "temporary").iterdir())
 
 

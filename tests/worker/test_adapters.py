@@ -13,8 +13,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed
 from autotune.core.workload import Task, Workload
 from autotune.devices import find_device
-from autotune.execution import LocalRunner
-from autotune.execution.executor import TrialJob
+from autotune.execution import TrialJob, TrialServer, run_trial
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'autotune[peft]'")
 
@@ -26,19 +25,19 @@ def lora(workload: Workload, **changes: object) -> Workload:
 
 
 @pytest.fixture(params=sorted(ONE_OF_EACH_TASK))
-def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRunner]:
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TrialServer]:
     task: Task = request.param
-    with LocalRunner(find_device("cpu"), lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task)), tmp_path) as started:
+    with TrialServer(find_device("cpu"), lora(tiny_workload(ONE_OF_EACH_TASK[task], task=task)), tmp_path) as started:
         yield started
 
 
-def trained(runner: LocalRunner, candidate: Candidate = CHECKPOINTED) -> None:
+def trained(runner: TrialServer, candidate: Candidate = CHECKPOINTED) -> None:
     log = runner.server_log.with_name("trial.log")
-    outcome = runner.run(TrialJob("trial", candidate, AMPLE_BYTES, QUICK, 42, 240.0, str(log)), lambda record: None)
+    outcome = run_trial(runner, TrialJob("trial", candidate, AMPLE_BYTES, QUICK, 42, 240.0, str(log)))
     assert isinstance(outcome, Completed), outcome
 
 
-def test_every_task_trains_adapters_over_frozen_weights(runner: LocalRunner) -> None:
+def test_every_task_trains_adapters_over_frozen_weights(runner: TrialServer) -> None:
     model = runner.inspect()["model"]
     assert 0 < model["trainable_parameters"] < model["parameters"] / 2
     trained(runner)
@@ -48,5 +47,5 @@ def test_every_task_trains_adapters_over_frozen_weights(runner: LocalRunner) -> 
 def test_few_bits_train_too(bits: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     workload = lora(tiny_workload("bert-tiny"), dtype="bfloat16", quantize=bits)
-    with LocalRunner(find_device("cpu"), workload, tmp_path) as started:
+    with TrialServer(find_device("cpu"), workload, tmp_path) as started:
         trained(started)

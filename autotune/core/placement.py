@@ -1,0 +1,106 @@
+"""Describe where a trial runs: the host, one device for each rank, and how the ranks share the model."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.device import Device, DeviceKind, Precision
+from autotune.core.errors import DeviceError
+
+
+@functools.cache
+def this_host() -> str:
+    """Return the name of this host, as ``uname -n`` prints it."""
+    return platform.node() or "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices of a trial, one for each rank, in the order of the ranks.
+
+    One GPU is a placement of one rank. On a CPU several ranks share the one device there is.
+    """
+
+    host: str
+    devices: tuple[Device, ...]
+    strategy: str | None = None
+    """How several ranks share a model, as ``ddp``; ``None`` for one rank."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("a placement has one device at least")
+        gpus = [device for device in self.devices if device.kind == "cuda"]
+        if gpus and len({gpu.uuid for gpu in gpus}) < len(self.devices):
+            raise DeviceError(
+                f"{', '.join(self.labels)} are not {self.ranks} GPUs", "name as many different GPUs as there are ranks"
+            )
+        names = list(dict.fromkeys(device.name for device in self.devices))
+        if len(names) > 1:
+            raise DeviceError(f"{' and '.join(names)} are not equal", "choose GPUs of one kind")
+
+    @classmethod
+    def of(cls, *devices: Device, strategy: str | None = None) -> Placement:
+        """Return the placement on these devices of this host."""
+        return cls(this_host(), devices, strategy)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that train together."""
+        return len(self.devices)
+
+    @property
+    def device(self) -> Device:
+        """The device of rank 0. What all ranks have in common, such as name and capability, can be asked of it."""
+        return self.devices[0]
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Whether the ranks run on GPUs or on the CPU."""
+        return self.device.kind
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The UUIDs of the devices, each once."""
+        return tuple(dict.fromkeys(device.uuid for device in self.devices))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the devices, each once: ``cuda:0``, ``cuda:1``."""
+        return tuple(dict.fromkeys(device.label for device in self.devices))
+
+    @property
+    def label(self) -> str:
+        """``cuda:0``, or ``cuda:0, cuda:1`` for two ranks."""
+        return ", ".join(self.labels)
+
+    @property
+    def name(self) -> str:
+        """The product name of the devices."""
+        return self.device.name
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """What the devices compute natively."""
+        return self.device.precisions
+
+    @property
+    def least_free_bytes(self) -> int:
+        """What is free on the device that has the least; its total where it does not say."""
+        return min(
+            device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
+            for device in self.devices
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the placement as JSON-ready data, as a trial's process is told it."""
+        return {
+            "host": self.host,
+            "device_kind": self.kind,
+            "device_uuid": self.device.uuid,
+            "device_uuids": [device.uuid for device in self.devices],
+            "ranks": self.ranks,
+            "strategy": self.strategy,
+        }

@@ -1,0 +1,221 @@
+"""Start the process of the trial server, exchange messages with it, and end it with everything that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.core.candidate import Document
+from autotune.core.errors import TrialServerError
+from autotune.core.pipes import LineReader, wait_until_ready, write_all
+from autotune.core.placement import Placement
+from autotune.core.workload import Workload
+from autotune.execution import launch
+from autotune.execution.process_environment import server_environment
+from autotune.execution.process_outcome import tail
+
+# Importing torch and transformers took 4 s on a laptop's disk, 11 s on a cold network disk; minutes mean trouble.
+_START_SECONDS = 300.0
+# How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.
+_LEAVE_SECONDS = 10.0
+
+
+def _how_to_start(error: OSError) -> str:
+    """Return what to do about a process that could not be started."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close some of the files that are open, or raise the limit: ulimit -n"
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return "end other processes, or raise the limits of processes and memory: ulimit -u, ulimit -v"
+    if error.errno == errno.E2BIG:
+        return "the environment variables are too long: unset the longest of them"
+    return f"see whether {error.filename or sys.executable} can be used, and whether there is room"
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A job's process, as the server reported its start."""
+
+    pid: int
+    folder: str
+
+
+class ServerProcess:
+    """The server's process, which is started again where it died between two jobs.
+
+    Where ``on_start`` is given, the process starts when it is first needed, and ``on_start`` is called then.
+    """
+
+    def __init__(
+        self, placement: Placement, workload: Workload, log_folder: Path, on_start: Callable[[], None] | None = None
+    ) -> None:
+        self.placement = placement
+        self.workload = workload
+        self.log_path = log_folder / "server.log"
+        """Where the server's own output goes."""
+        self._on_start = on_start
+        self._server: subprocess.Popen[bytes] | None = None
+        self._reports: LineReader | None = None
+        self._ready = False
+        # Of jobs that have not ended, by their ids.
+        self._children: dict[str, _Child] = {}
+
+    @property
+    def starts_by_itself(self) -> bool:
+        """Whether nobody asked to be told of the start, so that it need not wait for the first job."""
+        return self._on_start is None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a process, ready or not."""
+        return self._server is not None
+
+    @property
+    def fd(self) -> int | None:
+        """The file descriptor that can be read when there are messages; ``None`` without a process."""
+        return self._reports.fd if self._reports is not None else None
+
+    def pid_of(self, job_id: str) -> int | None:
+        """Return the process id of a job; ``None`` before it starts and after it ended."""
+        child = self._children.get(job_id)
+        return child.pid if child is not None else None
+
+    def start(self) -> None:
+        """Start the process; its imports overlap with whatever the caller does next."""
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start()
+        try:
+            self._server, read_fd = self._popen()
+        except OSError as error:
+            raise TrialServerError(
+                f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
+            ) from error
+        self._reports, self._ready = LineReader(read_fd), False
+        try:
+            # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
+            # before it has read it is noticed by whoever waits for it.
+            self.send({"workload": self.workload.document()}, time.monotonic() + _START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def _popen(self) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the process; return it with the end of the pipe from which its messages are read."""
+        read_fd, write_fd = os.pipe()
+        try:
+            with open(self.log_path, "ab") as log:
+                server = launch.start_module("autotune.worker.server", write_fd, log, self._environment())
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        assert server.stdin is not None
+        os.set_blocking(server.stdin.fileno(), False)
+        return server, read_fd
+
+    def _environment(self) -> dict[str, str]:
+        own_code = self.workload.source is not None
+        needs_hub = self.workload.weights is not None or self.workload.data is not None
+        return server_environment(self.placement, os.environ, offline=not needs_hub and not own_code, own_code=own_code)
+
+    def await_ready(self) -> bool:
+        """Block until the server can take jobs; return whether it is another process than before.
+
+        It is started where there is none, and again where it died between two jobs. ``TrialServerError`` where its
+        imports fail.
+        """
+        if self._server is not None and self._server.poll() is not None and self._ready:
+            self.close()
+        is_new = self._server is None
+        if is_new:
+            self.start()
+        deadline = time.monotonic() + _START_SECONDS
+        was_killed = False
+        while not self._ready:
+            messages = self.read(deadline)
+            if messages is None and not was_killed and self._was_killed():
+                was_killed = True
+                self.close()
+                self.start()
+                continue
+            if messages is None or time.monotonic() > deadline:
+                self.close()
+                raise TrialServerError(
+                    f"the trial server did not start: {tail(self.log_path) or 'it said nothing'}",
+                    f"its output is in {self.log_path}",
+                )
+            for message in messages:
+                if "import_error" in message:
+                    self.close()
+                    raise TrialServerError(
+                        f"the trial server cannot import what it needs: {message['import_error']}",
+                        "install torch and transformers into the environment that runs autotune",
+                    )
+                self._ready = self._ready or "ready" in message
+        return is_new
+
+    def _was_killed(self) -> bool:
+        """Return whether a signal ended the server, which says nothing against another one."""
+        assert self._server is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._server.wait(timeout=_LEAVE_SECONDS) < 0
+        return False
+
+    def send(self, message: Document, deadline: float) -> bool:
+        """Send a line; return ``False`` where the server is gone or does not read before the deadline."""
+        assert self._server is not None
+        assert self._server.stdin is not None
+        return write_all(self._server.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
+
+    def read(self, deadline: float) -> list[Document] | None:
+        """Return the messages that have come, waiting for some until ``deadline``; ``None`` once the server is gone."""
+        assert self._reports is not None
+        if not wait_until_ready([self._reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
+            return []
+        lines = self._reports.read()
+        if not lines and self._reports.closed:
+            return None
+        messages = [json.loads(line) for line in lines]
+        for message in messages:
+            if "started" in message:
+                self._children[message["started"]] = _Child(message["pid"], message["folder"])
+            elif "ended" in message:
+                self._children.pop(message["ended"], None)
+        return messages
+
+    def close(self) -> None:
+        """End the server and whatever it runs; no process and no file of a job is left."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if not self._ready:
+            # It runs nothing yet, and would only hear of the closed pipe once its imports are done.
+            server.kill()
+        if server.stdin:
+            with contextlib.suppress(OSError):
+                server.stdin.close()
+        try:
+            server.wait(timeout=_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        if self._reports is not None:
+            os.close(self._reports.fd)
+            self._reports = None
+        children, self._children = self._children, {}
+        for child in children.values():
+            # A server that was killed has ended and removed nothing.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            shutil.rmtree(child.folder, ignore_errors=True)

@@ -1,0 +1,312 @@
+"""Give jobs to the trial server and hear what comes of them: inspection, data, predictions, trials."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from autotune.core.candidate import Document
+from autotune.core.dataset_folder import HeldData, hold_data
+from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.placement import Placement
+from autotune.core.workload import Workload
+from autotune.devices import Device
+from autotune.execution.gpu_inspection import GpuInspection, merged
+from autotune.execution.process_outcome import check_own_code, how_it_ended
+from autotune.execution.server_process import ServerProcess
+from autotune.models.dataset_files import check_unchanged
+
+# The server ends a job at its time limit; the controller stops waiting for the server a little later.
+_GRACE_SECONDS = 20.0
+_INSPECT_SECONDS = 180.0
+# A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
+_READ_DATA_SECONDS = 3600.0
+
+
+@dataclass
+class _Job:
+    """A job under way, or one whose end nobody has asked for yet."""
+
+    deadline: float
+    is_beside: bool
+    """Whether it was submitted to run beside the trials; ``TrialServer.ended`` tells of its end."""
+    answer: Document = field(default_factory=dict)
+    """What is known of it so far: its result, what it was doing, and in the end how its process ended."""
+    progress: deque[Document] = field(default_factory=deque)
+    has_ended: bool = False
+
+
+class TrialServer:
+    """A context manager that owns a server, and with it every process that runs a job.
+
+    The server starts on entering, in the background, so that its imports overlap with whatever the caller does next;
+    the first job waits for it. It is started again if it dies. Where ``on_start`` is given, the server starts with
+    the first job, and ``on_start`` is called then. A device stands for the placement of one rank on it.
+    """
+
+    def __init__(
+        self,
+        placement: Placement | Device,
+        workload: Workload,
+        log_folder: Path,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
+        self._log_folder = log_folder
+        self._process = ServerProcess(self.placement, workload, log_folder, on_start)
+        self._jobs: dict[str, _Job] = {}
+        self._data: HeldData | None = None
+        self._gpu = GpuInspection(self.placement, workload, log_folder)
+
+    def __enter__(self) -> Self:
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        if self._process.starts_by_itself:
+            self._process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gpu.close()
+        self.close()
+        if self._data is not None:
+            self._data.release()
+            self._data = None
+
+    @property
+    def server_log(self) -> Path:
+        """Where the server's own output goes."""
+        return self._process.log_path
+
+    @property
+    def workload(self) -> Workload:
+        """The workload, with the facts of its data once that was read."""
+        return self._process.workload
+
+    @property
+    def data_folder(self) -> Path | None:
+        """The folder of the data that was read; ``None`` where none was."""
+        return self._data.folder if self._data is not None else None
+
+    @property
+    def fd(self) -> int | None:
+        """The file descriptor that can be read when the server has said something; ``None`` without a server."""
+        return self._process.fd
+
+    def start(self, *, inspects: bool = False) -> None:
+        """Start the server, unless that is done: its imports overlap with whatever the caller does next.
+
+        With ``inspects``, what ``inspect`` needs of the GPU is found out beside them.
+        """
+        if not self._process.is_started:
+            self._process.start()
+        if inspects:
+            self._gpu.begin()
+
+    def close(self) -> None:
+        """End the server and whatever it runs; leaves no process behind. The next job starts another one."""
+        self._process.close()
+        self._lose_jobs(overdue=False)
+
+    # Jobs of any kind
+
+    def begin(self, job: Document) -> None:
+        """Hand a job to the server, once its imports are done, and do not wait for the job."""
+        self._begin(job, is_beside=False)
+
+    def _begin(self, job: Document, *, is_beside: bool) -> None:
+        if self._process.await_ready():
+            self._lose_jobs(overdue=False)
+        deadline = time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS
+        self._jobs[job["id"]] = _Job(deadline, is_beside)
+        if not self._process.send({"job": job}, deadline):
+            self.close()
+
+    def pid_of(self, job_id: str) -> int | None:
+        """Return the process id of a job; ``None`` before it starts and after it ended."""
+        return self._process.pid_of(job_id)
+
+    def seconds_left(self) -> float | None:
+        """Return how long the jobs under way may still take until the server is given up; ``None`` without any.
+
+        Jobs beside the trials do not count: nobody waits for them for ever.
+        """
+        deadlines = [job.deadline for job in self._jobs.values() if not job.has_ended and not job.is_beside]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def listen(self, wait_seconds: float | None) -> bool:
+        """Take in what the server says, waiting at most so long for something; return whether anything came.
+
+        A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
+        """
+        if not self._process.is_started or all(job.has_ended for job in self._jobs.values()):
+            return False
+        messages = self._process.read(time.monotonic() + (wait_seconds or 0.0))
+        if messages is None:
+            self.close()
+        elif messages:
+            for message in messages:
+                self._take(message)
+        elif self.seconds_left() == 0:
+            self._process.close()
+            self._lose_jobs(overdue=True)
+        return bool(messages)
+
+    def progress_of(self, job_id: str) -> Document | None:
+        """Return the next thing that a job said of its progress, in order; ``None`` where there is nothing new."""
+        progress = self._jobs[job_id].progress
+        return progress.popleft() if progress else None
+
+    def end_of(self, job_id: str) -> Document | None:
+        """Return what a job came to, once: its ``result``, if any, and how its process ended; ``None`` before that."""
+        job = self._jobs[job_id]
+        return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
+
+    def _take(self, message: Document) -> None:
+        job = self._jobs.get(message.get("ended") or message.get("id") or "")
+        if job is None or job.has_ended:
+            return
+        if "ended" in message:
+            job.answer.update(message)
+            job.has_ended = True
+        elif "progress" in message:
+            job.answer["during"] = message["progress"].get("phase", job.answer.get("during", ""))
+            if not job.is_beside:
+                job.progress.append(message["progress"])
+        else:
+            job.answer.update(message)
+
+    def _lose_jobs(self, *, overdue: bool) -> None:
+        """Note that nobody will report the ends of the jobs under way any more."""
+        for job in self._jobs.values():
+            if not job.has_ended:
+                job.answer.update(lost=True, overdue=overdue)
+                job.has_ended = True
+
+    def _run_to_end(self, job: Document) -> Document:
+        """Run a job and wait; what it came to."""
+        self.begin(job)
+        try:
+            while (answer := self.end_of(job["id"])) is None:
+                self._jobs[job["id"]].progress.clear()
+                self.listen(self.seconds_left())
+        except BaseException:
+            # Who stops waiting for a job must not leave it running beside the next.
+            self.close()
+            self._jobs.pop(job["id"], None)
+            raise
+        return answer
+
+    # Jobs beside the trials
+
+    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+        """Start a job beside the trials, once the server's imports are done, and do not wait; see ``ended``."""
+        job = {
+            "id": job_id,
+            "kind": kind,
+            "workload": self.workload.document(),
+            "timeout_seconds": timeout_seconds,
+            "log_path": str(self._log_folder / f"{kind}-{job_id}.log"),
+            **details,
+        }
+        self._begin(job, is_beside=True)
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+        """Return the submitted jobs that have ended since the last call, waiting at most so long for the first.
+
+        ``result`` is in what each said if it got that far.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while self._beside(has_ended=False) and not self._beside(has_ended=True):
+            if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
+                break
+        ended = {job_id: self._jobs[job_id].answer for job_id in self._beside(has_ended=True)}
+        for job_id in ended:
+            del self._jobs[job_id]
+        return ended
+
+    def _beside(self, *, has_ended: bool) -> list[str]:
+        return [job_id for job_id, job in self._jobs.items() if job.is_beside and job.has_ended is has_ended]
+
+    # Questions before the first trial
+
+    def read_data(self, folder: Path) -> Workload:
+        """Read the workload's data into ``folder``, from which trials then map it; return the workload with its facts.
+
+        Raises ``InvalidRequestError`` where the data is no good, ``TrialServerError`` when no answer comes.
+        """
+        held = hold_data(folder)
+        if held is None:
+            self._read_anew(folder)
+            held = hold_data(folder)
+        if held is None:
+            raise TrialServerError(
+                f"the data that was read into {folder} is gone again", "see who removes it, then search once more"
+            )
+        self._data = held
+        self._process.workload = self.workload.with_facts(held.facts)
+        return self.workload
+
+    def discard_data(self) -> None:
+        """Remove the data that was read, unless another search uses it."""
+        if self._data is not None:
+            self._data.discard()
+
+    def _read_anew(self, folder: Path) -> None:
+        assert self.workload.data is not None
+        # Its folder is named after what the data held when it was looked at.
+        check_unchanged(self.workload.data)
+        log_path = self._log_folder / "read_data.log"
+        answer = self._run_to_end(
+            {
+                "id": "read_data",
+                "kind": "read_data",
+                "workload": self.workload.document(),
+                "folder": str(folder),
+                "timeout_seconds": _READ_DATA_SECONDS,
+                "log_path": str(log_path),
+            }
+        )
+        if "result" not in answer:
+            raise TrialServerError(
+                f"the data could not be read: {how_it_ended(answer, str(log_path))}",
+                f"see {log_path} and {self.server_log}",
+            )
+        if "error" in answer["result"]:
+            raise InvalidRequestError(*answer["result"]["error"])
+
+    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
+        """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
+
+        Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
+        """
+        self.start(inspects=True)
+        # The user's own code may use the GPU, which would count as part of the context.
+        of_gpu = self._gpu.finish() if self.workload.source is not None else None
+        log_path = self._log_folder / "inspect.log"
+        job = {
+            "id": "inspect",
+            "kind": "inspect",
+            "workload": self.workload.document(),
+            "timeout_seconds": timeout_seconds,
+            "log_path": str(log_path),
+            **self.placement.document(),
+        }
+        answer = self._run_to_end(job)
+        is_answered = "result" in answer or answer.get("timed_out") or answer.get("overdue")
+        if not is_answered and (answer.get("signal") or answer.get("lost")):
+            # Killed from outside, perhaps; a second time it is not chance.
+            answer = self._run_to_end(job)
+        if self.workload.source is not None:
+            check_own_code(self.workload.source.name, answer, log_path, timeout_seconds)
+        if "result" not in answer:
+            raise TrialServerError(
+                f"the device {self.placement.label} could not be inspected: {how_it_ended(answer, str(log_path))}",
+                f"see {log_path} and {self.server_log}",
+            )
+        return merged(answer["result"], self._gpu.finish() if of_gpu is None else of_gpu)

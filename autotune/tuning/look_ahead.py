@@ -1,0 +1,45 @@
+"""Have memory predicted before the trials that depend on it, and keep predictions and trials apart."""
+
+from __future__ import annotations
+
+from autotune.core.candidate import Arm
+from autotune.estimate.memory_jobs import Forecast
+from autotune.tuning.plan import Plan
+
+
+class LookAhead:
+    """Asks for predictions as the plan needs them. Without a ``forecast`` nothing is predicted."""
+
+    def __init__(self, forecast: Forecast | None, plan: Plan, *, beside_baseline: bool) -> None:
+        self._forecast = forecast
+        self._plan = plan
+        self._beside_baseline = beside_baseline
+        """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed:
+        preparing them takes the cores."""
+
+    def is_ready(self) -> bool:
+        """Return whether the next trial may start, once what it needs is predicted.
+
+        Predictions and trials slow each other down. So they are waited for where no trial is under way, and where one
+        is, the next trial waits for its end unless all that it needs is known.
+        """
+        forecast = self._forecast
+        if forecast is None or forecast.is_complete:
+            return True
+        step = self._plan.next()
+        if step is not None and not step.proposed:
+            if step.stage == "baseline" and self._beside_baseline:
+                forecast.begin(self._upcoming_arm())
+            return True
+        if self._plan.pending:
+            arm = self._upcoming_arm()
+            return arm is not None and forecast.is_settled(arm)
+        if self._plan.has_policy:
+            forecast.settle(self._upcoming_arm)
+        else:
+            forecast.complete()
+        return True
+
+    def _upcoming_arm(self) -> Arm | None:
+        upcoming = self._plan.upcoming()
+        return upcoming.arm if upcoming is not None else None

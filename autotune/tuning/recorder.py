@@ -1,0 +1,81 @@
+"""Write what happens in a search to both of its records: autotune's tables and Optuna's study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Outcome
+from autotune.core.stop import LeftOut, Stop, StopReason
+from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
+from autotune.tuning.optuna_study import Asked, OptunaStudy
+
+
+class StudyRecorder:
+    """The records of one study while it is searched."""
+
+    def __init__(self, study: StudyRecord, store: Store, optuna_study: OptunaStudy) -> None:
+        self.study = study
+        """The study as it was last written."""
+        self._store = store
+        self._optuna = optuna_study
+
+    def settle(self, trials: Mapping[str, TrialRecord]) -> None:
+        """Tell Optuna's study what a killed search did not; ``trials`` are those recorded, by id."""
+        self._optuna.settle(trials)
+
+    def ask(self, candidate: Candidate | None, stage: Stage) -> Asked:
+        """Return Optuna's trial for a candidate, or for what its sampler proposes where that is ``None``."""
+        return self._optuna.ask(candidate, stage)
+
+    def skip(self, asked: Asked, why: str, known: Outcome | None) -> None:
+        """Record that a proposal of Optuna's was not run."""
+        self._optuna.skip(asked, why, known)
+
+    def start(self, record: TrialRecord) -> None:
+        """Record a trial that is about to run."""
+        self._store.start_trial(record)
+
+    def finish(self, asked: Asked, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
+        """Record how a trial ended; return it with its end.
+
+        Killed between any two of these, the next run of the study can still set right what is missing.
+        """
+        self._optuna.describe(asked, record.candidate, outcome)
+        self._store.finish_trial(record.id, outcome, seconds)
+        self._optuna.tell(asked, record.candidate, outcome)
+        return replace(record, outcome=outcome, seconds=seconds)
+
+    def reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> TrialRecord:
+        """Record an earlier trial's outcome as that of this one, which need not run; return it with its end."""
+        ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
+        self._optuna.describe(asked, ended.candidate, outcome)
+        self._store.start_trial(ended)
+        self._optuna.tell(asked, ended.candidate, outcome)
+        return ended
+
+    def close(
+        self,
+        stop: Stop,
+        *,
+        left_out: tuple[LeftOut, ...],
+        best_trial_id: str | None,
+        baseline_trial_id: str | None,
+        seconds: float,
+    ) -> None:
+        """Record the end of the search."""
+        # A signal may come between a trial's record and its run, or while its end is written.
+        self._store.lose_running_trials(self.study.id, "the search was stopped during this trial")
+        self.study = replace(
+            self.study,
+            state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
+            stop_reason=stop.reason,
+            stopped_because=stop.sentence,
+            left_out=left_out,
+            best_trial_id=best_trial_id,
+            baseline_trial_id=baseline_trial_id,
+            ended_at=now(),
+            seconds=seconds,
+        )
+        self._store.update_study(self.study)
