@@ -8,10 +8,11 @@ import pytest
 from tiny import tiny_workload
 
 from autotune.core.errors import TrialServerError
+from autotune.core.placement import Placement
 from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
 
-GPU = Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None)
+GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
 
 ANSWER = """
 import json, os, sys
@@ -47,7 +48,7 @@ def test_without_cuda_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
-    inspection = GpuInspection(cpu, tiny_workload("bert-tiny"), tmp_path)
+    inspection = GpuInspection(Placement.of(cpu), tiny_workload("bert-tiny"), tmp_path)
     inspection.begin()
     assert inspection.finish() == {}
     assert not list(tmp_path.iterdir())
