@@ -319,6 +319,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("group_by_length", FLAG, "Batches of like lengths: train_sampling_strategy=group_by_length.", **_DATA),
     Option("gpus", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICT, flag="--gpu"),
     Option(
+        "gpu_spec", PATH, "JSON file with the figures of GPUs of your own, to be named with --gpu.", DEVICE, PREDICT,
+        metavar="FILE",
+    ),
+    Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE, BUDGET,
         metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
     ),
@@ -417,7 +421,7 @@ OPTIONS: tuple[Option, ...] = (
         "study", TEXT, "Name of the study; an existing one is continued [default: made up].", WHERE, metavar="NAME",
         request_field="study", recorded_as="",
     ),
-    Option("all_batches", FLAG, "Show every batch, not only the largest that fits.", WHERE, PREDICT, flag="--all"),
+    Option("all_batches", FLAG, "Show every batch, not only the best that fits.", WHERE, PREDICT, flag="--all"),
     Option("anatomy", FLAG, "Show what each peak consists of.", WHERE, PREDICT),
     Option(
         "storage", PATH, "SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.", WHERE,

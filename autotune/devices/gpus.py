@@ -9,11 +9,15 @@ float32, as torch computes them. GeForce cards have half the rate of other sums 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from autotune.core.device import Precision, precisions_of
-from autotune.core.units import MIB
+from autotune.core.errors import InvalidRequestError
+from autotune.core.units import MIB, parse_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one workspace for each thread that multiplies
 # matrices, larger on Hopper and datacentre Blackwell.
@@ -192,3 +196,59 @@ def find_chip(name: str) -> Chip | None:
     """Return the chip of the catalog by its name or another one that it goes by; ``None`` where there is none."""
     key = name.lower()
     return CHIPS.get(ALIASES.get(key, key))
+
+
+_SPEC_EXAMPLE = (
+    'write e.g. {"my-gpu": {"memory": "24GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165, '
+    '"tf32_tflops": 83, "fp32_tflops": 83, "gigabytes_per_second": 1008, "watts": 450}}'
+)
+_SPEC_FIELDS = frozenset(
+    ("memory", "capability", "multiprocessors", "threads_per_multiprocessor", "half_tflops", "tf32_tflops")
+) | {"fp32_tflops", "gigabytes_per_second", "watts"}
+
+
+def read_chips(path: str) -> dict[str, Chip]:
+    """Return the GPUs that a JSON file describes, by name. Raises ``InvalidRequestError`` for what is missing there."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"--gpu-spec {path}: {error}", _SPEC_EXAMPLE) from error
+    if not isinstance(document, dict) or not document:
+        raise InvalidRequestError(f"--gpu-spec {path} names no GPU", _SPEC_EXAMPLE)
+    return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
+
+
+def _read_chip(path: str, name: str, figures: Any) -> Chip:
+    where = f"--gpu-spec {path}: {name}"
+    if not isinstance(figures, dict):
+        raise InvalidRequestError(f"{where} has no figures", _SPEC_EXAMPLE)
+    unknown = sorted(set(figures) - _SPEC_FIELDS)
+    if unknown:
+        known = ", ".join(sorted(_SPEC_FIELDS))
+        raise InvalidRequestError(f"{where}: {unknown[0]!r} is not known", f"known are {known}")
+
+    def number(field: str, default: float | None = None) -> float:
+        value = figures.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < 1e9:
+            raise InvalidRequestError(f"{where}: {field} is {value!r}, not a number above 0", _SPEC_EXAMPLE)
+        return float(value)
+
+    try:
+        memory_mib = parse_bytes(str(figures.get("memory"))) // MIB
+        major, _, minor = str(figures.get("capability")).partition(".")
+        capability = int(major), int(minor or 0)
+    except (ValueError, InvalidRequestError) as error:
+        raise InvalidRequestError(f"{where}: memory or capability: {error}", _SPEC_EXAMPLE) from error
+    tf32 = number("tf32_tflops") if figures.get("tf32_tflops") is not None else None
+    return _chip(
+        name.lower(),
+        memory_mib,
+        capability,
+        int(number("multiprocessors")),
+        # What all but data centre GPUs have.
+        int(number("threads_per_multiprocessor", 1536)),
+        (number("half_tflops"), tf32, number("fp32_tflops")),
+        number("gigabytes_per_second"),
+        int(number("watts")),
+        f"as given in {path}",
+    )

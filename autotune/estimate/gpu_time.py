@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotune.core.candidate import Document
+from autotune.core.candidate import Arm, Document
 from autotune.core.device import Precision
 from autotune.devices.gpus import Rates
 
@@ -67,6 +67,11 @@ class Operations:
         """
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
         return float(sum(row.count * _at(row.flops, batch) for row in kept))
+
+
+def is_predictable(arm: Arm) -> bool:
+    """Return whether the operations of an arm are those of the trace: compilers and Liger replace them."""
+    return not arm.torch_compile and not arm.use_liger_kernel
 
 
 def _size(numbers: list[int]) -> Size:
@@ -150,9 +155,11 @@ class GpuModel:
         own = efficiencies
         self._half = rates.half_flops * own.half_products
         self._single = rates.fp32_flops * own.fp32_products
-        self._uses_tf32 = precision == "tf32" and rates.tf32_flops is not None
-        if precision == "tf32" and rates.tf32_flops is not None:
-            self._single = rates.tf32_flops * own.tf32_products
+        tf32 = (rates.tf32_flops or 0.0) * own.tf32_products
+        # GeForce cards compute TF32 at the specified rate of float32, of which products in float32 reach more.
+        self._uses_tf32 = precision == "tf32" and tf32 > self._single
+        if self._uses_tf32:
+            self._single = tf32
 
     def seconds(self, operation: Operation, batch: int) -> float:
         """Return how long one operation takes at a per-device batch."""

@@ -13,6 +13,7 @@ from autotune.core.ceiling import PREDICTION_MARGIN
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
+from autotune.estimate.gpu_time import Operations, is_predictable
 from autotune.space.dataloader import plain_loader
 
 
@@ -247,6 +248,7 @@ class MemoryModel:
         self._ceiling = ceiling
         self._predictions: dict[Arm, dict[tuple[int, int], MemoryPrediction]] = {}
         self._largest: dict[Arm, int] = {}
+        self._operations: dict[Arm, Operations] = {}
         self._measured: dict[Candidate, int] = {}
         self._ran_out: dict[Candidate, int] = {}
         """Candidates that ran out of memory, with the largest cap under which each did."""
@@ -273,6 +275,13 @@ class MemoryModel:
             self._asked.append(Candidate(question.arm, *at))
         if answer["largest_batch"] is not None:
             self._largest[prediction_class(question.arm)] = int(answer["largest_batch"])
+        # Answers that were recorded for replays may be older than the counting of operations.
+        if answer.get("operations"):
+            self._operations[prediction_class(question.arm)] = Operations.from_document(answer["operations"])
+
+    def operations(self, arm: Arm) -> Operations | None:
+        """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels."""
+        return self._operations.get(prediction_class(arm)) if is_predictable(arm) else None
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the uncorrected prediction for a candidate; ``None`` where there is none."""

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import Candidate
 from autotune.core.device import Precision
 from autotune.devices.gpus import Chip, Rates
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, Operations, gpu_time
@@ -124,11 +124,6 @@ class StepTime:
             return "host"
         arithmetic = sum(s for kind, s in self.gpu_seconds_by_kind.items() if kind in _ARITHMETIC)
         return "matrix products" if arithmetic >= self.gpu_seconds / 2 else "memory traffic"
-
-
-def is_predictable(arm: Arm) -> bool:
-    """Return whether the operations of an arm are those of the trace: compilers and Liger replace them."""
-    return not arm.torch_compile and not arm.use_liger_kernel
 
 
 def peak_flops(rates: Rates, precision: Precision) -> float:

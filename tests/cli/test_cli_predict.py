@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from command_line import ROOT, Run, run_process
 
-from autotune.cli.predict import _print
+from autotune.cli.predict import _best, _print
+from autotune.cli.predictions import find_named, known_chips
+from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
 from autotune.store import open_store
 
@@ -46,6 +48,16 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
             low, high = row["peak_reserved_interval_bytes"]
             assert row["peak_allocated_bytes"] <= low <= row["peak_reserved_bytes"] <= high
             assert row["fits"]
+            low, high = row["samples_per_second_interval"]
+            assert low < row["samples_per_second"] < high
+            assert row["tokens_per_second"] == pytest.approx(64 * row["samples_per_second"])
+            # So small a model waits for the host.
+            assert row["limited_by"] == "host"
+            assert 0 < row["model_flops_utilization"] < 0.1
+    best = document["gpus"][0]["best"]
+    every = [row["samples_per_second"] for arm in document["arms"] for row in arm["batches"]]
+    assert best["samples_per_second"] == max(every)
+    assert best["precision"] == "fp16"
 
 
 def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_path: Path) -> None:
@@ -109,6 +121,97 @@ def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak(capsy
     ]
     _print(document, all_batches=True, anatomy=False)
     assert [line.split()[-1] for line in capsys.readouterr().out.strip().splitlines()[2:]] == ["yes"] * 2 + ["no"] * 3
+
+
+def fast(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
+    """The same batch with a speed."""
+    return row | {
+        "samples_per_second": samples_per_second,
+        "samples_per_second_interval": [0.8 * samples_per_second, 1.2 * samples_per_second],
+        "tokens_per_second": 512 * samples_per_second,
+        "model_flops_utilization": 0.4,
+        "limited_by": "matrix products",
+    }
+
+
+def test_the_fastest_batch_is_shown_and_what_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    arms = [
+        arm("bf16", fast(batch(8, 4 * GIB, True), 90.0), fast(batch(16, 8 * GIB, True), 88.0)),
+        arm("fp32", fast(batch(8, 12 * GIB, False), 40.0)),
+        arm("fp16", batch(8, 4 * GIB, True)),
+    ]
+    document = {
+        "gpu": "rtx-3090",
+        "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512},
+        "ceiling_bytes": 11 * GIB,
+        "line_bytes": 10 * GIB,
+        "fits_below_bytes": 10 * GIB,
+        "arms": arms,
+        "best": _best(arms),
+    }
+    _print(document, all_batches=False, anatomy=False)
+    lines = capsys.readouterr().out.strip().splitlines()[1:]
+    assert [re.split(r"  +", line) for line in lines[:-1]] == [
+        HEAD,
+        ["bf16", "8 × 8", "4.0 GiB", "4.0 GiB", "40%", "90.0", "40%", "matrix products"],
+        ["fp32", "none; 8 × 8 needs", "12.0 GiB", "12.0 GiB", "120%"],
+        ["fp16", "8 × 8", "4.0 GiB", "4.0 GiB", "40%"],
+    ]
+    assert lines[-1] == (
+        "Choose bf16 at 8 × 8: 90.0 samples/s (72.0 to 108.0), 46,080 tokens/s. Within 3%: bf16 at 16 × 4."
+    )
+
+
+HEAD = [
+    "configuration",
+    "fastest batch × acc",
+    "allocated",
+    "reserved",
+    "of the line",
+    "samples/s",
+    "MFU",
+    "limited by",
+]
+
+SPEC = {
+    "memory": "24GiB",
+    "capability": "8.9",
+    "multiprocessors": 128,
+    "half_tflops": 165.2,
+    "tf32_tflops": 82.6,
+    "fp32_tflops": 82.6,
+    "gigabytes_per_second": 1008,
+    "watts": 450,
+}
+
+
+def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.json"
+    path.write_text(json.dumps({"My-GPU": SPEC}))
+    chip = known_chips(str(path))["my-gpu"]
+    assert (chip.capability, chip.memory_bytes, chip.multiprocessors) == ((8, 9), 24 * GIB, 128)
+    assert chip.rates is not None
+    assert chip.rates.half_flops == 165.2e12
+    assert find_named("MY-GPU", known_chips(str(path))) == chip
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("{", "gpus.json"),
+        ("[]", "names no GPU"),
+        (json.dumps({"a": 3}), "a has no figures"),
+        (json.dumps({"a": {**SPEC, "flops": 3}}), "'flops' is not known"),
+        (json.dumps({"a": {**SPEC, "watts": 0}}), "watts is 0"),
+        (json.dumps({"a": {**SPEC, "memory": "much"}}), "memory"),
+        (json.dumps({"a": {**SPEC, "half_tflops": None}}), "half_tflops is None"),
+    ],
+)
+def test_a_description_that_cannot_be_read_is_refused(written: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpus.json"
+    path.write_text(written)
+    with pytest.raises(InvalidRequestError, match=told):
+        known_chips(str(path))
 
 
 def test_predict_needs_to_know_the_memory(tmp_path: Path) -> None:

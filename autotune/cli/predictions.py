@@ -1,0 +1,122 @@
+"""Predict memory and speed on GPUs that are not at hand: what ``predict`` and ``advise`` share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.core.errors import InvalidRequestError, did_you_mean
+from autotune.core.options import request_fields
+
+if TYPE_CHECKING:
+    from autotune.core.workload import Workload
+    from autotune.devices.gpus import Chip
+    from autotune.estimate.memory import MemoryModel, Question
+    from autotune.estimate.step_time import StepTime
+    from autotune.space.space import Space
+    from autotune.tuning.answers import AnswersBeside
+    from autotune.tuning.prepare import Prepared
+    from autotune.tuning.request import SearchRequest
+
+
+def known_chips(spec: str | None) -> dict[str, Chip]:
+    """Return the GPUs of the catalog and those of the user's own file, which win."""
+    from autotune.devices.gpus import CHIPS, read_chips
+
+    return {**CHIPS, **(read_chips(spec) if spec is not None else {})}
+
+
+def find_named(name: str, known: dict[str, Chip]) -> Chip:
+    """Return a GPU by name. Raises ``InvalidRequestError`` with the names that are near."""
+    from autotune.devices.gpus import ALIASES
+
+    key = name.lower()
+    chip = known.get(key) or known.get(ALIASES.get(key, key))
+    if chip is None:
+        every = f"known are {', '.join(known)}; or describe it in a file for --gpu-spec"
+        hint = " ".join(filter(None, [did_you_mean(key, known), every]))
+        raise InvalidRequestError(f"--gpu {name!r} is not known", hint)
+    return chip
+
+
+def predictions(
+    targets: Sequence[tuple[Chip, int]], options: dict[str, Any], answers: AnswersBeside
+) -> list[tuple[Prepared, MemoryModel]]:
+    """Return what is predicted for each chip with so much memory, asked of one process as far as it is not known."""
+    from autotune.devices import find_device
+    from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
+    from autotune.estimate.memory_jobs import Forecast, Target
+    from autotune.execution import TrialServer
+    from autotune.space.dataloader import usable_cores
+    from autotune.tuning.answers import KeptPredictions, inspection_key
+    from autotune.tuning.options import build_workload
+    from autotune.tuning.prepare import most_predictions, prepare
+
+    workload = build_workload(options)
+    requests = [_request(workload, chip, limit_bytes, options) for chip, limit_bytes in targets]
+    for request in requests:
+        request.check()
+    cpu = find_device("cpu")
+    key = inspection_key(cpu, workload)
+    assert key is not None
+    with (
+        tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
+        TrialServer(cpu, workload, Path(logs), on_start=lambda: None) as runner,
+    ):
+        remembered = answers.find(key)
+        facts = remembered or runner.inspect()
+        every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
+        asked = [
+            Target(chip, prepared.ceiling, _questions(prepared.space))
+            for (chip, _), prepared in zip(targets, every, strict=True)
+        ]
+        forecast = Forecast(
+            runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
+        )
+        forecast.complete()
+        if remembered is None:
+            # Last, since making a database takes a second in which others could be predicting.
+            answers.keep(key, "inspection", facts)
+    return list(zip(every, forecast.models, strict=True))
+
+
+def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
+    """A search on the chip, as if it were here."""
+    from autotune.devices import Device
+    from autotune.tuning.request import SearchRequest
+
+    stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
+    asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
+    return SearchRequest(workload=workload, device=stand_in, **asked)
+
+
+def _questions(space: Space) -> list[Question]:
+    from autotune.estimate.memory import questions
+
+    pairs = [(batch, space.batches.accumulation(batch)) for batch in batches_of(space)]
+    multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
+    return questions(space.arms, pairs, multiple)
+
+
+def batches_of(space: Space) -> list[int]:
+    """Return every batch of an effective batch; none where the batch is free: the largest is looked for."""
+    if space.batches.effective_batch is None:
+        return []
+    return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
+
+
+def speed_document(predicted: StepTime, workload: Workload) -> dict[str, Any]:
+    """Return how fast a candidate is predicted to be, as JSON-ready data."""
+    low, high = predicted.interval_samples_per_second
+    return {
+        "step_seconds": predicted.seconds,
+        "gpu_seconds": predicted.gpu_seconds,
+        "samples_per_second": predicted.samples_per_second,
+        "samples_per_second_interval": [low, high],
+        "tokens_per_second": predicted.samples_per_second * workload.seq_len if workload.is_text else None,
+        "model_flops_utilization": predicted.utilisation,
+        "limited_by": predicted.limited_by,
+        "gpu_seconds_by_kind": predicted.gpu_seconds_by_kind,
+    }
