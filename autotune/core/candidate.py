@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.device import Precision as Precision
+from autotune.core.schema import decode
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
@@ -92,7 +93,7 @@ class Candidate:
         """Return the candidate of a document from ``parameters``; unknown keys are ignored."""
         names = [f.name for f in dataclasses.fields(Arm)]
         return cls(
-            Arm(**{name: parameters[name] for name in names if name in parameters}),
+            decode({name: parameters[name] for name in names if name in parameters}, Arm),
             int(parameters["per_device_train_batch_size"]),
             int(parameters["gradient_accumulation_steps"]),
         )

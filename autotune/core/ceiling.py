@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, NothingFitsError
+from autotune.core.schema import decode
 from autotune.core.units import format_bytes, parse_bytes
 
 PREDICTION_MARGIN = 0.01
@@ -152,8 +153,4 @@ class Ceiling:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Ceiling:
         """Return the ceiling of a document from ``document``; raises ``ValueError`` where it is malformed."""
-        try:
-            fields = dict(document)
-            return cls(**{**fields, "headroom": Headroom(**fields["headroom"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"malformed ceiling: {error}") from error
+        return decode(document, cls)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from autotune.core.schema import decode
 from autotune.core.units import in_one_line
 
 DataKind = Literal["json", "csv", "parquet", "arrow", "text", "imagefolder", "saved", "hub"]
@@ -78,16 +79,6 @@ class DataSpec:
         """Return it as JSON-ready data."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> DataSpec:
-        """Return the specification of a document from ``document``."""
-        fields = dict(document)
-        if fields.get("text_columns") is not None:
-            fields["text_columns"] = tuple(fields["text_columns"])
-        if fields.get("facts") is not None:
-            fields["facts"] = facts_from_document(fields["facts"])
-        return cls(**fields)
-
     def place(self) -> dict[str, Any]:
         """Return where the dataset and the tokenizer are. Equal data may be in other places in other studies."""
         return {"source": self.source, "tokenizer": self.tokenizer}
@@ -109,14 +100,6 @@ class DataSpec:
         return self.source if self.kind == "hub" else in_one_line(os.path.basename(self.source))
 
 
-def facts_from_document(document: dict[str, Any]) -> DataFacts:
-    """Return the facts of a document from ``dataclasses.asdict``."""
-    fields = dict(document)
-    if fields.get("lengths") is not None:
-        fields["lengths"] = Lengths(**{**fields["lengths"], "histogram": tuple(fields["lengths"]["histogram"])})
-    return DataFacts(**fields)
-
-
 FACTS_FILE = "facts.json"
 """Name of the file with the facts, in the folder of a dataset that was prepared."""
 
@@ -124,8 +107,8 @@ FACTS_FILE = "facts.json"
 def facts_in(folder: Path) -> DataFacts | None:
     """Return the facts of a dataset prepared in a folder; ``None`` where there are none or they cannot be read."""
     try:
-        return facts_from_document(json.loads((folder / FACTS_FILE).read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
+        return decode(json.loads((folder / FACTS_FILE).read_text()), DataFacts)
+    except (OSError, ValueError):
         return None
 
 

@@ -5,13 +5,13 @@ A trial process returns one ``Outcome``, as a JSON document; the database stores
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune.core.candidate import Arm, Document
 from autotune.core.ceiling import Ceiling
+from autotune.core.schema import decode, encode, with_version, without_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,30 +232,22 @@ def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
     )
 
 
+_KINDS: dict[object, type[Completed] | type[OutOfMemory] | type[Failed]] = {
+    "completed": Completed,
+    "out_of_memory": OutOfMemory,
+    "failed": Failed,
+}
+
+
 def outcome_document(outcome: Outcome) -> Document:
-    """Return an outcome as JSON-ready data."""
-    return dataclasses.asdict(outcome)
+    """Return an outcome as JSON-ready data, as it is sent and stored."""
+    return with_version(encode(outcome))
 
 
 def outcome_from_document(document: Document) -> Outcome:
     """Return the outcome of a document from ``outcome_document``; raises ``ValueError`` where it is malformed."""
-    try:
-        fields = dict(document)
-        if fields.get("source") is not None:
-            fields["source"] = Source(**fields["source"])
-        match fields.pop("state"):
-            case "completed":
-                measured = dict(fields.pop("measurement"))
-                for name in ("step_seconds_each", "warmup_step_seconds"):
-                    measured[name] = tuple(float(s) for s in measured.get(name, ()))
-                fields["disturbed"] = tuple(fields.get("disturbed", ()))
-                return Completed(Measurement(**measured), **fields)
-            case "out_of_memory":
-                fields["disturbed"] = tuple(fields.get("disturbed", ()))
-                return OutOfMemory(**fields)
-            case "failed":
-                return Failed(**fields)
-            case other:
-                raise ValueError(f"unknown state {other!r}")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"malformed outcome: {error}") from error
+    fields = without_version(document)
+    kind = _KINDS.get(fields.get("state"))
+    if kind is None:
+        raise ValueError(f"unknown state {fields.get('state')!r}")
+    return decode(fields, kind)

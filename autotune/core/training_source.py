@@ -62,12 +62,6 @@ class TrainingSource:
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
         return dataclasses.replace(self, digest=_digest(Path(self.file)))
 
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> TrainingSource:
-        """The inverse of ``dataclasses.asdict``."""
-        variables = tuple((name, value) for name, value in document.get("variables", ()))
-        return cls(**{**document, "argv": tuple(document["argv"]), "variables": variables})
-
 
 def find_trainer(text: str) -> TrainingSource:
     """The source that ``--trainer FILE:FUNCTION`` names; the function is ``build`` where none is named.

@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune.core.device import Precision, precisions_of
 from autotune.core.errors import InvalidRequestError
+from autotune.core.schema import decode
 from autotune.core.units import MIB, parse_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one workspace for each thread that multiplies
@@ -91,7 +92,7 @@ class Chip:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Chip:
         """Return the chip of a document from ``document``."""
-        return cls(**{**document, "capability": tuple(document["capability"])})
+        return decode(document, cls)
 
 
 _VOLTA = "NVIDIA V100 data sheet (2020)"

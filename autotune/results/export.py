@@ -11,6 +11,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import NoResultError
 from autotune.core.outcome import Completed
+from autotune.core.schema import decode
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
@@ -67,7 +68,7 @@ def make_export(report: Report) -> Export:
     fields = environment["training_arguments_fields"]
     data = report.workload.get("data")
     is_own = report.workload["task"] == "own"
-    arguments = data_arguments(DataSpec.from_document(data), fields) if data else {}
+    arguments = data_arguments(decode(data, DataSpec), fields) if data else {}
     revision = environment.get("measurement_revision", 1)
     arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
     return Export(

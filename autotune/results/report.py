@@ -6,10 +6,11 @@ import functools
 import math
 from dataclasses import dataclass
 
-from autotune.core.candidate import PRECISIONS, Document
-from autotune.core.dataset_spec import DataFacts, Lengths, facts_from_document
+from autotune.core.candidate import Document
+from autotune.core.dataset_spec import DataFacts, Lengths
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Measurement
+from autotune.core.schema import decode
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
@@ -170,8 +171,6 @@ def _problem(report: Report) -> str | None:
         measured = measurement(trial)
         if min(trial.candidate.per_device_train_batch_size, trial.candidate.gradient_accumulation_steps) < 1:
             return f"trial {trial.number} has the batch {trial.candidate.describe()}"
-        if trial.candidate.arm.precision not in PRECISIONS:
-            return f"trial {trial.number} has the precision {trial.candidate.arm.precision!r}, which is not known"
         if measured is not None and not _is_rate(measured.samples_per_second, measured.step_seconds):
             return f"trial {trial.number} is completed without a step time and a speed above zero"
     return None
@@ -184,7 +183,7 @@ def _is_rate(*values: object) -> bool:
 def data_facts(workload: Document) -> DataFacts | None:
     """Return the facts of the user's own dataset; ``None`` where there is none."""
     data = workload.get("data") or {}
-    return facts_from_document(data["facts"]) if data.get("facts") else None
+    return decode(data["facts"], DataFacts) if data.get("facts") else None
 
 
 def lengths_of(workload: Document) -> Lengths | None:

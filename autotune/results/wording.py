@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.core.candidate import Document
 from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.outcome import Completed, Failed, OutOfMemory, source_of
+from autotune.core.schema import decode
 from autotune.results.report import Report, measurement
 from autotune.store import TrialRecord
 
@@ -42,7 +43,7 @@ def times(ratio: float) -> str:
 
 def describe_data(workload: Document) -> str:
     """Describe the samples that were measured: ``512 tokens, full length``."""
-    data = DataSpec.from_document(workload["data"]) if workload.get("data") else None
+    data = decode(workload["data"], DataSpec) if workload.get("data") else None
     if data is not None and data.facts is not None:
         return _describe_own(data, data.facts, int(workload["seq_len"]))
     if workload["task"] == "own":

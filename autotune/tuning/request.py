@@ -21,7 +21,7 @@ from autotune.core.options import (
     SamplerName,
 )
 from autotune.core.outcome import Effort
-from autotune.core.schema import at_least, decode, fields_of, make_record
+from autotune.core.schema import at_least, decode, fields_of, make_record, with_version, without_version
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
@@ -126,7 +126,7 @@ class SearchRequest:
 
     def document(self) -> Document:
         """As JSON-ready data: two searches with the same document and environment are the same search."""
-        document: Document = {"model": self.workload.model}
+        document = with_version({"model": self.workload.model})
         for option, default in _recorded_options():
             value = getattr(self, option.request_field or "")
             if isinstance(value, Headroom):
@@ -213,9 +213,7 @@ def request_from_document(document: Document, workload: Workload, device: Device
 
     ``InvalidRequestError`` for values that no request can have.
     """
-    if not isinstance(document, dict):
-        raise ValueError("it is no document")
-    kind = _recorded_type()
+    kind, document = _recorded_type(), without_version(document)
     known = set(kind.__struct_fields__)
     # An option of a later autotune that is off changes nothing.
     said = {k: v for k, v in document.items() if k in known or (k not in _SAID_ELSEWHERE and v not in (None, False))}
@@ -227,8 +225,8 @@ def request_from_document(document: Document, workload: Workload, device: Device
     return SearchRequest(workload=workload, device=device, study=study, headroom=headroom, **fields)
 
 
-# How much may be spent is not what is asked: a study may be continued with a larger budget.
-_BUDGET_KEYS = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds", "fresh"})
+# A study may be continued with a larger budget, and by a later version.
+_MAY_DIFFER = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "schema_version"})
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
@@ -237,7 +235,7 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     Also for other documents, of which a nested one's differences are named ``outer.inner``.
     """
     found: list[str] = []
-    for key in sorted({*recorded, *asked} - _BUDGET_KEYS):
+    for key in sorted({*recorded, *asked} - _MAY_DIFFER):
         before, now = recorded.get(key), asked.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             found += [f"{key}.{inner}" for inner in differences(before, now)]

@@ -43,6 +43,7 @@ HEAVY = {
     "rich",
     "pynvml",
     "numpy",
+    "msgspec",
 }
 
 

@@ -80,7 +80,14 @@ class TestRequest:
         document = SearchRequest(BERT_LARGE, H200).document()
         sparse = {option.key for option in RECORDED if option.sparse}
         shown = {option.key for option in RECORDED if option.kind is not HEADROOM} - sparse
-        assert set(document) == shown | {"model", "headroom_fraction", "headroom_bytes"}
+        assert set(document) == shown | {"schema_version", "model", "headroom_fraction", "headroom_bytes"}
+
+    def test_a_record_of_a_later_schema_is_refused_and_one_without_a_version_is_of_the_first(self) -> None:
+        document = SearchRequest(BERT_LARGE, H200).document()
+        old = {name: value for name, value in document.items() if name != "schema_version"}
+        assert request_from_document(old, BERT_LARGE, H200, "s") == SearchRequest(BERT_LARGE, H200, study="s")
+        with pytest.raises(ValueError, match="schema version 2"):
+            request_from_document({**document, "schema_version": 2}, BERT_LARGE, H200, "s")
 
     def test_an_option_of_a_later_version_is_refused_unless_it_is_off(self) -> None:
         document = SearchRequest(BERT_LARGE, H200).document()

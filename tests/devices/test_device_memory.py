@@ -217,5 +217,5 @@ class TestCeiling:
 
     @pytest.mark.parametrize("document", [{}, {"headroom": {}}, {"headroom": 3}, {"headroom": {"percent": 3}}])
     def test_a_malformed_document_is_refused(self, document: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="malformed ceiling"):
+        with pytest.raises(ValueError, match="malformed Ceiling"):
             Ceiling.from_document(document)

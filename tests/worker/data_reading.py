@@ -9,8 +9,9 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Candidate
-from autotune.core.dataset_spec import DataSpec, facts_from_document
+from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.outcome import Effort
+from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.models.dataset_files import locate
 
@@ -30,7 +31,7 @@ class Read:
             {"kind": "read_data", "workload": workload.document(), "folder": str(self._folder)}
         ).result
         if "facts" in self.answer:
-            self.facts = facts_from_document(self.answer["facts"])
+            self.facts = decode(self.answer["facts"], DataFacts)
             self.workload = workload.with_facts(self.facts)
         else:
             assert list(folder.glob("read*")) == [], "nothing is left after an error"
