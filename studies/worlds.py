@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import json
 import math
 import os
@@ -355,22 +356,30 @@ class Result:
 _MOST_TRIALS = 400
 
 
-def play(world: World, repeat: int = 0) -> Result:
-    """Search in a world to the end."""
+def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
+    """Search in a world to the end, with so many trials at the same time."""
     prepared = world.prepared()
     machine = Machine(world, repeat)
     history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
     policy = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space)
-    plan = Plan(prepared, history, policy, machine.clock)
-    while plan.exhausted() is None and machine.trials < _MOST_TRIALS:
-        step = plan.next()
-        if step is None or step.candidate is None:
-            break
-        effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
-        outcome = machine.run(step.candidate, effort)
-        record = TrialRecord("study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome)
-        plan.take(record)
-    return _result(world, prepared, plan, machine)
+    now = 0.0
+    plan = Plan(prepared, history, policy, lambda: now)
+    running: list[tuple[float, int, TrialRecord]] = []
+    while True:
+        while len(running) < slots and plan.exhausted() is None and machine.trials < _MOST_TRIALS:
+            step = plan.next()
+            if step is None or step.candidate is None:
+                break
+            effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
+            before = machine.seconds
+            outcome = machine.run(step.candidate, effort)
+            record = TrialRecord("study", machine.trials, step.candidate, "w", "e", step.stage, outcome=outcome)
+            plan.begin(record)
+            heapq.heappush(running, (now + machine.seconds - before, record.number, record))
+        if not running:
+            return _result(world, prepared, plan, machine)
+        now, _, ended = heapq.heappop(running)
+        plan.take(ended)
 
 
 def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> Result:

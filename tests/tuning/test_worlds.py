@@ -54,6 +54,14 @@ def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest
     assert found["regret_within_1_percent"] < 0.9
 
 
+def test_with_two_trials_at_a_time_searches_end_and_answer_too() -> None:
+    found = Summary([play(draw(seed), slots=2) for seed in range(60)]).document()
+    assert found["endless"] == 0
+    assert found["possible"] > 40
+    assert found["unanswered"] == 0
+    assert found["regret_within_5_percent_and_noise"] >= 0.98
+
+
 class _Trials(SimulatedRunner):
     """Trials of a world, as a search asks for them."""
 
@@ -67,8 +75,8 @@ class _Trials(SimulatedRunner):
         return outcome, self.machine.seconds - before
 
 
-@pytest.mark.parametrize("sampler", ["autotune", "random"])
-def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str) -> None:
+@pytest.mark.parametrize(("sampler", "slots"), [("autotune", 1), ("random", 1), ("autotune", 2), ("random", 2)])
+def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str, slots: int) -> None:
     """With Optuna's samplers, the judge refuses what it refuses the policy; none may end a search early."""
     with open_store(str(tmp_path / "worlds.db")) as store:
         for seed in range(3):
@@ -76,7 +84,7 @@ def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler:
             prepared = world.prepared()
             request = replace(prepared.request, sampler=sampler, study=f"{sampler}-{seed}", trials=None)  # type: ignore[arg-type]
             given = replace(prepared, request=request)
-            runner, possible = _Trials(world), any(world.fits(c) for c in world.candidates(prepared))
+            runner, possible = _Trials(world, slots), any(world.fits(c) for c in world.candidates(prepared))
             try:
                 study = Search(given, runner, store, RecordingObserver(), tmp_path, clock=runner.clock).run()
                 assert study.best_trial_id is not None

@@ -1,0 +1,103 @@
+"""Executors with two slots: simulated ones, servers whose jobs do as they are told, and real training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from executor_contract import ExecutorContract
+from processes import all_gone, children, processes_named
+from recorded import ComputedRunner
+from tiny import AMPLE_BYTES, QUICK, tiny_workload
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.errors import DeviceError
+from autotune.core.outcome import Completed, Failed
+from autotune.core.placement import Placement
+from autotune.core.units import GIB
+from autotune.devices import Device
+from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[[str], TrialJob]:
+    """Makes a trial; its id says what a stand-in does in its place."""
+
+    def make(name: str) -> TrialJob:
+        return TrialJob(name, Candidate(Arm(), 4), AMPLE_BYTES, QUICK, 42, 120.0, str(tmp_path / f"{name}.log"))
+
+    return make
+
+
+class TestSimulated(ExecutorContract):
+    @pytest.fixture
+    def executor(self) -> Executor:
+        return ComputedRunner(lambda _: GIB // 4, slots=2)
+
+
+class TestLocal(ExecutorContract):
+    @pytest.fixture
+    def executor(self, stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[Executor]:
+        workload = tiny_workload("bert-tiny")
+        with TrialServer(cpu, workload, tmp_path / "one") as one, TrialServer(cpu, workload, tmp_path / "two") as two:
+            yield LocalExecutor([one, two])
+
+    def test_a_server_that_is_killed_loses_its_own_trial_alone(
+        self, executor: LocalExecutor, job: Callable[[str], TrialJob]
+    ) -> None:
+        executor.submit(job("hang"))
+        executor.submit(job("progress 1, hang"))
+        executor.wait()
+        (victim,) = executor.pids_of("hang")
+        (server,) = [s for s in processes_named("stand_in_server", children(os.getpid())) if victim in children(s)]
+        os.kill(server, signal.SIGKILL)
+        trial_id, report = executor.wait()
+        while isinstance(report, Event):
+            trial_id, report = executor.wait()
+        assert trial_id == "hang"
+        assert isinstance(report, Failed)
+        assert report.reason == "lost"
+        others = executor.pids_of("progress 1, hang")
+        assert len(others) == 1
+        executor.close()
+        assert all_gone([victim, *others])
+
+
+def test_two_real_trials_train_at_the_same_time(cpu: Device, tmp_path: Path, job: Callable[[str], TrialJob]) -> None:
+    workload = tiny_workload("bert-tiny")
+    with TrialServer(cpu, workload, tmp_path / "one") as one, TrialServer(cpu, workload, tmp_path / "two") as two:
+        executor = LocalExecutor([one, two])
+        for name in ("first", "second"):
+            executor.submit(job(name))
+        found = ExecutorContract().outcomes(executor, 2)
+    assert all(isinstance(outcome, Completed) for outcome in found.values()), found
+
+
+class TestPlacement:
+    GPU = Device("cuda", 0, "GPU-a", "A", GIB, None, None, None)
+    OTHER = Device("cuda", 1, "GPU-b", "A", 2 * GIB, None, None, GIB // 2)
+
+    def test_one_gpu_is_a_placement_of_one_rank(self) -> None:
+        placement = Placement.of(self.GPU)
+        assert (placement.ranks, placement.label, placement.uuids) == (1, "cuda:0", ("GPU-a",))
+        assert placement.document()["device_uuid"] == "GPU-a"
+
+    def test_the_rank_with_the_least_free_memory_decides(self) -> None:
+        placement = Placement.of(self.GPU, self.OTHER, strategy="ddp")
+        assert (placement.ranks, placement.label) == (2, "cuda:0, cuda:1")
+        assert placement.least_free_bytes == GIB // 2
+
+    def test_several_ranks_may_share_the_cpu(self, cpu: Device) -> None:
+        assert Placement.of(cpu, cpu).ranks == 2
+        assert Placement.of(cpu, cpu).label == "cpu"
+
+    def test_ranks_cannot_share_a_gpu(self) -> None:
+        with pytest.raises(DeviceError, match="cuda:0 are not 2 GPUs"):
+            Placement.of(self.GPU, self.GPU)
+
+    def test_unequal_gpus_are_refused_by_name(self) -> None:
+        with pytest.raises(DeviceError, match="A and B are not equal"):
+            Placement.of(self.GPU, Device("cuda", 1, "GPU-b", "B", GIB, None, None, None))
