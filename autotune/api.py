@@ -44,7 +44,7 @@ from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
 from autotune.tuning.run import log_folder, run_search
-from autotune.verify.target import check_can_be_verified, placement_of, subject_of
+from autotune.verify.target import check_can_be_verified, placement_of, target_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
 
 DEFAULT_STORAGE = "studies/autotune.db"
@@ -146,8 +146,8 @@ class Result:
     def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
         """Train with a stock ``Trainer`` in a process of its own; ``misses()`` tells what was not kept."""
         steps = check_arguments({"steps": steps}, "steps")["steps"]
-        subject = subject_of(self.report, placement_of(self.report))
-        return verify(subject, steps, log_folder(self.storage, self.study) / "verify.log")
+        target = target_of(self.report, placement_of(self.report))
+        return verify(target, steps, log_folder(self.storage, self.study) / "verify.log")
 
     def document(self) -> Document:
         """The whole study as ``autotune show --json`` prints it."""

@@ -339,7 +339,7 @@ def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
 
 def test_what_is_not_verified_is_refused_before_the_search(asked: list[Any]) -> None:
     """Code of one's own."""
-    with pytest.raises(InvalidRequestError, match="--verify after a search with code of its own"):
+    with pytest.raises(InvalidRequestError, match="--verify after a search with your own code"):
         api.search(effective_batch=8, trainer=BUILD, device="cpu", verify=True)
     assert asked == []
 

@@ -12,12 +12,12 @@ from autotune.cli.options import print_json, table_options
 if TYPE_CHECKING:
     from autotune.results.report import Report
     from autotune.verify.comparison import Interval
-    from autotune.verify.target import Subject
+    from autotune.verify.target import Target
     from autotune.verify.throughput import Verification
 
 
 @click.command()
-@click.argument("target", metavar="STUDY|FILE")
+@click.argument("study_or_file", metavar="STUDY|FILE")
 @click.option(
     "--same-loss",
     is_flag=True,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option("--study", metavar="NAME", help="The study that FILE is an export of [default: the one that fits].")
 @table_options("verify")
-def verify(target: str, steps: int, same_loss: bool, study: str | None, storage: str, as_json: bool) -> None:
+def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, storage: str, as_json: bool) -> None:
     """Train with a stock Trainer as exported, and compare with what was promised.
 
     \b
@@ -40,11 +40,11 @@ def verify(target: str, steps: int, same_loss: bool, study: str | None, storage:
     from autotune.verify.throughput import verification_document
 
     with open_store(storage, create=False) as store:
-        subject = _subject(store, target, study)
+        target = _target(store, study_or_file, study)
     if same_loss:
-        compare_and_print(subject, storage, as_json=as_json)
+        compare_and_print(target, storage, as_json=as_json)
         return
-    verification = _verified(subject, steps, storage)
+    verification = _verified(target, steps, storage)
     if as_json:
         print_json(verification_document(verification))
     else:
@@ -52,37 +52,37 @@ def verify(target: str, steps: int, same_loss: bool, study: str | None, storage:
     verification.check()
 
 
-def _subject(store: object, target: str, study: str | None) -> Subject:
+def _target(store: object, study_or_file: str, study: str | None) -> Target:
     from autotune.core.errors import InvalidRequestError
     from autotune.results.report import load_report
     from autotune.store import Store
-    from autotune.verify.target import find_exported, placement_of, read_arguments, subject_of
+    from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 
     assert isinstance(store, Store)
-    path = Path(target)
+    path = Path(study_or_file)
     if not path.is_file():
-        if path.suffix == ".json" and store.study(target) is None:
-            raise InvalidRequestError(f"there is no file {target}", "make it with autotune export STUDY > FILE")
-        if study is not None and study != target:
-            raise InvalidRequestError(f"--study {study} does not go with the study {target}", "name one of them")
-        report = load_report(store, target)
-        return subject_of(report, placement_of(report))
+        if path.suffix == ".json" and store.study(study_or_file) is None:
+            raise InvalidRequestError(f"there is no file {study_or_file}", "make it with autotune export STUDY > FILE")
+        if study is not None and study != study_or_file:
+            raise InvalidRequestError(f"--study {study} does not go with the study {study_or_file}", "name one of them")
+        report = load_report(store, study_or_file)
+        return target_of(report, placement_of(report))
     arguments = read_arguments(path)
     report = load_report(store, study) if study is not None else find_exported(store, arguments)
-    return subject_of(report, placement_of(report), arguments)
+    return target_of(report, placement_of(report), arguments)
 
 
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.document import report_document
-    from autotune.verify.target import placement_of, subject_of
+    from autotune.verify.target import placement_of, target_of
     from autotune.verify.throughput import DEFAULT_STEPS, verification_document
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
         click.echo()
-    verification = _verified(subject_of(report, placement_of(report)), DEFAULT_STEPS, storage)
+    verification = _verified(target_of(report, placement_of(report)), DEFAULT_STEPS, storage)
     if as_json:
         print_json({**report_document(report), "verification": verification_document(verification)})
     else:
@@ -90,33 +90,33 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     verification.check()
 
 
-def _verified(subject: Subject, steps: int, storage: str) -> Verification:
+def _verified(target: Target, steps: int, storage: str) -> Verification:
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import check_steps, verify
 
     check_steps(steps)
     click.echo(
-        f"training {subject.report.workload['model']} of the study {subject.report.study.name} for {steps} steps: "
-        f"{subject.best.candidate.describe()} on {subject.placement.label} in a process of its own, "
+        f"training {target.report.workload['model']} of the study {target.report.study.name} for {steps} steps: "
+        f"{target.best.candidate.describe()} on {target.placement.label} in a process of its own, "
         "without instruments …",
         err=True,
     )
-    return verify(subject, steps, log_folder(storage, subject.report.study.name) / "verify.log")
+    return verify(target, steps, log_folder(storage, target.report.study.name) / "verify.log")
 
 
-def compare_and_print(subject: Subject, storage: str, *, as_json: bool) -> None:
+def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses, print the finding, and raise where the two do not train alike."""
     from autotune.tuning.run import log_folder
     from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
-    check_can_compare(subject)
-    name = subject.report.study.name
+    check_can_compare(target)
+    name = target.report.study.name
     click.echo(
-        f"training {subject.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner and "
+        f"training {target.report.workload['model']} of the study {name} for {DEFAULT_STEPS} steps of the winner and "
         "of the baseline, without dropout …",
         err=True,
     )
-    comparison = compare_losses(subject, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
+    comparison = compare_losses(target, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
     if as_json:
         print_json(comparison.document())
     elif comparison.is_same:
@@ -129,8 +129,8 @@ def verification_lines(verification: Verification) -> list[str]:
     from autotune.core.units import format_bytes, format_seconds
     from autotune.verify.throughput import notes
 
-    subject, obtained = verification.subject, verification.obtained
-    promised, promise, speed = subject.promised, verification.promise, verification.speed
+    target, obtained = verification.target, verification.obtained
+    promised, promise, speed = target.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes
     lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
     if speed is not None and peak is not None:
@@ -141,11 +141,11 @@ def verification_lines(verification: Verification) -> list[str]:
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
         peaks, seconds = obtained["peak_bytes"], obtained["pause_seconds"]
-        which = 0 if verification.judges_allocated else 1
+        kind = "allocated" if verification.judges_allocated else "reserved"
         for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
             if what in peaks:
                 took = format_seconds(seconds[what])
-                lines.append(f"  by the end of the {name}: {format_bytes(peaks[what][which])}; it took {took}")
+                lines.append(f"  by the end of the {name}: {format_bytes(peaks[what][kind])}; it took {took}")
         if obtained["joules_per_sample"] is not None:
             joules = promised.joules_per_sample
             before = f", {joules:.3g} J promised" if joules is not None else ""

@@ -1,8 +1,8 @@
-"""The database: one file with Optuna's tables and autotune's own.
+"""Keep studies in a database: one file with Optuna's tables and autotune's own.
 
-``open_store`` gives a ``Store``; records go in and come out as frozen values. Only the controlling
-process of a search writes. What needs SQLAlchemy, Alembic or Optuna, whose import takes half a second, is
-imported when it is first asked for: a process for trials is started before.
+``open_store`` returns a ``Store``; records go in and come out as frozen values. Only the controlling process of a
+search writes. Names that need SQLAlchemy, Alembic or Optuna are imported when they are first used, since those imports
+take half a second, in which the trial server can start.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names above that need more than the standard library."""
+    """Return a name of this package, importing its module on first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

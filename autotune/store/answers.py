@@ -1,7 +1,6 @@
-"""What trial processes answered, kept under a key of all that the answer depends on.
+"""Store answers of trial processes, under a key of everything that an answer depends on.
 
-Importing this loads SQLAlchemy, but neither Alembic nor Optuna, so that a command which is told
-everything by earlier ones answers at once.
+Importing this loads SQLAlchemy, but neither Alembic nor Optuna, so that a command whose answers are all stored is fast.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autotune.store.tables import AnswerRow
 
 AnswerKind = Literal["inspection", "prediction"]
 
-# What an answer of each kind consists of at least.
+# Fields that an answer of each kind has at least.
 _PARTS: dict[AnswerKind, frozenset[str]] = {
     "inspection": frozenset({"context_bytes"}),
     "prediction": frozenset({"batches", "largest_batch"}),
@@ -28,16 +27,19 @@ _PARTS: dict[AnswerKind, frozenset[str]] = {
 
 
 class Answers:
-    """The answers in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone."""
+    """The stored answers of an open database.
+
+    Each method raises ``StorageError`` where it is locked, damaged or gone.
+    """
 
     def __init__(self, engine: Engine, label: str) -> None:
         self._engine = engine
         self._label = label
 
     def find(self, key: str) -> Document | None:
-        """Return the answer that was kept under this key; ``None`` where there is none or it is damaged.
+        """Return the answer stored under this key; ``None`` where there is none or it is damaged.
 
-        A damaged answer is no reason to fail, since the same can be asked again.
+        A damaged answer is no error, since the question can be asked again.
         """
         query = select(AnswerRow.kind, AnswerRow.document).where(AnswerRow.key == key)
         with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
@@ -47,7 +49,7 @@ class Answers:
         return dict(row.document)
 
     def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
-        """Keeps an answer, so that nobody need ask again; the first of one key stays."""
+        """Store an answer; an earlier one under the same key stays."""
         row = {"key": key, "kind": kind, "document": document, "created_at": now()}
         try:
             with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
@@ -55,19 +57,19 @@ class Answers:
                 if connection.execute(same).first() is None:
                     connection.execute(insert(AnswerRow).values(**row))
         except StorageError as error:
-            # Where writers do not wait for each other, another may have come between.
+            # Another process may have stored it in between.
             if not isinstance(error.__cause__, IntegrityError):
                 raise
 
     def close(self) -> None:
-        """Closes the connections; used again, it opens new ones."""
+        """Close the connections; new ones are opened if it is used again."""
         self._engine.dispose()
 
 
 def open_answers(location: str, lock_timeout_seconds: float) -> Answers | None:
-    """The answers in a database, to be looked up; ``None`` where there is no database. Makes and upgrades nothing.
+    """Return the answers in a database; ``None`` where there is no database. Creates and upgrades nothing.
 
-    Raises ``StorageError`` where ``location`` names no database; whether there are answers in it is seen on reading.
+    Raises ``StorageError`` where ``location`` is no database location. Whether the file can be read is seen on reading.
     """
     place = resolve_location(location)
     with storage_errors(place.label):

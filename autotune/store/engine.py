@@ -1,4 +1,4 @@
-"""Connections to the database: transactions that really are, and errors a user can read."""
+"""Connect to the database with real transactions, and translate its errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune.core.errors import StorageError
 from autotune.store.location import Location
 
-# How long SQLite waits for another process's lock; its own default of 5 s is less than a busy disk may take.
+# How long SQLite waits for another process's lock. A busy disk may take longer than its default of 5 s.
 LOCK_TIMEOUT_SECONDS = 60.0
 
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
 
 _DAMAGED = ("is damaged", f"restore it from a copy, rescue it with `sqlite3 FILE .recover`, or {_ANOTHER_FILE}")
-# What the names of SQLite's error codes begin with (https://www.sqlite.org/rescode.html), in the user's words.
+# Beginnings of the names of SQLite's error codes (https://www.sqlite.org/rescode.html), with message and hint.
 _SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ("SQLITE_BUSY", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
     ("SQLITE_LOCKED", "is locked by another process", f"wait until that process has ended, or {_ANOTHER_FILE}"),
@@ -38,7 +38,7 @@ _SQLITE_ERRORS: tuple[tuple[str, str, str], ...] = (
 
 
 def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:
-    """An engine for our own tables. Migrations rebuild tables, which SQLite's foreign keys would forbid."""
+    """Return an engine for autotune's tables. Migrations turn foreign keys off, since they rebuild tables."""
     serializer = functools.partial(json.dumps, separators=(",", ":"))
     if location.path is None:
         try:
@@ -57,10 +57,10 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
 
 
 def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
-    """Begin transactions ourselves: sqlite3 would begin too late, and commit before a CREATE TABLE.
+    """Begin transactions explicitly: sqlite3 would begin them too late, and commit before a CREATE TABLE.
 
-    Writers begin with ``IMMEDIATE``, so that they wait for the lock at the start; a reader that
-    turns writer midway is refused at once, whatever the timeout.
+    Writers begin with ``IMMEDIATE``, so that they wait for the lock at the start. SQLite refuses a reader that starts
+    to write midway at once, whatever the timeout.
     """
 
     @event.listens_for(engine, "connect")
@@ -76,14 +76,14 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
 
 @contextmanager
 def transaction(engine: Engine, *, writes: bool) -> Iterator[Connection]:
-    """One transaction on a connection of its own: committed at the end, rolled back on any exception."""
+    """Run one transaction on its own connection: committed at the end, rolled back on any exception."""
     with engine.connect() as connection, connection.execution_options(**{_WRITES: writes}).begin():
         yield connection
 
 
 @contextmanager
 def storage_errors(label: str) -> Iterator[None]:
-    """Turns what SQLAlchemy, sqlite3, Optuna's storage and the file system raise into ``StorageError``."""
+    """Translate errors of SQLAlchemy, sqlite3, Optuna's storage and the file system to ``StorageError``."""
     try:
         yield
     except Exception as error:
@@ -98,19 +98,19 @@ _FOREIGN = (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, json.JSONDeco
 
 
 def _of_optuna() -> tuple[type[Exception], ...]:
-    """What Optuna's storage raises; nothing where it is not imported: reading answers does without."""
+    """Return the errors of Optuna's storage; none where Optuna is not imported."""
     module = sys.modules.get("optuna.exceptions")
     return (module.StorageInternalError,) if module is not None else ()
 
 
 def damaged(label: str) -> StorageError:
-    """The error for a database whose content makes no sense."""
+    """Return the error for a database with invalid content."""
     message, hint = next((message, hint) for start, message, hint in _SQLITE_ERRORS if start == "SQLITE_CORRUPT")
     return StorageError(f"{label} {message}", hint)
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a value could not be read as what its column holds: text, JSON, a time, one of a few words."""
+    """Return whether an error means that a column holds an invalid value: text, JSON, a time, an enumeration."""
     if isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or type(error) is LookupError:
         return True
     return str(error).startswith(("Couldn't parse", "Invalid isoformat"))
@@ -143,7 +143,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it wraps, outermost first."""
+    """Yield the error and what it wraps, outermost first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -151,9 +151,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
-    """Write-ahead logging where it works, the old journal elsewhere; written only when it differs.
+    """Set write-ahead logging where it works, and the rollback journal elsewhere; return the mode that the file has.
 
-    The mode stays with the file. Returns the mode that the file then has.
+    The mode is stored in the file, so it is only written when it differs.
     """
     wanted = "delete" if shared_file_system else "wal"
     with engine.connect() as connection:
@@ -166,5 +166,6 @@ def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
         except sqlite3.OperationalError as error:
             if not error.sqlite_errorname.startswith("SQLITE_BUSY"):
                 raise
-            # Somebody is reading or writing just now; either mode is safe, so the next to open it will change it.
+            # Another process is using the file. Either mode is safe, so the next process to open it will change the
+            # mode.
             return current

@@ -1,4 +1,4 @@
-"""Where the database is: a file or a URL, as the user wrote it and as SQLAlchemy wants it."""
+"""Resolve where the database is: a file or a URL, as the user wrote it and as SQLAlchemy needs it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from autotune.core.errors import StorageError
 
 DEFAULT_LOCATION = "studies/autotune.db"
 LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
-"""The environment variable that names another place than ``DEFAULT_LOCATION``."""
+"""The environment variable with the default location of the database."""
 
 _URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
-# File systems whose locks or shared memory do not hold between machines, as /proc/mounts names them.
-# WAL needs both (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
+# File systems, as /proc/mounts names them, whose locks or shared memory do not work between machines. WAL needs both
+# (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "cifs", "smb", "smb3", "smbfs", "ncpfs", "gpfs", "beegfs", "ceph", "9p", "afs", "coda"}
     | {"gfs2", "ocfs2", "orangefs", "pvfs2", "panfs", "wekafs", "virtiofs", "vboxsf", "acfs", "snfs", "davfs"}
 )
-# Behind FUSE is mostly a network (sshfs, glusterfs, s3fs, rclone, JuiceFS …), with these exceptions.
+# FUSE file systems are mostly on a network (sshfs, glusterfs, s3fs, rclone, JuiceFS …), except these.
 _LOCAL_FUSE = frozenset(
     {"fuse.fuse-overlayfs", "fuse.overlayfs", "fuse.bindfs", "fuse.gocryptfs", "fuse.encfs", "fuse.ntfs-3g"}
 )
@@ -32,27 +32,27 @@ _LOCAL_FUSE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A database, resolved; ``path`` is absolute, and ``None`` where it is no SQLite file."""
+    """The location of a database. ``path`` is absolute, and ``None`` where it is not a SQLite file."""
 
     url: URL
     path: Path | None
     label: str
-    """What messages call it: the user's own words, a password left out."""
+    """The user's own words without a password, for messages."""
 
     @property
     def url_text(self) -> str:
-        """The URL with its password, for those who connect."""
+        """The URL with its password, for connecting."""
         return self.url.render_as_string(hide_password=False)
 
     def beside(self, name: str) -> Location:
-        """Another SQLite file in the same folder, under the same label."""
+        """Return another SQLite file in the same folder, with the same label."""
         assert self.path is not None
         path = self.path.with_name(name)
         return Location(self.url.set(database=str(path)), path, self.label)
 
 
 def resolve_location(location: str) -> Location:
-    """A path or a SQLAlchemy URL as a ``Location``; ``StorageError`` for what is neither."""
+    """Resolve a path or a SQLAlchemy URL; raises ``StorageError`` for anything else."""
     text = location.strip()
     if not text:
         raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
@@ -87,7 +87,7 @@ def _file_location(url: URL, name: str, label: str) -> Location:
 
 
 def _surrogates(text: str) -> bool:
-    """Whether Python had to make up characters for bytes that are no UTF-8, which no URL can hold."""
+    """Return whether a path has surrogates, which stand for bytes that are not UTF-8; no URL can contain them."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -98,10 +98,10 @@ def _not_a_file(text: str) -> StorageError:
 
 
 def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
-    """Whether ``path`` lies on a file system shared between machines.
+    """Return whether ``path`` is on a file system shared between machines.
 
-    ``mounts`` is text as in ``/proc/mounts``, which is read when it is not given; where there is
-    none (macOS) the answer is no.
+    ``mounts`` is the text of ``/proc/mounts``, which is read if it is not given. Without that file (macOS) the answer
+    is no.
     """
     if mounts is None:
         try:
@@ -116,7 +116,7 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
             continue
         mount_point = _unescape(fields[1])
         below = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
-        # Of two mounts at one place the later hides the earlier.
+        # Of two mounts at one place, the later hides the earlier.
         if below and len(mount_point) >= longest:
             longest, kind = len(mount_point), fields[2]
     is_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
@@ -124,5 +124,5 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
 
 
 def _unescape(field: str) -> str:
-    """Spaces and the like stand in /proc/mounts as three octal digits after a backslash."""
+    """Replace escapes in /proc/mounts: special characters are written as a backslash and three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

@@ -1,4 +1,4 @@
-"""Alembic over our own tables: which revision a database has, and bringing it up to date."""
+"""Migrate autotune's tables with Alembic: find a database's revision, and upgrade it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from autotune.store.tables import VERSION_TABLE
 
 
 def migrations_folder() -> Path:
-    """Alembic's folder: ``autotune/_migrations`` when installed, ``alembic`` beside the package in a checkout."""
+    """Return Alembic's folder: ``autotune/_migrations`` when installed, ``alembic`` in a checkout."""
     package = Path(autotune.__file__).resolve().parent
     for folder in (package / "_migrations", package.parent / "alembic"):
-        # The library of that name also lies beside an installed package, but has no env.py.
+        # Alembic itself may be installed beside the package, but that folder has no env.py.
         if (folder / "env.py").is_file() and (folder / "versions").is_dir():
             return folder
     raise StorageError(f"this installation of autotune at {package} lacks its migrations", "install it again with pip")
 
 
 def alembic_config(folder: Path, connection: Connection | None = None) -> Config:
-    """Alembic's settings, with no file behind them; ``env.py`` uses the connection when there is one."""
+    """Return Alembic's configuration without a file; ``env.py`` uses the connection if there is one."""
     config = Config()
-    # A % in the path would begin a variable.
+    # A % would start an interpolation.
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
     if connection is not None:
         config.attributes["connection"] = connection
@@ -39,7 +39,7 @@ def alembic_config(folder: Path, connection: Connection | None = None) -> Config
 
 
 def head_revision(folder: Path) -> str:
-    """The newest revision in the folder."""
+    """Return the newest revision in the folder."""
     head = ScriptDirectory.from_config(alembic_config(folder)).get_current_head()
     if head is None:
         raise StorageError(f"there are no migrations in {folder}", "install autotune again with pip")
@@ -47,12 +47,12 @@ def head_revision(folder: Path) -> str:
 
 
 def recorded_revision(connection: Connection) -> str | None:
-    """The revision of our tables in this database; ``None`` where there are none."""
+    """Return the revision of autotune's tables in this database; ``None`` where there are none."""
     return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
 
 
 def check_revision_is_known(connection: Connection, folder: Path, label: str) -> None:
-    """``StorageError`` when the database bears a revision that this autotune has no script for."""
+    """Raise ``StorageError`` where the database has a revision that this autotune has no script for."""
     revision = recorded_revision(connection)
     scripts = ScriptDirectory.from_config(alembic_config(folder))
     if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
@@ -64,7 +64,7 @@ def check_revision_is_known(connection: Connection, folder: Path, label: str) ->
 
 
 def upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:
-    """Brings our tables to the newest revision, all in one transaction; nothing is written when they are there."""
+    """Upgrade autotune's tables to the newest revision in one transaction; write nothing where they have it."""
     engine = build_engine(location, lock_timeout_seconds, foreign_keys=False)
     try:
         with transaction(engine, writes=False) as connection:

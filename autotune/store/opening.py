@@ -1,4 +1,4 @@
-"""Opening the database: made when it is missing, upgraded when it is old, refused when it is not ours."""
+"""Open the database: create it if missing, upgrade it if old, refuse it if it is another program's."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ def open_store(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     migrations: Path | None = None,
 ) -> Store:
-    """The database at a path or SQLAlchemy URL, with Optuna's tables and ours up to date.
+    """Open the database at a path or SQLAlchemy URL, with Optuna's and autotune's tables up to date.
 
-    A missing file is made, with its folders, unless ``create`` is false. ``migrations`` is the folder
-    of Alembic's scripts, autotune's own when left out. Raises ``StorageError`` when the file is
-    missing, locked, damaged, not writable, not a database, another program's, or from a newer
-    autotune or Optuna; such a file is left as it was.
+    A missing file is created, with its folders, unless ``create`` is false. ``migrations`` is the folder of Alembic's
+    scripts, autotune's own by default. Raises ``StorageError`` where the file is missing, locked, damaged, not
+    writable, not a database, another program's, or from a newer autotune or Optuna. Such a file is not changed.
     """
     place = resolve_location(location)
     scripts = migrations or migrations_folder()
@@ -49,9 +48,9 @@ def open_store(
 
 
 def current_revision(location: str) -> tuple[str | None, str]:
-    """The revision of autotune's tables in the database (``None``: it has none), and the newest there is.
+    """Return the revision of autotune's tables in the database (``None`` without tables), and the newest one.
 
-    Writes nothing; ``StorageError`` when there is no such database or it cannot be read.
+    Writes nothing. Raises ``StorageError`` where there is no such database or it cannot be read.
     """
     place = resolve_location(location)
     with storage_errors(place.label):
@@ -66,9 +65,9 @@ def current_revision(location: str) -> tuple[str | None, str]:
 
 
 def upgrade(location: str) -> tuple[str | None, str]:
-    """Brings autotune's tables up to date; returns the revision before (``None``: none) and after.
+    """Upgrade autotune's tables; return the revision before (``None`` without tables) and after.
 
-    A missing file is made. Raises ``StorageError`` as ``open_store`` does.
+    A missing file is created. Raises ``StorageError`` as ``open_store`` does.
     """
     place = resolve_location(location)
     is_missing = place.path is not None and not os.path.lexists(place.path)
@@ -82,17 +81,17 @@ def _check_file(place: Location, path: Path) -> None:
         raise StorageError(
             f"there is no database at {place.label}", "run a search first, or name its file with --storage"
         )
-    # The file is not read here: closing it would take SQLite's locks from any connection that this
-    # process has already (https://www.sqlite.org/howtocorrupt.html, section 2.2).
+    # The file is not read here: closing it would release SQLite's locks of every other connection in this process
+    # (https://www.sqlite.org/howtocorrupt.html, section 2.2).
     if path.is_dir():
         raise StorageError(f"{place.label} is a folder", "name a file within it with --storage")
 
 
 def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scripts: Path) -> None:
-    """Makes the file elsewhere and moves it into place whole.
+    """Create the file under another name, and move it into place when it is complete.
 
-    Nobody then sees half a database, whether this process is killed, its disk is full, or another
-    process makes the same file at the same time (the first one's stays).
+    So no process sees an incomplete database, whether this one is killed, the disk is full, or another process creates
+    the same file at the same time (the first one's stays).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = place.beside(f".{path.name}.{new_id()[:8]}.new")
@@ -114,7 +113,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
 
 
 def _open(place: Location, lock_timeout_seconds: float, scripts: Path) -> Store:
-    """Checks first, writes after: a database that is refused has not been touched."""
+    """Check the database before anything is written, so that a database that is refused was not changed."""
     engine = build_engine(place, lock_timeout_seconds)
     optuna: RDBStorage | None = None
     try:
@@ -135,11 +134,14 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path) -> Store:
 
 
 def _inspect(engine: Engine, place: Location, scripts: Path) -> bool:
-    """Whether Optuna's tables are there; ``StorageError`` for a newer autotune's or another program's database."""
+    """Return whether Optuna's tables exist.
+
+    Raises ``StorageError`` for a newer autotune's or another program's database.
+    """
     with transaction(engine, writes=False) as connection:
         names = inspect(connection).get_table_names()
         known = not names or "version_info" in names or any(name.startswith(PREFIX) for name in names)
-        # A server's database is often shared with other programs; a file hardly ever is.
+        # A server's database is often shared with other programs, a file hardly ever.
         if place.path is not None and not known:
             raise StorageError(
                 f"{place.label} is another program's database (its tables: {', '.join(sorted(names)[:3])} …)",

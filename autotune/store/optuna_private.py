@@ -1,6 +1,6 @@
-"""Reach the names of Optuna that are not part of its documented interface.
+"""Adapt private names of Optuna.
 
-``tests/contracts`` checks that each exists in the installed version and behaves as it is assumed to here.
+``tests/contracts`` checks that each exists in the installed version and behaves as assumed here.
 """
 
 from __future__ import annotations

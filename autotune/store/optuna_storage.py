@@ -1,4 +1,4 @@
-"""Optuna's own storage over the same database, and whether its tables are of a version it understands."""
+"""Open Optuna's storage in the same database, and check the version of its tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sqlalchemy import event
 from autotune.core.errors import StorageError
 from autotune.store.location import Location
 
-# Tables that a database has exactly when Optuna finished setting it up; alembic_version comes last.
+# A database has these tables exactly when Optuna finished setting it up; alembic_version is created last.
 _SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
 
 
 def optuna_arguments(location: Location, lock_timeout_seconds: float) -> dict[str, Any]:
-    """What ``RDBStorage`` takes to reach this database: ``url`` and ``engine_kwargs``."""
+    """Return the arguments of ``RDBStorage`` for this database: ``url`` and ``engine_kwargs``."""
     # Optuna passes the URL through str.format.
     url = location.url_text.replace("{", "{{").replace("}", "}}")
     is_file = location.path is not None
@@ -25,14 +25,14 @@ def optuna_arguments(location: Location, lock_timeout_seconds: float) -> dict[st
 
 
 def has_optuna(table_names: Collection[str]) -> bool:
-    """Whether Optuna's tables are among these."""
+    """Return whether Optuna's tables are among these."""
     return set(table_names) >= _SIGNS_OF_OPTUNA
 
 
 def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
-    """Optuna's storage over its own tables, which it made earlier; writes nothing.
+    """Open Optuna's storage over existing tables; writes nothing.
 
-    Raises ``StorageError`` when their version is not the one that this Optuna works with.
+    Raises ``StorageError`` where their version is not the one that this Optuna needs.
     """
     storage = RDBStorage(
         **optuna_arguments(location, lock_timeout_seconds),
@@ -57,7 +57,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
 
 
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
-    """Optuna's storage, its tables made where they are missing."""
+    """Open Optuna's storage, and create its tables where they are missing."""
     try:
         return RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
     except RuntimeError as error:
@@ -68,17 +68,17 @@ def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage
 
 
 def relax_optuna(storage: RDBStorage) -> None:
-    """Spares Optuna a wait for the disk at each of the dozen commits that it makes for a trial.
+    """Let Optuna commit without waiting for the disk, which it would do a dozen times a trial.
 
-    Only in WAL mode, where that cannot damage the file. Our own commits do wait, and take with them
-    what Optuna wrote before: even a power cut then costs no more than the running trial.
+    Only used in WAL mode, where that cannot damage the file. autotune's own commits do wait, and include what Optuna
+    wrote before. So even a power failure loses no more than the running trial.
     """
 
     _at_each_connection(storage, "PRAGMA synchronous=NORMAL")
 
 
 def refuse_writes(storage: RDBStorage) -> None:
-    """Has SQLite refuse every change through this storage; on another database it does nothing."""
+    """Make SQLite refuse every change through this storage; does nothing for other databases."""
     if storage.engine.dialect.name == "sqlite":
         _at_each_connection(storage, "PRAGMA query_only=ON")
 
@@ -88,11 +88,11 @@ def _at_each_connection(storage: RDBStorage, pragma: str) -> None:
     def prepare(dbapi_connection: Any, _record: Any) -> None:
         dbapi_connection.execute(pragma)
 
-    # What is connected already would not hear of it.
+    # Existing connections do not have the setting.
     close_optuna(storage)
 
 
 def close_optuna(storage: RDBStorage) -> None:
-    """Closes Optuna's connections, so that nothing holds the file; used again, it opens new ones."""
+    """Close Optuna's connections to the file; new ones are opened if it is used again."""
     storage.remove_session()
     storage.engine.dispose()

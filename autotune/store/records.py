@@ -1,4 +1,4 @@
-"""What the database holds, as frozen values; nothing here knows about tables."""
+"""Define the records of the database as frozen values, independent of its tables."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Stage = Literal["search", "final", "baseline", "reused"]
 TrialState = Literal["running", "completed", "out_of_memory", "failed"]
 
 TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
-"""The Optuna trial user attribute that holds ``TrialRecord.id``; Optuna reuses its own ids, a UUID is never reused."""
+"""The user attribute of an Optuna trial with ``TrialRecord.id``. Optuna reuses its own ids; a UUID is unique."""
 
 OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
-"""What the value of a trial is in Optuna, by the study's objective; dashboards label their axes with it."""
+"""What Optuna's value of a trial is, by the study's objective; dashboards label their axes with it."""
 
 
 def new_id() -> str:
-    """A fresh identifier: 32 hexadecimal digits."""
+    """Return a new identifier: 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 
 def now() -> datetime:
-    """This moment in UTC, as every timestamp here."""
+    """Return the current time in UTC, as every timestamp here."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
-    """One search: what was asked, under which ceiling, and how it ended."""
+    """One search: its request, its memory ceiling, and how it ended."""
 
     name: str
-    """Unique; Optuna's study bears the same name."""
+    """Unique; Optuna's study has the same name."""
     workload_id: str
     environment_id: str
     request: Document
@@ -55,12 +55,12 @@ class StudyRecord:
     started_at: datetime = field(default_factory=now)
     ended_at: datetime | None = None
     seconds: float = 0.0
-    """Spent in searching, summed over every time the study was resumed."""
+    """Time spent on the search, summed over every time it was resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """One trial; without an outcome it is running, or was when its process was killed."""
+    """One trial. Without an outcome it is running, or was when its process was killed."""
 
     study_id: str
     number: int
@@ -74,28 +74,28 @@ class TrialRecord:
     outcome: Outcome | None = None
     log_path: str | None = None
     seconds: float | None = None
-    """From start to outcome, as the controlling process saw it."""
+    """From start to outcome, as the controlling process measured it."""
 
     @property
     def state(self) -> TrialState:
-        """The outcome's state, ``running`` where there is none yet."""
+        """The outcome's state; ``running`` where there is none yet."""
         return "running" if self.outcome is None else self.outcome.state
 
 
 @dataclass(frozen=True, slots=True)
 class PastTrial:
-    """A trial that was run in another study on the same environment with the same workload."""
+    """A trial of another study with the same environment and workload."""
 
     trial: TrialRecord
     study: str
-    """That study's name."""
+    """The name of that study."""
     ceiling: Document
-    """The ceiling that the trial ran under."""
+    """The memory ceiling that the trial had."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudySummary:
-    """A study with what a list of studies shows of it."""
+    """A study with the facts that a list of studies shows."""
 
     study: StudyRecord
     workload: Document
@@ -108,5 +108,5 @@ class StudySummary:
 
     @property
     def trials(self) -> int:
-        """How many trials were started, in whatever state they are."""
+        """Number of trials that were started, in any state."""
         return self.running + self.completed + self.out_of_memory + self.failed

@@ -6,23 +6,23 @@ from autotune.core.candidate import Candidate
 from autotune.core.outcome import TRANSIENT, Completed, Failed, OutOfMemory
 from autotune.store import Stage, TrialRecord
 
-# The search was killed: hardly ever the candidate's doing, but one that takes the machine down must not do so for ever.
+# An interruption is hardly ever caused by the candidate. One that crashes the machine must not be repeated forever.
 _MOST_INTERRUPTIONS = 10
 _MOST_FAULTS = 1
-# A measurement beside a neighbour is better than none, and a neighbour that stays disturbs every one of them.
+# Repeats after a disturbance. A disturbed measurement is better than none, and some disturbances never end.
 _MOST_DISTURBANCES = 2
 _MOST_DISTURBANCES_IN_ALL = 10
 
 
 class Repeats:
-    """Goes through a study's trials in order; the same whether they are seen as they end or read from the record."""
+    """Takes a study's trials in order; the result is the same during the search and when read from the record."""
 
     def __init__(self) -> None:
         self._set_aside: dict[tuple[Candidate, str], list[TrialRecord]] = {}
         self._owed: dict[Candidate, Stage] = {}
         self._disturbances = 0
         self.excused = 0
-        """Trials that do not count, neither for their candidate nor against a budget of trials."""
+        """Number of trials that do not count, neither for their candidate nor against a budget of trials."""
 
     @property
     def owed(self) -> list[tuple[Stage, Candidate]]:
@@ -38,7 +38,7 @@ class Repeats:
         before = self._set_aside.setdefault((trial.candidate, kind), [])
         if len(before) >= _MOST[kind] or (kind == "disturbed" and self._disturbances >= _MOST_DISTURBANCES_IN_ALL):
             self._owed.pop(trial.candidate, None)
-            # Whatever disturbs a measurement makes it slower, so the fastest was disturbed least.
+            # A disturbance slows a measurement down, so the fastest was disturbed least.
             return max([trial, *before], key=_speed)
         before.append(trial)
         self._disturbances += kind == "disturbed"
@@ -51,7 +51,7 @@ _MOST = {"interrupted": _MOST_INTERRUPTIONS, "fault": _MOST_FAULTS, "disturbed":
 
 
 def _kind(trial: TrialRecord) -> str | None:
-    """Why a trial that ended may say nothing of its candidate; ``None`` where it says what it says."""
+    """Return why a trial that ended says nothing about its candidate; ``None`` where it counts."""
     match trial.outcome:
         case Failed(reason="interrupted"):
             return "interrupted"
@@ -63,5 +63,5 @@ def _kind(trial: TrialRecord) -> str | None:
 
 
 def _speed(trial: TrialRecord) -> float:
-    """Samples a second; of trials that did not complete the last is as good as any."""
+    """Return the samples a second of a trial; 0 where it did not complete, so that the last of those is used."""
     return trial.outcome.measurement.samples_per_second if isinstance(trial.outcome, Completed) else 0.0

@@ -1,4 +1,4 @@
-"""Reading and writing the records: every method is one short transaction, every result a plain value."""
+"""Read and write the records: every method is one short transaction and returns plain values."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from autotune.store.queue import Queue
 from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
 
-# Fixed when the study is created; the rest may change until it ends, and again when it is resumed.
+# Set when the study is created. All other columns may change until it ends, and again when it is resumed.
 _FIXED_IN_A_STUDY = frozenset({"id", "name", "started_at"})
 
 
 class Store:
-    """An open database. Get one from ``open_store``; close it, or use it in a ``with`` statement.
+    """An open database, returned by ``open_store``; to be closed, or used in a ``with`` statement.
 
-    Any method raises ``StorageError`` when the database is locked, damaged or gone.
+    Any method raises ``StorageError`` where the database is locked, damaged or gone.
     """
 
     def __init__(self, location: Location, engine: Engine, optuna: RDBStorage) -> None:
         self._location = location
         self._engine = engine
         self.optuna = optuna
-        """Optuna's storage over the same database, for ``optuna.create_study(storage=…)``."""
+        """Optuna's storage in the same database, for ``optuna.create_study(storage=…)``."""
         self.answers = Answers(engine, location.label)
-        """What trial processes answered."""
+        """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
         """The jobs of a service, its agents and its tokens."""
 
     @property
     def url(self) -> str:
-        """SQLAlchemy's URL of the database, with the password if it has one."""
+        """SQLAlchemy's URL of the database, with its password."""
         return self._location.url_text
 
     @property
     def path(self) -> Path | None:
-        """The SQLite file; ``None`` where the database is a server's."""
+        """The SQLite file; ``None`` where the database is on a server."""
         return self._location.path
 
     @property
     def label(self) -> str:
-        """The database in the user's own words, for messages; a password is left out."""
+        """The database in the user's own words without a password, for messages."""
         return self._location.label
 
     def close(self) -> None:
-        """Closes every connection; the store is of no use afterwards. May be called twice."""
+        """Close every connection. The store cannot be used afterwards; closing it twice is allowed."""
         close_optuna(self.optuna)
         self._engine.dispose()
 
@@ -77,23 +77,23 @@ class Store:
     # Workloads and environments
 
     def intern_environment(self, document: Document, fingerprint: str) -> str:
-        """The id of the environment with this fingerprint, which is recorded when it is new."""
+        """Return the id of the environment with this fingerprint, which is recorded if it is new."""
         return self._intern(EnvironmentRow, document, fingerprint)
 
     def intern_workload(self, document: Document, fingerprint: str) -> str:
-        """The id of the workload with this fingerprint, which is recorded when it is new."""
+        """Return the id of the workload with this fingerprint, which is recorded if it is new."""
         return self._intern(WorkloadRow, document, fingerprint)
 
     def environment(self, environment_id: str) -> Document:
-        """The environment's document; ``ValueError`` when there is none of this id."""
+        """Return the environment's document; raises ``ValueError`` where there is none with this id."""
         return self._document(EnvironmentRow, environment_id)
 
     def workload(self, workload_id: str) -> Document:
-        """The workload's document; ``ValueError`` when there is none of this id."""
+        """Return the workload's document; raises ``ValueError`` where there is none with this id."""
         return self._document(WorkloadRow, workload_id)
 
     def workload_of(self, study: StudyRecord) -> Document:
-        """A study's workload, which it may share with others, with its data where this study had it."""
+        """Return a study's workload, which other studies may share, with the place of this study's dataset."""
         workload = self.workload(study.workload_id)
         place = study.request.get("data_at")
         return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
@@ -101,7 +101,7 @@ class Store:
     # Studies
 
     def create_study(self, study: StudyRecord) -> None:
-        """Records a new study; ``StorageError`` when its name is taken."""
+        """Record a new study; raises ``StorageError`` where its name is taken."""
         try:
             with self._transaction(writes=True) as connection:
                 taken = select(StudyRow.id).where(StudyRow.name == study.name)
@@ -109,15 +109,15 @@ class Store:
                     raise _name_is_taken(study.name, self.label)
                 connection.execute(insert(StudyRow).values(**_study_columns(study)))
         except StorageError as error:
-            # Where writers do not wait for each other, another may have come between.
+            # Another process may have recorded it in between.
             if isinstance(error.__cause__, IntegrityError) and self.study(study.name) is not None:
                 raise _name_is_taken(study.name, self.label) from error
             raise
 
     def update_study(self, study: StudyRecord) -> None:
-        """Writes the record over the one of the same id; the name and the start stay as they were.
+        """Update the record with the same id, except its name and start.
 
-        ``StorageError`` when there is none of this id.
+        Raises ``StorageError`` where there is none with this id.
         """
         values = {name: value for name, value in _study_columns(study).items() if name not in _FIXED_IN_A_STUDY}
         with self._transaction(writes=True) as connection:
@@ -128,13 +128,13 @@ class Store:
                 )
 
     def study(self, name: str) -> StudyRecord | None:
-        """The study of this name, if there is one."""
+        """Return the study with this name; ``None`` where there is none."""
         with self._transaction() as connection:
             row = connection.execute(select(*_STUDY_COLUMNS).where(StudyRow.name == name)).first()
         return None if row is None else _study_record(row._mapping)
 
     def existing_study(self, name: str) -> StudyRecord:
-        """The study of this name; ``UnknownStudyError`` where there is none, with those that may be meant."""
+        """Return the study with this name; raises ``UnknownStudyError``, with similar names, where there is none."""
         study = self.study(name)
         if study is not None:
             return study
@@ -145,7 +145,7 @@ class Store:
         )
 
     def studies(self) -> list[StudySummary]:
-        """Every study, the newest first."""
+        """Return every study, the newest first."""
         with self._transaction() as connection:
             rows = connection.execute(_STUDIES_WITH_DOCUMENTS).all()
             counts = _trial_counts(connection)
@@ -156,14 +156,15 @@ class Store:
     # Trials
 
     def start_trial(self, trial: TrialRecord) -> None:
-        """Records a trial that is about to run (or one with its outcome already)."""
+        """Record a trial that is about to run, or one that has its outcome already."""
         with self._transaction(writes=True) as connection:
             connection.execute(insert(TrialRow).values(**_trial_columns(trial)))
 
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
-        """Records how a running trial ended; ``StorageError`` when no trial of this id is running.
+        """Record how a running trial ended; raises ``StorageError`` where no trial with this id is running.
 
-        That is so where another host searches the same study: it takes the trial for one of a killed search.
+        That happens when another host searches the same study, and takes this trial for one of a search that was
+        killed.
         """
         ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
         running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
@@ -175,9 +176,9 @@ class Store:
                 )
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
-        """Marks every trial of the study that still counts as running as interrupted; returns how many there were.
+        """Mark every running trial of the study as interrupted, and return how many there were.
 
-        For a search that resumes after having been killed. The time they took is not known.
+        For a search that resumes after it was killed. How long those trials took is not known.
         """
         lost = Failed(reason="interrupted", message=message)
         running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
@@ -186,22 +187,22 @@ class Store:
             return connection.execute(update(TrialRow).where(running).values(**values)).rowcount
 
     def trial(self, trial_id: str) -> TrialRecord | None:
-        """The trial of this id, if there is one."""
+        """Return the trial with this id; ``None`` where there is none."""
         with self._transaction() as connection:
             found = _trials(connection, _TRIALS.where(TrialRow.id == trial_id))
         return found[0] if found else None
 
     def trials(self, study_id: str) -> list[TrialRecord]:
-        """The study's trials in Optuna's order."""
+        """Return the study's trials in Optuna's order."""
         of_study = _TRIALS.where(TrialRow.study_id == study_id).order_by(TrialRow.number, TrialRow.started_at)
         with self._transaction() as connection:
             return _trials(connection, of_study)
 
     def past_trials(self, study: StudyRecord) -> list[PastTrial]:
-        """What was run in other studies on the environment of this one with its workload, the oldest first.
+        """Return the trials of other studies with this study's environment and workload, the oldest first.
 
-        Only trials that completed or ran out of memory, none that were themselves taken from earlier ones.
-        A trial that this autotune cannot read is left out.
+        Only trials that completed or ran out of memory count, and none that were reused themselves. A trial that this
+        autotune cannot read is left out.
         """
         query = _PAST_TRIALS.where(
             TrialRow.environment_id == study.environment_id,
@@ -275,7 +276,7 @@ def _name_is_taken(name: str, label: str) -> StorageError:
 
 
 def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
-    """The fields as they are: ``dataclasses.asdict`` would take outcomes and candidates apart."""
+    """Return the fields unchanged; ``dataclasses.asdict`` would convert outcomes and candidates as well."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
@@ -319,7 +320,7 @@ def _trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
 
 
 def _trial_counts(connection: Connection) -> dict[_CountKey, int]:
-    """How many trials each study has in each state."""
+    """Return how many trials each study has in each state."""
     query = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
     return {(study_id, state): count for study_id, state, count in connection.execute(query)}
 

@@ -1,8 +1,7 @@
-"""autotune's own tables, as SQLAlchemy declares them.
+"""Declare autotune's own tables for SQLAlchemy.
 
-They lie in one database with Optuna's and refer to none of those: Optuna reuses ids, and a foreign
-key to its tables would keep it from deleting a study. ``alembic/versions`` builds what is declared
-here; a test compares the two.
+They are in one database with Optuna's tables and never refer to them: Optuna reuses ids, and a foreign key to its
+tables would keep it from deleting a study. ``alembic/versions`` builds what is declared here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 PREFIX = "autotune_"
-"""Every table of ours begins so; whatever does not is left alone."""
+"""Prefix of every table of autotune; all other tables are left alone."""
 VERSION_TABLE = "autotune_alembic_version"
-"""Optuna owns the table ``alembic_version``; sharing it breaks whichever comes second."""
+"""Alembic's version table. Optuna has the name ``alembic_version``, which two programs cannot share."""
 
 _ID_LENGTH = 32
 _FINGERPRINT_LENGTH = 64
 _WORD_LENGTH = 16
-# Optuna's own limit for the name of a study (optuna.storages._rdb.models.MAX_INDEXED_STRING_LENGTH).
+# Optuna's limit for the name of a study (optuna.storages._rdb.models.MAX_INDEXED_STRING_LENGTH).
 _NAME_LENGTH = 512
-# None is then no document, rather than the JSON document "null".
+# None then means no document, rather than the JSON document "null".
 _DOCUMENT = JSON(none_as_null=True)
 
-# Constraints need names that do not depend on the database, or a later migration cannot drop them.
+# Constraints need names that do not depend on the database, so that later migrations can drop them.
 _NAMING_CONVENTION = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -38,13 +37,13 @@ _NAMING_CONVENTION = {
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC. SQLite keeps no time zone, so it is taken off and put back here."""
+    """A time in UTC. SQLite stores no time zone, so it is removed and added here."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """To UTC; a time without a zone is a mistake of the caller."""
+        """Convert to UTC; raises ``ValueError`` for a time without a zone."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -53,7 +52,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return in_utc.replace(tzinfo=None) if dialect.name == "sqlite" else in_utc
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """With the zone UTC, whatever the database made of it."""
+        """Return the time in UTC, whatever the database made of it."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -65,7 +64,7 @@ class Base(DeclarativeBase):
     metadata = MetaData(naming_convention=_NAMING_CONVENTION)
     type_annotation_map = {  # noqa: RUF012
         datetime: UtcDateTime,
-        # What float stands for by itself depends on the version of SQLAlchemy.
+        # What SQLAlchemy makes of a plain float depends on its version.
         float: Double,
     }
 

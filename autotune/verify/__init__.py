@@ -1,1 +1,1 @@
-"""A stock ``Trainer`` run against what a study promised."""
+"""Verify a study's result: a stock ``Trainer`` against its promise, and the winner's loss against the baseline's."""

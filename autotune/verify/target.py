@@ -1,4 +1,4 @@
-"""Say what verify trains: a study's winner as its export or a file has it, where it was measured."""
+"""Choose what is verified: the winner of a study with its exported arguments, where it was measured."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from autotune.verify.comparison import Interval
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A study's winner, its exported arguments, and where to run them."""
+class Target:
+    """The winner of a study, its exported arguments, and where to run them."""
 
     report: Report
     best: TrialRecord
     promised: Measurement
-    """Of all measured processes of the winner."""
+    """Measurement pooled over all processes of the winner."""
     promise: Interval
-    """The speed that its next run is promised to have."""
+    """The promised speed of its next run."""
     processes: int
-    """How many processes of the winner that rests on."""
+    """Number of processes behind the promise."""
     arguments: Document
-    """Fields of ``TrainingArguments``, as exported or as a file has them."""
+    """Fields of ``TrainingArguments``, as exported or read from a file."""
     attn_implementation: str
     placement: Placement
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment, which the export asks for."""
+    """Environment variables that the export asks for."""
 
     @property
     def has_data(self) -> bool:
-        """Whether it was searched on the user's own data."""
+        """Whether the search used the user's own dataset."""
         return bool(self.report.workload.get("data"))
 
     @property
     def cap_bytes(self) -> int | None:
-        """The cap of the study's trials where a memory limit made it; ``None``: all that the device has."""
+        """The cap of the study's trials, if it had a memory limit; ``None`` means all that the device has."""
         ceiling = self.report.ceiling
         return None if ceiling.limit_bytes is None else ceiling.cap_bytes
 
     def job(self, steps: int, **more: Any) -> Document:
-        """What a process of ``autotune.worker.verify.stock`` is told."""
+        """Return the job for a process of ``autotune.worker.verify.stock``."""
         return {
             "workload": self.report.workload,
             "arguments": self.arguments,
@@ -65,26 +65,27 @@ class Subject:
 
 
 def what_is_not_verified(workload: Document) -> str | None:
-    """What of a workload no hundred steps of a stock ``Trainer`` can show, and why; ``None`` where they can."""
+    """Say what of a workload a hundred steps of a stock ``Trainer`` cannot verify; ``None`` where they can."""
     if workload.get("source") or workload.get("task") == "own":
-        return "code of its own, which verify does not run: it makes model and Trainer itself"
+        return "your own code, which makes the model and the Trainer itself: verify does not run that"
     if (workload.get("data") or {}).get("group_by_length"):
         # Batches come longest first, fifty at a time.
-        return "samples grouped by length, and a part of such an epoch says nothing of it"
+        return "samples grouped by length, where a few steps do not represent an epoch"
     return None
 
 
 def check_can_be_verified(workload: Document) -> None:
-    """Raise before a search that ends with ``verify`` for what that would refuse; ``InvalidRequestError``."""
+    """Raise ``InvalidRequestError`` for a search with ``--verify`` that could not be verified at its end."""
     unverified = what_is_not_verified(workload)
     if unverified is not None:
         raise InvalidRequestError(f"--verify after a search with {unverified}", "leave --verify out")
 
 
-def subject_of(report: Report, placement: Placement, arguments: Document | None = None) -> Subject:
-    """The winner of a study, with ``arguments`` from a file in place of its export's.
+def target_of(report: Report, placement: Placement, arguments: Document | None = None) -> Target:
+    """Return the winner of a study, with ``arguments`` from a file in place of its export's.
 
-    Raises ``NoResultError`` where the study has no winner and ``InvalidRequestError`` where the file is not its export.
+    Raises ``NoResultError`` where the study has no winner, and ``InvalidRequestError`` where the file is not its
+    export.
     """
     unverified = what_is_not_verified(report.workload)
     if unverified is not None:
@@ -99,7 +100,7 @@ def subject_of(report: Report, placement: Placement, arguments: Document | None 
     assert speed is not None, "what was measured has a speed"
     if arguments is not None:
         _check_is_export_of(arguments, export.measured_arguments, report)
-    return Subject(
+    return Target(
         report,
         best,
         promised,
@@ -125,11 +126,11 @@ def _check_is_export_of(arguments: Document, exported: Document, report: Report)
         )
     unknown = sorted(set(arguments) - set(report.environment["training_arguments_fields"]))
     if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)} in the file is no TrainingArguments field", "take it out")
+        raise InvalidRequestError(f"{', '.join(unknown)} in the file is no TrainingArguments field", "remove it")
 
 
 def read_arguments(path: Path) -> Document:
-    """An export's JSON; ``InvalidRequestError`` where the file holds nothing of the kind."""
+    """Return the JSON of an export; raises ``InvalidRequestError`` where the file holds none."""
     try:
         arguments = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -138,15 +139,15 @@ def read_arguments(path: Path) -> Document:
         ) from error
     if not isinstance(arguments, dict) or "per_device_train_batch_size" not in arguments:
         raise InvalidRequestError(
-            f"{path} holds no export: per_device_train_batch_size is missing", "make it with autotune export STUDY"
+            f"{path} is not an export: per_device_train_batch_size is missing", "make it with autotune export STUDY"
         )
     return arguments
 
 
 def find_exported(store: Store, arguments: Document) -> Report:
-    """The newest study whose export has these values; ``UnknownStudyError`` where there is none.
+    """Return the newest study that exports these values; raises ``UnknownStudyError`` where there is none.
 
-    ``InvalidRequestError`` where there are some of different workloads: the file does not say which model it is of.
+    Raises ``InvalidRequestError`` where studies of different workloads do: the file does not name its model.
     """
     found: list[Report] = []
     for summary in store.studies():
@@ -171,9 +172,9 @@ def find_exported(store: Store, arguments: Document) -> Report:
 
 
 def placement_of(report: Report) -> Placement:
-    """Return the placement here that a study was measured on, by UUID or at least of the same name and size.
+    """Return the placement of this machine that a study was measured on, by UUID, or by name and memory size.
 
-    Raises ``DeviceError`` where there is none, since nothing was promised for any other.
+    Raises ``DeviceError`` where there is none, since the promise holds for no other.
     """
     measured = report.environment
     here = [device for device in list_devices() if device.kind == measured["device_kind"]]
@@ -186,6 +187,6 @@ def placement_of(report: Report) -> Placement:
             return Placement.of(device)
     names = ", ".join(f"{device.label} ({device.name})" for device in list_devices())
     raise DeviceError(
-        f"the study {report.study.name!r} was measured on {measured['device_name']}; here are {names}",
+        f"the study {report.study.name!r} was measured on {measured['device_name']}; this machine has {names}",
         "verify it on that machine, or search again on this one",
     )

@@ -1,6 +1,6 @@
-"""The proof: a stock ``Trainer`` in a process of its own against what a study promises of its winner.
+"""Verify speed and memory: run a stock ``Trainer`` in a fresh process, and compare it with a study's promise.
 
-``verify`` compares speed and memory, ``compare_losses`` in ``autotune.verify.loss`` the training itself.
+``autotune.verify.loss`` compares the training itself.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
 from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
-from autotune.verify.target import Subject
+from autotune.verify.target import Target
 
 DEFAULT_STEPS = 100
 LEAST_STEPS = 20
 MEMORY_TOLERANCE = 0.02
-# A CPU's peak is resident memory: a process that was not forked reads libraries and keeps pages of its own.
+# A CPU's peak is resident memory: a fresh process, unlike a forked one, reads libraries and has pages of its own.
 CPU_SLACK_BYTES = 96 * MIB
-# Imports took 10 s on a cold disk; evaluating and writing a checkpoint of a few GiB may take minutes.
+# Imports took 10 s on a cold disk. Evaluating and writing a checkpoint of a few GiB may take minutes.
 _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What a stock run showed, beside what was promised."""
+    """The measurements of a stock run, compared with what was promised."""
 
-    subject: Subject
+    target: Target
     steps: int
     obtained: Document
-    """The answer of ``autotune.worker.verify.stock``."""
+    """The result document of ``autotune.worker.verify.stock``."""
 
     def __str__(self) -> str:
-        """What came of it in a line, for a notebook."""
+        """Return the result in one line, for a notebook."""
         promised, obtained = self.promise.mean, self.samples_per_second or 0.0
         verdict = "; ".join(self.misses()) or self.verdict().replace("_", " ")
         return (
-            f"{self.subject.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
+            f"{self.target.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
             f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
         )
 
-    # What it is made of has a whole study in it.
+    # The default representation would print a whole study.
     __repr__ = __str__
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of the training steps alone; ``None`` where the run did not end well."""
+        """Speed of the training steps alone; ``None`` where the run failed."""
         return self._total("samples") / self._total("seconds") if self.stretches else None
 
     @property
     def stretches(self) -> list[Document]:
-        """Of each timed stretch ``steps``, ``samples``, ``seconds``, ``new_shapes``."""
+        """The timed stretches, each with ``steps``, ``samples``, ``seconds``, ``new_shapes``."""
         stretches: list[Document] = self.obtained.get("stretches", [])
         return stretches
 
@@ -69,23 +69,23 @@ class Verification:
 
     @property
     def steps_timed(self) -> int:
-        """Optimizer steps in the stretches."""
+        """Number of optimizer steps in the stretches."""
         return int(self._total("steps"))
 
     @property
     def samples_timed(self) -> int:
-        """Samples in them; the last step of an epoch may have fewer than the others."""
+        """Number of samples in them; the last step of an epoch may have fewer than the others."""
         return int(self._total("samples"))
 
     @property
     def new_shapes(self) -> int:
-        """Padded lengths that came for the first time in them."""
+        """Number of padded lengths in them that were new to the GPU."""
         return int(self._total("new_shapes"))
 
     @property
     def promise(self) -> Interval:
-        """What was promised of the steps that were timed: padded lengths that came for the first time take longer."""
-        promise = self.subject.promise
+        """The promised speed of the timed steps: padded lengths that are new to the GPU take extra time."""
+        promise = self.target.promise
         if not self.samples_timed:
             return promise
         seconds = self.samples_timed / promise.mean
@@ -93,60 +93,63 @@ class Verification:
 
     @property
     def speed(self) -> Interval | None:
-        """The run's mean speed with its own interval, new lengths aside; ``None`` where the run did not end well."""
+        """The run's mean speed with its interval, without the extra time of new lengths.
+
+        ``None`` where the run failed.
+        """
         if self.samples_per_second is None:
             return None
         each: list[float] = []
         for stretch in self.stretches:
             seconds = float(stretch["seconds"])
-            # What new lengths cost differs; no stretch is mostly that.
+            # The extra time of new lengths varies, so it is never taken for most of a stretch.
             each.append(stretch["samples"] / max(seconds - self._new_seconds(stretch["new_shapes"]), seconds / 2))
         return mean_speed(self.samples_per_second, each)
 
     def _new_seconds(self, new_shapes: int) -> float:
-        """What so many new lengths cost by what the search saw, nothing where it saw nothing."""
-        return new_shapes * (self.subject.promised.new_length_seconds or 0.0)
+        """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
+        return new_shapes * (self.target.promised.new_length_seconds or 0.0)
 
     @property
     def judges_allocated(self) -> bool:
-        """Whether what is reserved depends on more than the training: where segments expand, or lengths differ.
+        """Whether peak allocated memory is compared, since reserved memory does not depend on the training alone.
 
-        The allocator keeps what batches of every length have left, up to its cap.
+        That is so with expandable segments, and with batches of different lengths: the allocator keeps freed blocks of
+        every length, up to its cap.
         """
-        return self.subject.has_data or self.subject.best.candidate.arm.expandable_segments
+        return self.target.has_data or self.target.best.candidate.arm.expandable_segments
 
     @property
     def training_peak_bytes(self) -> int | None:
-        """What is judged: peak reserved of the steps, or peak allocated; see ``judges_allocated``."""
+        """The peak that is compared: reserved or allocated memory of the steps, see ``judges_allocated``."""
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Of the steps: before the evaluation, and later if it then grew beyond that of the save."""
+        """Return the steps' peak before the evaluation, or the later one if that exceeds the checkpoint's."""
         peaks = self.obtained.get("peak_bytes")
         if not peaks:
             return None
-        which = 0 if kind == "allocated" else 1
-        before, end = int(peaks.get("before", peaks["end"])[which]), int(peaks["end"][which])
-        return end if end > int(peaks.get("save", peaks["end"])[which]) else before
+        before, end = int(peaks.get("before", peaks["end"])[kind]), int(peaks["end"][kind])
+        return end if end > int(peaks.get("save", peaks["end"])[kind]) else before
 
     @property
     def promised_peak_bytes(self) -> int:
-        """What it is compared with."""
-        promised = self.subject.promised
+        """The promised peak that it is compared with."""
+        promised = self.target.promised
         return promised.peak_allocated_bytes if self.judges_allocated else promised.peak_reserved_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """What a peak may be higher besides, for the libraries of a process of its own."""
-        return CPU_SLACK_BYTES if self.subject.placement.kind == "cpu" else 0
+        """Bytes that a peak may be higher for the libraries of a fresh process."""
+        return CPU_SLACK_BYTES if self.target.placement.kind == "cpu" else 0
 
     @property
     def most_bytes(self) -> int:
-        """What a training peak may reach without being a miss."""
+        """Largest training peak that keeps the promise."""
         return round(self.promised_peak_bytes * (1 + MEMORY_TOLERANCE)) + self.slack_bytes
 
     def misses(self) -> list[str]:
-        """What was promised and not kept, each in a sentence; empty where all was."""
+        """Return the promises that were not kept, each in a sentence; empty where all were."""
         if self.obtained["state"] == "out_of_memory":
             return [f"memory ran out during {_DURING[self.obtained['during']]}: {self.obtained['message']}"]
         found = self._too_slow()
@@ -161,7 +164,7 @@ class Verification:
         return found
 
     def _too_slow(self) -> list[str]:
-        """The missed speed in a sentence; nothing where it was not missed."""
+        """Say that the speed was missed; empty where it was not."""
         promise, speed = self.promise, self.speed
         if speed is None or compare(promise, speed) != "missed":
             return []
@@ -171,20 +174,20 @@ class Verification:
         ]
 
     def verdict(self) -> Verdict:
-        """Return whether what was promised was kept, as far as the two intervals can tell."""
+        """Return whether the promise was kept, as far as the two intervals can tell."""
         if self.misses() or self.speed is None:
             return "missed"
         return compare(self.promise, self.speed)
 
     def verdict_line(self) -> str:
-        """Say in a sentence what came of a run without a miss, and how much that says."""
+        """Say the result of a run without a miss in one sentence, and how certain it is."""
         speed = self.speed
         if speed is None or self.verdict() != "cannot_tell":
             return "kept: a stock Trainer does what was promised"
         return "cannot tell: " + "; ".join(self.why())
 
     def why(self) -> list[str]:
-        """Say why the speeds do not agree, or why nobody can tell whether they do; empty where the promise was kept."""
+        """Say why the speeds differ, or why the intervals cannot tell; empty where the promise was kept."""
         promise, speed = self.promise, self.speed
         if speed is None or compare(promise, speed) == "kept":
             return []
@@ -194,7 +197,7 @@ class Verification:
             if speed.mean < promise.low:
                 found.append(f"{_rate(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them")
             else:
-                found.append(f"a run that is slower by {open_share:.0%} would not have been refuted")
+                found.append(f"the intervals are so wide that a run {open_share:.0%} slower would not be refuted")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
             found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
         else:
@@ -205,10 +208,10 @@ class Verification:
 
     @property
     def _is_host_bound(self) -> bool:
-        return what_limits(self.subject.promised).kind == "host"
+        return what_limits(self.target.promised).kind == "host"
 
     def _why_promise_is_wide(self) -> str:
-        processes, busy = self.subject.processes, self.subject.promised.gpu_busy_share
+        processes, busy = self.target.processes, self.target.promised.gpu_busy_share
         if self._is_host_bound and busy is not None:
             return f"the GPU computes {busy:.0%} of a step, the rest waits for the host"
         if processes == 1:
@@ -222,12 +225,12 @@ class Verification:
             raise PromiseMissedError("; ".join(misses), self._hint(misses))
 
     def _hint(self, misses: list[str]) -> str:
-        """What to do about them."""
-        batch = self.subject.best.candidate.per_device_train_batch_size
-        if self.obtained.get("during") == "evaluate" and self.subject.arguments.get(EVALUATION_BATCH) != batch:
+        """Return what to do about the misses."""
+        batch = self.target.best.candidate.per_device_train_batch_size
+        if self.obtained.get("during") == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
-        return f"search again {how}; autotune devices shows who else is there"
+        return f"search again {how}; autotune devices shows other processes"
 
 
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
@@ -242,43 +245,43 @@ def _ends(interval: Interval) -> str:
 
 
 def check_steps(steps: int) -> None:
-    """``InvalidRequestError`` where so many are too few."""
+    """Raise ``InvalidRequestError`` where there are too few steps to measure a speed."""
     if steps < LEAST_STEPS:
         raise InvalidRequestError(
             f"--steps {steps} are too few to tell a speed after the warm-up", f"use {LEAST_STEPS} or more"
         )
 
 
-def verify(subject: Subject, steps: int, log_path: Path) -> Verification:
-    """Run the stock process; ``TrialServerError`` where it fails for another reason than memory."""
+def verify(target: Target, steps: int, log_path: Path) -> Verification:
+    """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory."""
     check_steps(steps)
-    timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * subject.promised.step_seconds
-    folder = _data_folder(subject, log_path.parent.parent)
-    job = subject.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
+    timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
+    folder = _data_folder(target, log_path.parent.parent)
+    job = target.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
     obtained = run_fresh(
-        "autotune.worker.verify.stock", job, subject.placement, log_path, timeout_seconds, subject.variables
+        "autotune.worker.verify.stock", job, target.placement, log_path, timeout_seconds, target.variables
     )
     if obtained["state"] == "failed":
         raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
-    return Verification(subject, steps, obtained)
+    return Verification(target, steps, obtained)
 
 
-def _data_folder(subject: Subject, logs: Path) -> Path | None:
-    """Where the study's data was read into; where that is gone, it is read again, if it still is what it was."""
-    workload = Workload.from_document(subject.report.workload)
+def _data_folder(target: Target, logs: Path) -> Path | None:
+    """Return the folder of the study's prepared dataset, which is prepared again if it is gone and has not changed."""
+    workload = Workload.from_document(target.report.workload)
     if workload.data is None:
         return None
     folder = workload.data_folder(logs)
     if facts_in(folder) is None:
-        with TrialServer(subject.placement, workload, logs / subject.report.study.name) as runner:
+        with TrialServer(target.placement, workload, logs / target.report.study.name) as runner:
             runner.read_data(folder)
     return folder
 
 
 def notes(verification: Verification) -> list[str]:
-    """What the reader should know of how far the comparison reaches."""
+    """Return notes that limit the validity of the comparison."""
     found = []
-    recorded = verification.subject.report.environment["packages"]
+    recorded = verification.target.report.environment["packages"]
     changed = [
         f"{name} {version or 'none'}, now {now or 'none'}"
         for name, now in verification.obtained.get("packages", {}).items()
@@ -286,52 +289,52 @@ def notes(verification: Verification) -> list[str]:
     ]
     if changed:
         found.append(f"the study was measured with {'; '.join(changed)}")
-    promised, line_bytes = verification.subject.promised, verification.subject.report.ceiling.line_bytes
+    promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_length_seconds:
         found.append(
-            f"{format_count(verification.new_shapes)} padded lengths came for the first time in these steps, which is "
-            f"in what was promised ({format_rate(verification.subject.promise.mean)} without)"
+            f"{format_count(verification.new_shapes)} padded lengths were new to the GPU in these steps; the promise "
+            f"allows for their extra time ({format_rate(verification.target.promise.mean)} without it)"
         )
     reserved = verification.peak_bytes("reserved") or 0
-    if verification.subject.has_data and reserved > line_bytes:
+    if verification.target.has_data and reserved > line_bytes:
         found.append(
-            f"the allocator kept {format_bytes(reserved)} of what batches of other lengths left, over the "
-            f"{format_bytes(line_bytes)} that the headroom leaves: under its cap it gives that back"
+            f"the allocator kept {format_bytes(reserved)} reserved for batches of other lengths, above the "
+            f"{format_bytes(line_bytes)} that leave the headroom; under its cap it frees that"
         )
     peak = verification.training_peak_bytes or 0
     if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
         found.append(
-            f"on a CPU a process of its own may hold {format_bytes(verification.slack_bytes)} more than a forked one"
+            f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
         )
     if verification.obtained.get("skipped_steps"):
-        found.append(f"fp16's gradient scaler left out {verification.obtained['skipped_steps']} updates at the start")
+        found.append(f"fp16's gradient scaler skipped {verification.obtained['skipped_steps']} updates at the start")
     return found
 
 
 def verification_document(verification: Verification) -> Document:
-    """As ``--json`` prints it; what was not measured is ``None``."""
-    subject, obtained = verification.subject, verification.obtained
-    promised, promise, speed = subject.promised, verification.promise, verification.speed
+    """Return the comparison as ``--json`` prints it; what was not measured is ``None``."""
+    target, obtained = verification.target, verification.obtained
+    promised, promise, speed = target.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes
-    peaks = {name: reserved for name, (_, reserved) in obtained.get("peak_bytes", {}).items()}
+    peaks = {name: peak["reserved"] for name, peak in obtained.get("peak_bytes", {}).items()}
     reserved = verification.peak_bytes("reserved")
     return {
-        "study": subject.report.study.name,
-        "model": subject.report.workload["model"],
-        "device": subject.placement.name,
-        "candidate": subject.best.candidate.parameters(),
+        "study": target.report.study.name,
+        "model": target.report.workload["model"],
+        "device": target.placement.name,
+        "candidate": target.best.candidate.parameters(),
         "steps": verification.steps,
         "verdict": verification.verdict(),
         "why": verification.why(),
         "kept": verification.verdict() == "kept",
         "misses": verification.misses(),
         "promised": {
-            "samples_per_second": subject.promise.mean,
+            "samples_per_second": target.promise.mean,
             "samples_per_second_with_new_lengths": promise.mean,
             "samples_per_second_low": promise.low,
             "samples_per_second_high": promise.high,
             "relative_half_width": promise.relative_half_width,
-            "processes_measured": subject.processes,
+            "processes_measured": target.processes,
             "gpu_busy_share": promised.gpu_busy_share,
             "peak_allocated_bytes": promised.peak_allocated_bytes,
             "peak_reserved_bytes": promised.peak_reserved_bytes,
@@ -366,7 +369,7 @@ def verification_document(verification: Verification) -> Document:
         "slack": _finite(slack(promise, speed)) if speed else None,
         "memory_tolerance": MEMORY_TOLERANCE,
         "memory_slack_bytes": verification.slack_bytes,
-        "cap_bytes": subject.cap_bytes,
+        "cap_bytes": target.cap_bytes,
         "notes": notes(verification),
     }
 

@@ -1,4 +1,4 @@
-"""What only a process with torch can say: versions, the CUDA context's size, facts about the model."""
+"""Report what only a process with torch can tell: versions, and facts about the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _version(package: str) -> str | None:
 
 
 def package_versions() -> dict[str, str | None]:
-    """The versions of the libraries on which a measurement depends; ``None`` for one that is not installed."""
+    """Return the versions of the libraries that a measurement depends on; ``None`` for one that is not installed."""
     return {name: _version(name) for name in _PACKAGES}
 
 
 def _model_facts(workload: Workload) -> Document:
-    """Parameters and abilities of the model, from a build on the ``meta`` device (no memory)."""
+    """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     random_weights = dataclasses.replace(workload, weights=None)
@@ -48,7 +48,7 @@ def _model_facts(workload: Workload) -> Document:
 
 
 def inspect(job: Document) -> Document:
-    """Facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
+    """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
     facts = inspect_environment()
     try:
         facts["model"] = _model_facts(Workload.from_document(job["workload"]))
@@ -58,7 +58,7 @@ def inspect(job: Document) -> Document:
 
 
 def inspect_environment() -> Document:
-    """Return facts about the environment alone; ``autotune.worker.gpu_facts`` adds those that need the GPU."""
+    """Return facts about the environment; ``autotune.worker.gpu_facts`` adds those that need the GPU."""
     return {
         "context_bytes": 0,
         "optims": optimizer_names(),

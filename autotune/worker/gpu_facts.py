@@ -17,7 +17,7 @@ from autotune.worker.process import serve_one_job
 
 
 def gpu_facts(job: Document) -> Document:
-    """Return what is added to the facts that ``autotune.worker.facts.inspect`` gives of a workload."""
+    """Return the facts that are added to those of ``autotune.worker.facts.inspect``."""
     facts: Document = {
         "context_bytes": context_bytes(job["device_uuid"], convolves=job["convolves"]),
         "environment": {
@@ -38,11 +38,11 @@ def gpu_facts(job: Document) -> Document:
 
 
 def _cudnn_version() -> int | None:
-    """Return the version of the cuDNN that torch has loaded, 91900 for 9.19.0, say."""
+    """Return the version of the cuDNN that torch has loaded: 91900 for 9.19.0."""
     try:
         return torch.backends.cudnn.version()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
     except Exception:
-        # Of a library that does not go with this torch, which a trial would say, too.
+        # A cuDNN that does not match this torch. A trial will report it.
         return None
 
 

@@ -1,4 +1,4 @@
-"""What the operating system must be told so that a trial leaves nothing behind."""
+"""Control processes: adopt orphans, die with the parent, run in a fork, kill children, bound log files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 from autotune.core.pipes import LineReader, wait_until_ready
 
-# How often it is looked whether a child has ended without a word.
+# Interval at which a child is checked for having ended without a result.
 _LOOK_SECONDS = 0.1
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -25,7 +25,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Best effort: systems without prctl lose a second line of defence, not the first."""
+    """Call prctl where it exists. Without it only a second safeguard is lost."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -33,19 +33,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent died become this process's children, so that it can end them."""
+    """Make descendants whose parent died children of this process, so that it can kill them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; leave at once if it already has."""
+    """Have the kernel kill this process when its parent dies; exit at once if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> dict[str, Any]:
-    """Call ``run`` in a child process and return what it finishes with; end as the child ended where it does not.
+    """Call ``run`` in a forked child and return its result; end as the child ended where there is none.
 
     ``run`` gets a function that sends the result, as JSON-ready data, and ends the child.
     """
@@ -66,7 +66,7 @@ def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> 
         return result
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        # Whoever waits for this process sees how the child ended.
+        # The parent of this process sees the child's signal.
         with contextlib.suppress(OSError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -74,9 +74,9 @@ def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> 
 
 
 def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:
-    """Wait until the child has ended; what it wrote, and its status.
+    """Wait until the child has ended; return what it wrote, and its status.
 
-    Processes that it started may hold its end of the pipe for longer, so that the pipe's end is not waited for.
+    The end of the pipe is not waited for, since processes that the child started may hold it open for longer.
     """
     lines: list[bytes] = []
     while not lines and not reader.closed:
@@ -102,9 +102,9 @@ def _run_in_child(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn
 
 
 def serve_one_job(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Read one job from standard input, run it, write its result to the file descriptor on the command line.
+    """Read one job from standard input, run it, and write its result to the file descriptor on the command line.
 
-    The process ends with its parent.
+    The process dies with its parent.
     """
     die_with(os.getppid())
     result_fd = int(sys.argv[1])
@@ -115,7 +115,7 @@ def serve_one_job(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without clean-up: what it inherited is its parent's to clean up."""
+    """Exit without clean-up, since what this process inherited is its parent's to clean up."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -123,12 +123,12 @@ def leave(code: int) -> NoReturn:
 
 
 def children() -> list[int]:
-    """Return the process ids of this process's direct children; adopted ones and zombies count."""
+    """Return the process ids of this process's direct children, with adopted ones and zombies."""
     return [child.pid for child in psutil.Process().children()]
 
 
 def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
-    """Kill and reap every child but the ``spared`` until none is left; each round meets those the last one orphaned."""
+    """Kill and reap every child but the ``spared``, repeatedly, since killing one may orphan and so add others."""
     deadline = time.monotonic() + limit_seconds
     while (left := [pid for pid in children() if pid not in spared]) and time.monotonic() < deadline:
         for pid in left:
@@ -141,21 +141,21 @@ def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> No
 
 
 def kill_group(pid: int) -> None:
-    """Kill a trial and its process group, also when it has not become a group leader yet."""
+    """Kill a trial and its process group, also where it is not a group leader yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
-# A trial that prints without end must not fill the disk. What it said last is what people look for.
+# A log that grows beyond this is cut to its end, so that endless output does not fill the disk. A choice.
 MOST_LOG_BYTES = 16 * 1024**2
 _KEPT_LOG_BYTES = 1024**2
 
 
 def bound_log(path: str) -> None:
-    """Cut a log that has grown too long down to its end; lines that come at that moment may be lost.
+    """Cut a log that is too long to its last part; lines written at the same moment may be lost.
 
-    Whoever writes to it appends, so that what follows comes after what is kept.
+    Processes write to it in append mode, so later lines come after what is kept.
     """
     with contextlib.suppress(OSError):
         size = os.path.getsize(path)
@@ -170,7 +170,7 @@ def bound_log(path: str) -> None:
 
 
 def redirect_output(log_path: str) -> None:
-    """Give standard output and error to a log file, which begins anew, and standard input to nothing."""
+    """Redirect standard output and error to a new log file, and standard input to nothing."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -124,7 +124,12 @@ def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
         environment |= {"device_kind": "cuda", "device_name": "NVIDIA H200", "device_uuid": "GPU-1"}
 
     storage = doctored("autotune_environments.document", elsewhere)
-    refused(run("verify", "tiny", "--storage", storage), 4, "was measured on NVIDIA H200; here are cpu", "search again")
+    refused(
+        run("verify", "tiny", "--storage", storage),
+        4,
+        "was measured on NVIDIA H200; this machine has cpu",
+        "search again",
+    )
 
 
 def test_what_the_stock_process_cannot_build_is_refused(doctored: Doctor, run: Run) -> None:
@@ -142,7 +147,7 @@ def test_files_that_are_no_export_are_refused(studied: Studied, run: Run, folder
     storage = ("--storage", studied.storage)
     refused(run("verify", "absent.json", *storage), 2, "there is no file absent.json")
     (folder / "list.json").write_text("[]")
-    refused(run("verify", "list.json", *storage), 2, "holds no export")
+    refused(run("verify", "list.json", *storage), 2, "is not an export")
     (folder / "torn.json").write_text("{")
     refused(run("verify", "torn.json", *storage), 2, "cannot be read as JSON")
 

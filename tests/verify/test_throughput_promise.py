@@ -20,13 +20,13 @@ from autotune.results.report import Report
 from autotune.store import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict
 from autotune.verify.loss import LossComparison, reference_of
-from autotune.verify.target import Subject
+from autotune.verify.target import Target
 from autotune.verify.throughput import Verification, verification_document
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
 
-def subject(share: float = 0.03, busy: float | None = None, limit_bytes: int | None = 24 * GIB) -> Subject:
+def target(share: float = 0.03, busy: float | None = None, limit_bytes: int | None = 24 * GIB) -> Target:
     """A winner of 320 samples/s, ``share`` more or less in its next run, and 20 GiB."""
     candidate = Candidate(Arm("bf16"), 32, 2)
     measured = Measurement(0.2, (0.2,) * 3, 0.003, 320.0, 19 * GIB, 20 * GIB, gpu_busy_share=busy)
@@ -36,11 +36,11 @@ def subject(share: float = 0.03, busy: float | None = None, limit_bytes: int | N
     environment = {"packages": {"torch": "2.13.0"}}
     report = Report(study, {"model": "bert", "dtype": "float32"}, environment, ceiling, (best,))
     promise = Interval(320.0, 320 * (1 - share), 320 * (1 + share))
-    return Subject(report, best, measured, promise, 1, {}, "sdpa", Placement.of(GPU))
+    return Target(report, best, measured, promise, 1, {}, "sdpa", Placement.of(GPU))
 
 
 def test_the_stock_run_is_told_where_the_winner_ran() -> None:
-    free = subject()
+    free = target()
     assert free.job(20)["cpu_affinity"] is False
     arm = dataclasses.replace(free.best.candidate.arm, cpu_affinity=True)
     best = dataclasses.replace(free.best, candidate=dataclasses.replace(free.best.candidate, arm=arm))
@@ -54,13 +54,18 @@ def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> list[
     return [{**one, "seconds": 64 * steps / speed} for speed in speeds]
 
 
+def peaks(allocated: int, reserved: int) -> dict[str, int]:
+    """Peak bytes as a stock run reports them."""
+    return {"allocated": allocated, "reserved": reserved}
+
+
 def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict[str, Any]:
     """What a stock run answers."""
-    peaks = {name: (size - GIB, size) for name, size in {"before": peak, "evaluate": peak, "save": peak}.items()}
+    found = dict.fromkeys(("before", "evaluate", "save", "end"), peaks(peak - GIB, peak))
     return {
         "state": "completed",
         "stretches": stretches([speed] * 10),
-        "peak_bytes": {**peaks, "end": peaks["save"]},
+        "peak_bytes": found,
         "loss_problem": None,
         "packages": {"torch": "2.13.0"},
         "skipped_steps": 0,
@@ -81,7 +86,7 @@ def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict
 def test_the_speed_is_compared_with_the_interval_of_the_next_run(
     promised_share: float, obtained_share: float, verdict: Verdict
 ) -> None:
-    verification = Verification(subject(promised_share), 100, obtained(320 * obtained_share))
+    verification = Verification(target(promised_share), 100, obtained(320 * obtained_share))
     assert verification.verdict() == verdict
     document = verification_document(verification)
     assert (document["verdict"], document["kept"]) == (verdict, verdict == "kept")
@@ -95,7 +100,7 @@ def test_the_speed_is_compared_with_the_interval_of_the_next_run(
 
 
 def test_both_intervals_are_told() -> None:
-    document = verification_document(Verification(subject(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
+    document = verification_document(Verification(target(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
     promised, found = document["promised"], document["obtained"]
     assert promised["samples_per_second_low"] == pytest.approx(310.4)
     assert promised["samples_per_second_high"] == pytest.approx(329.6)
@@ -106,47 +111,47 @@ def test_both_intervals_are_told() -> None:
 
 
 def test_it_is_said_which_side_cannot_tell_and_why() -> None:
-    host_bound = Verification(subject(0.40, busy=0.46), 100, obtained(260.0))
+    host_bound = Verification(target(0.40, busy=0.46), 100, obtained(260.0))
     assert host_bound.verdict() == "cannot_tell"
     assert "the promise is wide, ± 40.0%: the GPU computes 46% of a step, the rest waits for the host" in " ".join(
         host_bound.why()
     )
-    alone = Verification(subject(0.40, busy=0.97), 100, obtained(260.0))
+    alone = Verification(target(0.40, busy=0.97), 100, obtained(260.0))
     assert "one process was measured" in alone.verdict_line()
-    noisy = Verification(subject(0.01), 100, obtained(stretches=stretches([250.0, 430.0] * 5)))
+    noisy = Verification(target(0.01), 100, obtained(stretches=stretches([250.0, 430.0] * 5)))
     assert noisy.verdict() == "cannot_tell"
     assert "the run is noisy, ± " in noisy.verdict_line()
-    reaching = Verification(subject(0.01), 100, obtained(stretches=stretches([300.0, 324.0] * 5)))
+    reaching = Verification(target(0.01), 100, obtained(stretches=stretches([300.0, 324.0] * 5)))
     assert reaching.verdict() == "cannot_tell"
     assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
 
 
 def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:
-    over = Verification(subject(0.40), 100, obtained(260.0, peak=22 * GIB))
+    over = Verification(target(0.40), 100, obtained(260.0, peak=22 * GIB))
     assert over.verdict() == "missed"
     assert "above the promised 20.0 GiB" in over.misses()[0]
 
 
 @pytest.mark.parametrize(("share", "kept"), [(1.019, True), (1.021, False), (0.5, True)])
 def test_the_memory_that_is_kept(share: float, kept: bool) -> None:
-    verification = Verification(subject(), 100, obtained(peak=round(20 * GIB * share)))
+    verification = Verification(target(), 100, obtained(peak=round(20 * GIB * share)))
     assert (not verification.misses()) == kept
 
 
 def test_where_segments_expand_what_is_allocated_counts() -> None:
     """Reserved bytes then depend on more than the training; 19 GiB were allocated."""
-    plain = subject()
+    plain = target()
     arm = dataclasses.replace(plain.best.candidate.arm, expandable_segments=True)
     best = dataclasses.replace(plain.best, candidate=dataclasses.replace(plain.best.candidate, arm=arm))
     expanding = dataclasses.replace(plain, best=best)
-    peaks = {"before": (19 * GIB, 23 * GIB), "end": (19 * GIB, 23 * GIB)}
-    assert Verification(expanding, 100, obtained(peak_bytes=peaks)).misses() == []
-    assert Verification(plain, 100, obtained(peak_bytes=peaks)).misses()
+    found = dict.fromkeys(("before", "end"), peaks(19 * GIB, 23 * GIB))
+    assert Verification(expanding, 100, obtained(peak_bytes=found)).misses() == []
+    assert Verification(plain, 100, obtained(peak_bytes=found)).misses()
 
 
-def fed_subject(**promised: Any) -> Subject:
+def target_with_data(**promised: Any) -> Target:
     """The same winner, found on data of the user's own."""
-    plain = subject()
+    plain = target()
     report = dataclasses.replace(plain.report, workload={**plain.report.workload, "data": {"source": "x.jsonl"}})
     return dataclasses.replace(plain, report=report, promised=dataclasses.replace(plain.promised, **promised))
 
@@ -156,7 +161,7 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     first = {"steps": 20, "samples": 1280, "seconds": 8.0, "new_shapes": 8}
     second = {"steps": 20, "samples": 1280, "seconds": 4.0, "new_shapes": 0}
     answer = obtained(stretches=[first, second])
-    run = Verification(fed_subject(new_length_seconds=0.5), 100, answer)
+    run = Verification(target_with_data(new_length_seconds=0.5), 100, answer)
     assert run.samples_per_second == pytest.approx(2560 / 12)
     assert run.promise.mean == pytest.approx(2560 / 12)
     assert run.promise.relative_half_width == pytest.approx(0.03)
@@ -167,15 +172,15 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
     assert document["promised"]["samples_per_second_with_new_lengths"] == pytest.approx(2560 / 12)
     assert document["samples_per_second_ratio"] == pytest.approx(1)
-    assert "8 padded lengths came for the first time" in document["notes"][0]
-    unknown = Verification(fed_subject(), 100, answer)
+    assert "8 padded lengths were new to the GPU" in document["notes"][0]
+    unknown = Verification(target_with_data(), 100, answer)
     assert unknown.promise.mean == 320.0, "nothing is promised of what no trial has seen"
 
 
 def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
     """An epoch ends with 8 samples in place of 64, in a tenth of a step's time."""
     run = Verification(
-        fed_subject(), 100, obtained(stretches=[{"steps": 3, "samples": 136, "seconds": 0.425, "new_shapes": 0}])
+        target_with_data(), 100, obtained(stretches=[{"steps": 3, "samples": 136, "seconds": 0.425, "new_shapes": 0}])
     )
     assert run.samples_per_second == pytest.approx(320)
     assert (run.steps_timed, run.samples_timed) == (3, 136)
@@ -185,8 +190,8 @@ def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
 def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, kept: bool) -> None:
     """The allocator keeps what other lengths have left, up to the cap, which is said: 23 GiB, 19 promised."""
     allocated = int(allocated_gib * GIB)
-    peaks = {"before": (allocated, 23 * GIB), "end": (allocated, 23 * GIB)}
-    run = Verification(fed_subject(), 100, obtained(peak_bytes=peaks))
+    found = dict.fromkeys(("before", "end"), peaks(allocated, 23 * GIB))
+    run = Verification(target_with_data(), 100, obtained(peak_bytes=found))
     assert (run.misses() == []) == kept
     document = verification_document(run)
     assert document["obtained"]["peak_reserved_bytes"] == 23 * GIB
@@ -198,34 +203,34 @@ def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, k
 def test_what_the_evaluation_needs_is_told_apart() -> None:
     """It is no miss of the training's promise; but what training reserves beyond it later is."""
     sizes = {"before": 20, "evaluate": 23, "save": 23, "end": 23}
-    peaks = {name: (size * GIB, size * GIB) for name, size in sizes.items()}
-    verification = Verification(subject(), 100, obtained(peak_bytes=peaks))
+    found = {name: peaks(size * GIB, size * GIB) for name, size in sizes.items()}
+    verification = Verification(target(), 100, obtained(peak_bytes=found))
     assert verification.training_peak_bytes == 20 * GIB
     assert verification_document(verification)["obtained"]["peak_reserved_with_evaluation_bytes"] == 23 * GIB
-    grown = Verification(subject(), 100, obtained(peak_bytes={**peaks, "end": (23 * GIB, 24 * GIB)}))
+    grown = Verification(target(), 100, obtained(peak_bytes={**found, "end": peaks(23 * GIB, 24 * GIB)}))
     assert grown.training_peak_bytes == 24 * GIB
     assert grown.misses()
 
 
 def test_out_of_memory_and_a_loss_that_is_no_number_are_misses() -> None:
     out = {"state": "out_of_memory", "message": "CUDA out of memory", "during": "evaluate"}
-    assert Verification(subject(), 100, out).misses() == ["memory ran out during the evaluation: CUDA out of memory"]
-    assert verification_document(Verification(subject(), 100, out))["obtained"]["samples_per_second"] is None
+    assert Verification(target(), 100, out).misses() == ["memory ran out during the evaluation: CUDA out of memory"]
+    assert verification_document(Verification(target(), 100, out))["obtained"]["samples_per_second"] is None
     with pytest.raises(PromiseMissedError) as raised:
-        Verification(subject(), 100, {**out, "during": "train"}).check()
+        Verification(target(), 100, {**out, "during": "train"}).check()
     assert "more --headroom" in raised.value.hint
-    bad = Verification(subject(), 100, obtained(loss_problem="the loss of the last step is nan"))
+    bad = Verification(target(), 100, obtained(loss_problem="the loss of the last step is nan"))
     assert bad.misses() == ["the loss of the last step is nan"]
 
 
 def test_other_versions_are_told() -> None:
-    document = verification_document(Verification(subject(), 100, obtained(packages={"torch": "2.14.0"})))
+    document = verification_document(Verification(target(), 100, obtained(packages={"torch": "2.14.0"})))
     assert document["notes"] == ["the study was measured with torch 2.13.0, now 2.14.0"]
 
 
 def test_the_cap_is_the_one_that_was_emulated() -> None:
-    assert subject().job(100)["cap_bytes"] == 24 * GIB - GIB // 2
-    assert subject(limit_bytes=None).job(100)["cap_bytes"] is None
+    assert target().job(100)["cap_bytes"] == 24 * GIB - GIB // 2
+    assert target(limit_bytes=None).job(100)["cap_bytes"] is None
 
 
 def test_a_process_that_says_nothing_is_an_error(tmp_path: Path, cpu: Device) -> None:

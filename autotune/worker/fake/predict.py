@@ -1,4 +1,4 @@
-"""Predict the peak memory of an arm at many batches, on fake tensors: no GPU, no memory, a few seconds."""
+"""Predict the peak memory of an arm at many batches with fake tensors, in seconds and without a GPU."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
 
-# No batch of a free search is larger than this (autotune.space.space.LARGEST_FREE_BATCH).
+# Largest batch of a free search (autotune.space.space.LARGEST_FREE_BATCH).
 _LARGEST_BATCH = 65536
 _NICENESS = 19
 
 
 def predict(job: Document) -> Document:
-    """``batches``: a prediction for each batch asked; ``largest_batch`` of the ``multiple`` that stays under the line.
+    """Return ``batches``, a prediction for each batch asked for, and ``largest_batch``, the largest that fits.
 
-    The job names ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (pairs of per-device
-    batch and accumulation) and ``multiple`` (``None``: no need to know the largest).
+    The job has ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (pairs of per-device batch
+    and accumulation) and ``multiple``, of which the largest batch is one (``None`` leaves it out).
     """
     yield_to_trials()
-    # Looking through all that a process with torch holds takes a tenth of a second and more, and this one is soon gone.
+    # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
     chip = Chip.from_document(job["chip"])
-    # Real weights take the same bytes, and would have to be read.
+    # Random weights take the same memory, and need not be read.
     workload = dataclasses.replace(Workload.from_document(job["workload"]).at_its_worst(), weights=None)
     training = FakeTraining(workload, Arm(**job["arm"]), chip)
     limits = Limits(training.step(), chip, job["cap_bytes"], job["line_bytes"])
@@ -51,7 +51,7 @@ def predict(job: Document) -> Document:
 
 
 def yield_to_trials() -> None:
-    """Run on one core and only when nobody else wants it: trials are being timed beside this."""
+    """Run on one core at the lowest priority, since trials are timed at the same time."""
     torch.set_num_threads(1)
     os.nice(_NICENESS)
     if hasattr(os, "SCHED_IDLE"):
@@ -60,7 +60,7 @@ def yield_to_trials() -> None:
 
 
 def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
-    """The largest batch that fits and the first that does not."""
+    """Return the largest batch that fits and the next one, which does not."""
     if largest is None or multiple is None:
         return ()
     return (largest, largest + multiple) if largest else (multiple,)
@@ -68,7 +68,7 @@ def _around(largest: int | None, multiple: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Peaks:
-    """What the allocator model says of one step's events."""
+    """Peaks of a step in the simulated allocator."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -76,7 +76,7 @@ class _Peaks:
 
 
 class Limits:
-    """What a step says of batches under a cap and a line."""
+    """Predicts which batches of a step fit under a cap and a line."""
 
     def __init__(self, step: ScalableStep, chip: Chip, cap_bytes: int, line_bytes: int) -> None:
         self._step = step
@@ -85,7 +85,7 @@ class Limits:
         self._line_bytes = line_bytes
 
     def prediction(self, batch: int, accumulation: int) -> Document:
-        """Peaks without a cap, whether it fits under the cap and the line, and what the peak consists of."""
+        """Return the peaks at a batch, whether it fits, and what the peak consists of."""
         events = self._step.at(batch, self._chip, accumulation=accumulation)
         peaks = self._peaks(events)
         return {
@@ -103,7 +103,7 @@ class Limits:
         return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
 
     def _peaks(self, events: Events) -> _Peaks:
-        """Without a cap where that stays under it; else under the cap, where cached segments are given back."""
+        """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""
         free = replay(events)
         if free.peak_reserved_bytes <= self._cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
@@ -114,12 +114,12 @@ class Limits:
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
 
     def _fits(self, batch: int) -> bool:
-        """Whether a step without accumulation does."""
+        """Return whether a step without accumulation fits."""
         events = self._step.at(batch, self._chip, accumulation=1)
         return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events))
 
     def largest_batch(self, multiple: int) -> int:
-        """The largest multiple that fits, below the first that does not; 0 where none does."""
+        """Return the largest multiple that fits, found by bisection; 0 where none does."""
         low, high = 0, multiple
         while high <= _LARGEST_BATCH and self._fits(high):
             low, high = high, high * 2
@@ -130,7 +130,7 @@ class Limits:
 
 
 def peak_bytes(events: Events) -> int:
-    """The most that is alive at once, unrounded: no allocator reserves less."""
+    """Return the most bytes that exist at once, unrounded, which is a lower bound of reserved memory."""
     alive = peak = 0
     size_of: dict[int, int] = {}
     for number, size in events:
@@ -144,7 +144,7 @@ def peak_bytes(events: Events) -> int:
 
 
 def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
-    """Bytes by label at the moment when most was alive."""
+    """Return the bytes by label at the moment when most bytes exist."""
     alive = peak = peak_at = 0
     size_of: dict[int, int] = {}
     for index, (number, size) in enumerate(events):

@@ -1,4 +1,4 @@
-"""An optimizer step of the ``Trainer``, emulated on fake tensors: the same order of the same allocations."""
+"""Trace an optimizer step of the ``Trainer`` on fake tensors: the same allocations in the same order."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autotune.worker.trial.synthetic import synthetic_dataset
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# cuBLASLt's, which a linear layer with a bias goes through: as recorded on an H200 (torch 2.11).
+# Workspace of cuBLASLt, which linear layers with a bias use: recorded on an H200 (torch 2.11).
 _LT_WORKSPACE_BYTES = 1024**2
 
 
 def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
     """Replace every ``meta`` parameter and buffer by a fake one.
 
-    A tied parameter is made where each of its owners is, and the copies die when they are tied.
+    A tied parameter is allocated for each of its owners, and the copies are freed when they are tied.
     """
     made: dict[int, Any] = {}
     copies: list[int] = []
@@ -58,13 +58,13 @@ def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
 
 
 def _enable_checkpointing(model: Any) -> None:
-    """As the Trainer does, under the name that the installed transformers has for it."""
+    """Enable checkpointing as the Trainer does, under its name in the installed transformers."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
-    """One batch on the device, of the shapes and dtypes of real ones."""
+    """Return one batch on the device, with the shapes and dtypes of real ones."""
     sample = synthetic_dataset(workload, model, 1, 0)[0]
     lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
     if lengths is not None and lengths.longest_target is not None:
@@ -73,7 +73,7 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that ``TrainingArguments.optim`` names, with its default settings."""
+    """Return the optimizer that ``TrainingArguments.optim`` names, with its default settings."""
     arguments = TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused")
     kind, options = optimizer_class(arguments, model)
     optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
@@ -89,7 +89,7 @@ def _fake() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _noting_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
-    """Have gradients named as such, and noted when they are there."""
+    """Label gradients in the trace, and record when each appears."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(tracer.note_gradient) for parameter in trained]
     try:
@@ -104,9 +104,9 @@ def _noting_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_surprise_collection() -> Iterator[None]:
-    """Cycles are collected where the caller says so, or two traces would free in different orders.
+    """Collect garbage only where the caller does, so that two traces free memory in the same order.
 
-    What is there already is left alone: looking through it takes a tenth of the time of a trace.
+    Objects that exist already are not examined, which would take a tenth of the time of a trace.
     """
     was_enabled = gc.isenabled()
     gc.freeze()
@@ -120,19 +120,19 @@ def _no_surprise_collection() -> Iterator[None]:
 
 
 class FakeTraining:
-    """A training step of one arm on fake tensors, as it would go on a chip. Patches torch for good."""
+    """Traces training steps of one arm with fake tensors, as they would run on a chip. Patches torch permanently."""
 
     def __init__(self, workload: Workload, arm: Arm, chip: Chip) -> None:
         self._workload = workload
         self._arm = arm
         self._chip = chip
         self.operations: Document = {}
-        """What the operations of the step that was traced last compute and move."""
+        """What the operations of the last traced step compute and move."""
         self._library = install_cuda_autocast()
         install_cuda_functions(flash=chip.has_flash_attention, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
-        """The allocations of a step at any batch, from those at one."""
+        """Return the allocations of a step at any batch, derived from a trace at one batch."""
         model = self._model()
         sample = _batch(self._workload, model, 1).values()
         shapes = (tensor.shape for tensor in (*model.parameters(), *model.buffers(), *sample))
@@ -141,7 +141,7 @@ class FakeTraining:
         return ScalableStep(self._trace(model, batch), batch)
 
     def trace(self, batch_size: int) -> Trace:
-        """The allocations of one optimizer step of two micro-steps at a per-device batch."""
+        """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
         return self._trace(self._model(), batch_size)
 
     def _model(self) -> Any:
@@ -162,7 +162,7 @@ class FakeTraining:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.operations = operations.document(trained)
             gc.collect()
-            # Before the optimizer and its state go out of scope.
+            # Returned before the optimizer and its state go out of scope.
             return tracer.so_far()
 
     def _optimizer_step(
@@ -188,7 +188,7 @@ class FakeTraining:
         tracer.enter("update", "workspaces")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         tracer.phase = "optimizer"
-        # Clipping is left out: on a GPU it goes through all gradients at once, here through one after the other.
+        # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
         operations.counts_as = "update"
         optimizer.step()
         operations.counts_as = None
@@ -203,13 +203,13 @@ class FakeTraining:
         loss.backward()
 
     def _loss(self, forward: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """As ``Trainer.compute_loss``: the outputs die when it returns."""
+        """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""
         outputs = forward(**batch)
         return outputs["loss"]
 
 
 def _numbers(document: Any) -> Iterator[int]:
-    """Every whole number in a config."""
+    """Yield every integer in a config."""
     if isinstance(document, dict):
         document = list(document.values())
     if isinstance(document, list):

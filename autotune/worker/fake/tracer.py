@@ -1,4 +1,4 @@
-"""Births and deaths of every storage of a fake training step, in order."""
+"""Record when every storage of a fake training step is allocated and freed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autotune.worker.fake.operations import OperationTally
 from autotune.worker.private.torch import is_in_autograd, is_view
 
 DEATH = -1
-"""In place of a size: the allocation is given back."""
+"""In place of a size: the allocation is released."""
 
 EMPTY_CACHE = -2
-"""In place of a size: no allocation, but every segment that is wholly free is given back to the device."""
+"""In place of a size: every segment that is wholly unused is freed; there is no allocation."""
 
 Events = list[tuple[int, int]]
-"""``(allocation, bytes)`` for a birth, ``(allocation, DEATH)`` for a death, ``(0, EMPTY_CACHE)``."""
+"""``(allocation, bytes)`` for an allocation, ``(allocation, DEATH)`` for its release, ``(0, EMPTY_CACHE)``."""
 
 _MATRIX_PRODUCTS = frozenset(
     (
@@ -37,21 +37,21 @@ _MATRIX_PRODUCTS = frozenset(
 
 @dataclass
 class Trace:
-    """What a step allocates and frees, unrounded."""
+    """What a step allocates and frees, in bytes before rounding."""
 
     events: Events = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
-    """What each is: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``activations``."""
+    """The kind of each: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Allocations that are a reduction's scratch, with the rows and columns that it sums."""
+    """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
     embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Allocations in which an embedding's gradient is summed, with its indices, rows and columns."""
+    """Allocations that are scratch memory of an embedding's gradient, with its indices, rows and columns."""
     parts: dict[str, int] = field(default_factory=dict)
-    """The event at which each part of the step begins; what comes before them all is set-up."""
+    """Index of the event at which each part of the step begins; events before the first are set-up."""
 
 
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes down each storage when an operation first returns it and when nothing holds it any more."""
+    """Records each storage when an operation first returns it, and when nothing refers to it any more."""
 
     def __init__(self, workspace_bytes: tuple[int, int] = (0, 0), operations: OperationTally | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,9 +59,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._workspace_bytes = workspace_bytes
         self._kept: set[tuple[bool, int]] = set()
         self.phase = "activations"
-        """The label of what is born from now on."""
+        """The label of new allocations."""
         self.has_padding = False
-        """Whether some of a batch is masked out, so that masks are not all true."""
+        """Whether samples are padded, so that masks have false elements."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._number = 0
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -69,24 +69,24 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradients: dict[int, list[int]] = {}
         """Allocations that became a parameter's gradient, by the event before which they did."""
         self.operations = operations
-        """Where operations are counted, if they are."""
+        """Where operations are counted; ``None`` where they are not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            # Three quarters of all calls; there is one device.
+            # Three quarters of all calls. There is only one device.
             return torch.device("cpu")
         if func is torch.ops.aten._local_scalar_dense.default:
-            # Asked for by code that drops whole layers at random: no draw is ever low enough.
+            # Asked by code that drops whole layers at random: 1 is never below the drop rate.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.nonzero.default:
-            # Which elements are true is unknown; in a synthetic batch, where every label counts, all are.
+            # Which elements are true is not known. In a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
             out = func(*args, **(kwargs or {}))
         if self.operations is not None and self.operations.counts_as is not None:
             self.operations.add(func, args, out)
         if func is torch.ops.aten.all.default:
-            # Asked of masks that transformers fills with ones where the batch brings none, and then drops.
+            # Asked of masks that transformers fills with ones where the batch has none, and then drops.
             self._true[out] = not self.has_padding
         if func is torch.ops.aten.add.Tensor and _accumulates_in_place(args):
             self._inherit(args[0], out)
@@ -108,7 +108,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
             self._borrow(args[0].numel() * args[0].element_size())
         if func is torch.ops.aten._safe_softmax.default:
-            # Which scores are masked, and which rows as a whole (aten/src/ATen/native/transformers/attention.cpp).
+            # Which scores are masked, and which rows entirely (aten/src/ATen/native/transformers/attention.cpp).
             masked = self.hold("workspaces", out.numel())
             self._borrow(out.numel() // out.shape[args[1]])
             self.let_go(masked)
@@ -117,26 +117,27 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def so_far(self) -> Trace:
-        """What was taken down by now, untouched by what dies later."""
+        """Return what was recorded so far, unaffected by later events."""
         return dataclasses.replace(self.trace, events=list(self.trace.events))
 
     def enter(self, part: str, phase: str) -> None:
-        """Begin a part of the step, what is born in it being of this phase."""
+        """Begin a part of the step; new allocations get the label of this phase."""
         self.trace.parts[part] = len(self.trace.events)
         self.phase = phase
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """A parameter has just got its gradient: when a micro-step comes again, the new one dies here."""
+        """Record that a parameter got its gradient: in a repeated micro-step, the new gradient is freed here."""
         assert parameter.grad is not None
         number = self._known.get(parameter.grad.untyped_storage())  # type: ignore[no-untyped-call]
         self._gradients.setdefault(len(self.trace.events), []).append(number)
 
     def repeat_micro_step(self, part: str) -> bool:
-        """Take down once more what happened since a part began, as it goes where gradients are there already.
+        """Record the events since a part began once more, as they are when gradients exist already.
 
-        They are added to in place, and cuBLAS has its workspaces. Whether that is all the difference: where anything
-        else outlives the part, or ends in it without having begun in it, nothing is taken down. Of twenty models of the
-        catalog the sequence is the one that a second micro-step gives, but for the order of some simultaneous deaths.
+        Gradients are then added to in place, and cuBLAS keeps its workspaces. Returns whether that is the only
+        difference. Where anything else outlives the part, or ends in it without having begun in it, nothing is
+        recorded. For twenty models of the catalog the sequence was that of a traced second micro-step, except for the
+        order of some simultaneous releases.
         """
         begins = self.trace.parts[part]
         events = self.trace.events[begins:]
@@ -172,18 +173,18 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.let_go(again.pop(number))
 
     def hold(self, label: str, size_bytes: int) -> int:
-        """Take down an allocation that no tensor owns; it stays unless ``let_go`` is called with its number."""
+        """Record an allocation that no tensor owns; it stays until ``let_go`` is called with its number."""
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
         return self._number
 
     def let_go(self, number: int) -> None:
-        """The end of what ``hold`` began."""
+        """Record the release of what ``hold`` recorded."""
         self.trace.events.append((number, DEATH))
 
     def see(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Take down the tensor's storage unless it is known; a ``label`` renames it either way."""
+        """Record the tensor's storage unless it is known; a ``label`` renames it in either case."""
         storage = tensor.untyped_storage()
         number: int | None = self._known.get(storage)  # type: ignore[no-untyped-call]
         if number is None:
@@ -202,9 +203,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return died
 
     def _keep_workspaces(self, *, with_bias: bool) -> None:
-        """cuBLAS allocates a workspace at a thread's first product, cuBLASLt at its first with a bias; both stay.
+        """Record cuBLAS's workspace at a thread's first matrix product, and cuBLASLt's at its first with a bias.
 
-        Autograd has a thread of its own, in which checkpoints are recomputed, too.
+        Both are kept. Autograd has a thread of its own, in which checkpoints are recomputed, too.
         """
         in_autograd = is_in_autograd()
         for size_bytes, is_needed in zip(self._workspace_bytes, (True, with_bias), strict=True):
@@ -213,11 +214,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.hold("workspaces", size_bytes)
 
     def _borrow(self, size_bytes: int) -> None:
-        """Memory that an operation takes for itself once its results are there, and gives back at its end."""
+        """Record memory that an operation allocates once its results exist, and frees at its end."""
         self.let_go(self.hold("workspaces", size_bytes))
 
     def _inherit(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Take a result to be where its first operand was, as after an addition in place."""
+        """Treat a result as being in its first operand's storage, as after an addition in place."""
         storage = new.untyped_storage()
         number = self._known.pop(old.untyped_storage(), None)  # type: ignore[no-untyped-call]
         if number is None:
@@ -227,7 +228,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references[number] = weakref.ref(storage, self._death_of(number))
 
     def _reduction(self, source: torch.Tensor, total: torch.Tensor) -> None:
-        """CUDA's sum over all but the last dimension (a bias gradient, say) borrows memory while it runs."""
+        """Record the scratch memory of CUDA's sum over all but the last dimension, such as a bias gradient."""
         columns = total.numel()
         if columns and source.dim() >= 2 and source.shape[-1] == columns and source.is_contiguous():
             number = self.hold("workspaces", 0)
@@ -236,10 +237,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Whether autograd adds up two gradients, which it does in place but for subclasses such as fake tensors.
+    """Return whether autograd adds two gradients in place, which it does not for subclasses such as fake tensors.
 
-    torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in
-    which checkpoints are recomputed), if nothing else holds the first one's storage, as the base of a view does.
+    torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in which checkpoints are
+    recomputed), if nothing else holds the first one's storage, as the base of a view does.
     """
     if not is_in_autograd() or torch.is_grad_enabled():
         return False
@@ -250,7 +251,7 @@ def _accumulates_in_place(args: Any) -> bool:
 
 
 def _flash_backward_bytes(query: torch.Tensor) -> int:
-    """What the backward pass of flash attention sums the queries' gradient in: float32, rows rounded to 128.
+    """Return the bytes in which flash attention's backward pass sums the queries' gradient: float32, rows in 128s.
 
     mha_bwd in csrc/flash_attn/flash_api.cpp; 390 MiB for 256 × 12 heads × 512 × 64 on an H200.
     """

@@ -53,7 +53,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """Each with ``steps``, ``samples``, ``seconds``, and ``new_shapes``: batches with shapes that none before
         had."""
         self.joules: float | None = 0.0
-        self.peaks: dict[str, tuple[int, int]] = {}
+        self.peaks: dict[str, dict[str, int]] = {}
         self.pause_seconds: dict[str, float] = {}
 
     def count(self, inputs: Any, _: Any) -> None:
@@ -80,11 +80,11 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._end(step)
             self._begin(step)
         if is_pause:
-            self.peaks["before"] = self._meter.peaks()
+            self.peaks["before"] = self._meter.peaks()._asdict()
             control.should_evaluate = control.should_save = True
             self.during = "evaluate"
         elif step == self._steps:
-            self.peaks["end"] = self._meter.peaks()
+            self.peaks["end"] = self._meter.peaks()._asdict()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the evaluation, which the checkpoint follows."""
@@ -99,7 +99,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def _after(self, what: str) -> None:
         self._meter.synchronize()
-        self.peaks[what] = self._meter.peaks()
+        self.peaks[what] = self._meter.peaks()._asdict()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
     def _begin(self, step: int) -> None:
