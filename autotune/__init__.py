@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from autotune.api import load as load
     from autotune.api import search as search
     from autotune.core import errors as errors
+    from autotune.core.loop import LoopConfig as LoopConfig
+    from autotune.core.loop import step as step
+    from autotune.core.loop import steps as steps
 
 __version__ = "0.1.0"
-__all__ = ["Result", "Trial", "__version__", "errors", "load", "search"]
+__all__ = ["LoopConfig", "Result", "Trial", "__version__", "errors", "load", "search", "step", "steps"]
+_OF_LOOPS = ("LoopConfig", "step", "steps")
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +30,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "errors":
         return importlib.import_module("autotune.core.errors")
+    if name in _OF_LOOPS:
+        return getattr(importlib.import_module("autotune.core.loop"), name)
     return getattr(importlib.import_module("autotune.api"), name)
 
 

@@ -202,6 +202,7 @@ def search(
     effective_batch: int | None = None,
     *,
     trainer: str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None = None,
+    loop: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
     script: Sequence[str | os.PathLike[str]] = (),
     task: Task | None = None,
     seq_len: int | None = None,
@@ -252,7 +253,7 @@ def search(
 
     Options bear the command's names and meanings; sizes are bytes or text (``"24GiB"``), durations seconds or text
     (``"5m"``), lists sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
-    ``--no-baseline``. ``trainer`` may be the function itself where that is one of a file, which trials import: where
+    ``--no-baseline``. ``trainer`` and ``loop`` may be functions where they are of a file, which trials import: where
     the same file calls ``search``, the call belongs under ``if __name__ == "__main__":``. ``script`` is a list of
     words, never one text. ``verify`` has a stock ``Trainer`` show at the end that the result is true, and raises
     ``PromiseMissedError`` where it is not; the study stays. ``progress`` is whether a line a trial goes to stderr, or

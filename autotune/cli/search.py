@@ -24,6 +24,7 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
       autotune search --model gpt2 --effective-batch 64 --memory-limit 24GiB
       autotune search --model bert-large-uncased --objective max-batch
       autotune search --trainer train.py:build --effective-batch 64
+      autotune search --loop train.py:train --effective-batch 64
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
     from autotune.tuning.options import build_request

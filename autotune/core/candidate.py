@@ -16,6 +16,9 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
 Document = dict[str, Any]
 
+OWN_OPTIM = "own"
+"""The value of ``optim`` where the user's code makes the optimizer and no name of transformers tells which."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -41,7 +44,7 @@ class Arm:
             words.append("checkpointing")
         if self.attn_implementation != "sdpa":
             words.append(self.attn_implementation)
-        if self.optim != "adamw_torch_fused":
+        if self.optim not in ("adamw_torch_fused", OWN_OPTIM):
             words.append(self.optim)
         if self.expandable_segments:
             words.append("expandable segments")

@@ -77,6 +77,10 @@ def _check_trainer(name: str, value: Any) -> str:
     return _check_path(name, value) if isinstance(value, str | os.PathLike) else locate_function(value)
 
 
+def _check_loop(name: str, value: Any) -> str:
+    return _check_path(name, value) if isinstance(value, str | os.PathLike) else locate_function(value, "loop")
+
+
 def _check_script(name: str, value: Any) -> tuple[str, ...]:
     # Splitting a line of text into words is up to a shell.
     if isinstance(value, str | os.PathLike):
@@ -176,6 +180,7 @@ def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0)
 TEXT = Kind("text", str, _check_text)
 PATH = Kind("path", str, _check_path)
 TRAINER = Kind("path", str, _check_trainer)
+LOOP = Kind("path", str, _check_loop)
 SCRIPT = Kind("words", str, _check_script)
 FLAG = Kind("flag", str, _check_flag, bool)
 COUNT = _whole(1)
@@ -257,6 +262,11 @@ OPTIONS: tuple[Option, ...] = (
         "trainer", TRAINER,
         "In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.", TRAINED,
         metavar="FILE:FUNCTION",
+    ),
+    Option(
+        "loop", LOOP,
+        "In place of a model: train.py:train, where train(config) is a training loop of your own that goes over "
+        "autotune.steps(loader).", TRAINED, metavar="FILE:FUNCTION",
     ),
     Option("script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED),
     Option(

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from autotune.core.launch_command import Launched, find_command, take_launchers_
 from autotune.core.masking import mask_secrets
 
 DEFAULT_FUNCTION = "build"
+DEFAULT_LOOP = "train"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
 """Set in the processes that run the user's own code, to the name of that."""
 STOP_VARIABLE = "AUTOTUNE_STOP"
@@ -29,7 +30,7 @@ STOP_VARIABLE = "AUTOTUNE_STOP"
 class TrainingSource:
     """The user's own code, as a trial process needs it to run."""
 
-    kind: Literal["build", "script"]
+    kind: Literal["build", "script", "loop"]
     file: str
     """The absolute path of the file whose code is run."""
     digest: str
@@ -41,14 +42,17 @@ class TrainingSource:
     module: str | None = None
     """The script's dotted name where it is run as ``python -m`` would."""
     function: str | None = None
-    """What of the file builds the ``Trainer``: called with a dictionary of ``TrainingArguments`` fields."""
+    """What of the file builds the ``Trainer``, called with a dictionary of ``TrainingArguments`` fields; or what trains
+    in a loop of its own, called with a ``LoopConfig``."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of the environment that a launcher would have set for the script."""
+    interface: dict[str, Any] = field(default_factory=dict)
+    """How the code takes its settings, as its inspection has shown; empty before that. It names no other training."""
 
     @property
     def name(self) -> str:
         """What to call it: ``train.py:build``, ``run_glue.py``, ``package.module``."""
-        if self.kind == "build":
+        if self.kind != "script":
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
 
@@ -68,25 +72,40 @@ def find_trainer(text: str) -> TrainingSource:
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
-    name, colon, function = text.rpartition(":")
-    if not colon or not function.isidentifier():
-        name, function = text, DEFAULT_FUNCTION
+    name, function = _split_function(text, DEFAULT_FUNCTION)
     file = _file(
         name, f"--trainer {text}", "name a Python file and the function that builds the Trainer: train.py:build"
     )
     return TrainingSource("build", str(file), _digest(file), os.getcwd(), function=function)
 
 
-def locate_function(function: Any) -> str:
-    """A function that builds a ``Trainer`` as ``FILE:FUNCTION``, which is how other processes import it.
+def find_loop(text: str) -> TrainingSource:
+    """Return the source that ``--loop FILE:FUNCTION`` names; the function is ``train`` where none is named.
+
+    Raises ``InvalidRequestError`` where there is no such file.
+    """
+    name, function = _split_function(text, DEFAULT_LOOP)
+    file = _file(name, f"--loop {text}", "name a Python file and the function that trains: train.py:train")
+    return TrainingSource("loop", str(file), _digest(file), os.getcwd(), function=function)
+
+
+def _split_function(text: str, default: str) -> tuple[str, str]:
+    """Return a file's name and that of a function in it."""
+    name, colon, function = text.rpartition(":")
+    return (name, function) if colon and function.isidentifier() else (text, default)
+
+
+def locate_function(function: Any, option: str = "trainer") -> str:
+    """Return a function given as ``trainer`` or ``loop`` as ``FILE:FUNCTION``, which is how other processes import it.
 
     Raises ``InvalidRequestError`` for what such an import would not find: a function within another one, a lambda,
     one of a notebook or a prompt, what is no function at all.
     """
-    hint = "write a function that builds the Trainer into a file, and give trainer='file.py:name'"
+    does = "builds the Trainer" if option == "trainer" else "trains"
+    hint = f"write a function that {does} into a file, and give {option}='file.py:name'"
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
-        raise InvalidRequestError(f"trainer of type {type(function).__name__} is not a function of a file", hint)
+        raise InvalidRequestError(f"{option} of type {type(function).__name__} is not a function of a file", hint)
     file, name = inspect.getsourcefile(inner), inner.__qualname__
     # The cells of a notebook have the names of files that are not there.
     if file is None or not file.endswith(".py") or not os.path.isfile(file):

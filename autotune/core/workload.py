@@ -109,9 +109,11 @@ class Workload:
         """Return it as JSON-ready data for the record, with secrets among a script's options masked."""
         source = self.source.masked() if self.source is not None else None
         document = dataclasses.replace(self, source=source).document()
-        if source is not None and not source.variables:
-            # Absent, as in workloads from before there were any.
-            document["source"].pop("variables")
+        if source is not None:
+            # Left out where they are empty, as in workloads from before there were such fields.
+            for name in ("variables", "interface"):
+                if not document["source"][name]:
+                    document["source"].pop(name)
         return document
 
     @classmethod
@@ -173,5 +175,7 @@ class Workload:
         if facts["source"] is None:
             # Left out, so that workloads recorded before the user's own code was supported keep their fingerprint.
             facts.pop("source")
+        else:
+            facts["source"].pop("interface", None)
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -252,6 +252,10 @@ class TrialServer:
         self._process.workload = self.workload.with_facts(held.facts)
         return self.workload
 
+    def run_as_inspected(self, workload: Workload) -> None:
+        """Hand trials the workload as its inspection has shown it."""
+        self._process.workload = workload
+
     def discard_data(self) -> None:
         """Remove the data that was read, unless another search uses it."""
         if self._data is not None:

@@ -16,6 +16,7 @@ from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
+from autotune.results.own_arguments import flags, hand_over, kind_of, own_arguments
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable
@@ -46,6 +47,11 @@ class Export:
     quantize: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that the training process needs from its start."""
+    interface: dict[str, Any] = field(default_factory=dict)
+    """How the user's own code takes its settings; empty for a model by name, and in studies that did not look."""
+    world_size: int = 1
+    has_reentrant_off: bool = False
+    """Whether checkpointing uses ``use_reentrant=False`` by itself in the transformers that was measured with."""
     cpu_core: int | None = None
     """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
 
@@ -70,7 +76,11 @@ def make_export(report: Report) -> Export:
     is_own = report.workload["task"] == "own"
     arguments = data_arguments(decode(data, DataSpec), fields) if data else {}
     revision = environment.get("measurement_revision", 1)
-    arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
+    interface = (report.workload.get("source") or {}).get("interface", {})
+    if kind_of(interface) == "trainer":
+        arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
+    else:
+        arguments = own_arguments(interface, best.candidate)
     return Export(
         arguments=arguments | ({} if is_own else evaluation_arguments(best.candidate)),
         candidate=best.candidate,
@@ -90,7 +100,20 @@ def make_export(report: Report) -> Export:
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
+        interface=interface,
+        world_size=int(report.study.request.get("world_size") or 1),
+        has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
+
+
+# transformers 5.23.0, modeling_utils: checkpointing without kwargs has use_reentrant=False.
+_REENTRANT_OFF = (5, 23)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; nothing where it has none."""
+    parts = text.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
 def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
@@ -105,16 +128,20 @@ def beside_lines(export: Export) -> list[str]:
 
 
 def _beside(export: Export) -> list[str]:
+    several = (
+        [f"start {export.world_size} processes: this is the batch of each (torchrun --nproc-per-node …)"]
+        if export.world_size > 1
+        else []
+    )
     if export.task == "own":
-        over = (
-            f"give them to {export.model} after its other options (--format cli), where the last one counts"
-            if is_script(export.task, export.model)
-            else f"hand them to {export.model} as its overrides"
-        )
+        if kind_of(export.interface) != "trainer":
+            lines = hand_over(export.interface, export.model, export.arguments)
+            return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]
         return [
-            over,
+            _over(export),
+            *several,
             *_placement(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),
             f"no evaluation was run; with {EVALUATION_BATCH} up to {batch} a batch of it needs less than training",
@@ -124,12 +151,27 @@ def _beside(export: Export) -> list[str]:
     if export.quantize:
         options += f", quantization_config={_bits(export)}"
     return [
+        *several,
         *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         *_placement(export),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
     ]
+
+
+def _over(export: Export) -> str:
+    """Return how the arguments get to the user's script or function."""
+    if not is_script(export.task, export.model):
+        return f"hand them to {export.model} as its overrides"
+    place = export.interface.get("place") or "its file of settings"
+    match export.interface.get("from"):
+        case "file":
+            return f"merge them into {place} (--format json), from which {export.model} reads its TrainingArguments"
+        case "code":
+            return f"set them at {place}, where {export.model} makes its TrainingArguments (--format python)"
+        case _:
+            return f"give them to {export.model} after its other options (--format cli), where the last one counts"
 
 
 def _placement(export: Export) -> list[str]:
@@ -167,8 +209,7 @@ def render(export: Export, form: Format) -> str:
             return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in export.arguments.items())
         case "cli":
             # A flag cannot be None; these fields have it as their default.
-            flags = (_flag(name, value) for name, value in export.arguments.items() if value is not None)
-            return " ".join(flags) + "\n"
+            return " ".join(_flags(export)) + "\n"
         case "python":
             return _python(export)
         case "env":
@@ -193,6 +234,25 @@ def _bits(export: Export) -> str:
     return f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype})"
 
 
+def _flags(export: Export) -> list[str]:
+    """Return the arguments as words of a command line, as far as the script has flags for them."""
+    if kind_of(export.interface) == "trainer":
+        kwargs = {"use_reentrant": False}
+        left_out = [
+            name
+            for name, value in export.arguments.items()
+            # Its braces and quotes do not outlive $(…).
+            if value is None or (value == kwargs and export.has_reentrant_off)
+        ]
+        return [_flag(name, value) for name, value in export.arguments.items() if name not in left_out]
+    words = []
+    for name, flag in flags(export.interface, export.arguments).items():
+        value = export.arguments[name]
+        # Such flags take no value.
+        words += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
+    return words
+
+
 def _flag(name: str, value: Any) -> str:
     text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
     return f"--{name} {shlex.quote(text)}"
@@ -203,7 +263,8 @@ def _python(export: Export) -> str:
     if export.task == "own":
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
-        return f"# measured on {in_one_line(export.measured)}\n{first}overrides = dict(\n{fields})\n"
+        name = "overrides" if kind_of(export.interface) == "trainer" else "settings"
+        return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())

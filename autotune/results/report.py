@@ -55,7 +55,9 @@ class Report:
     @property
     def baseline_name(self) -> str:
         """What the baseline's settings are called."""
-        return "the TrainingArguments defaults" if self.workload["task"] != "own" else "your own settings"
+        if self.workload["task"] != "own":
+            return "the TrainingArguments defaults"
+        return "the LoopConfig defaults" if self.workload["source"]["kind"] == "loop" else "your own settings"
 
     def feasible(self, trial: TrialRecord) -> bool:
         """Return whether a trial completed with its peak at or under the line."""

@@ -33,6 +33,8 @@ class Batches:
     """Only multiples of this are tried; ``None`` means 8, then 4, 2 and 1."""
     samples: int | None = None
     """Number of samples in the dataset of a device, which no batch can exceed. ``None`` for synthetic samples."""
+    only: int | None = None
+    """The one per-device batch that the user's code can be run with; ``None``: any."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -91,6 +93,8 @@ class Batches:
         between them.
         """
         higher = [level for level in self.levels() if level > multiple]
+        if self.only is not None:
+            return (self.only,) if self.level(self.only) == multiple else ()
         if self.effective_batch is None:
             if higher:
                 return (multiple,)
@@ -108,7 +112,7 @@ class Batches:
 
     def valid(self, batch: int) -> bool:
         """Return whether a per-device batch belongs to the space."""
-        if batch < 1 or (self.multiple and batch % self.multiple):
+        if batch < 1 or (self.multiple and batch % self.multiple) or self.only not in (None, batch):
             return False
         return batch <= self.most if self.effective_batch is None else self._per_device % batch == 0
 
@@ -118,6 +122,8 @@ class Batches:
         The default per-device batch is 8. Where 8 does not divide the effective batch, it is the largest divisor below
         8. A dataset of fewer samples limits it, too.
         """
+        if self.only is not None:
+            return self.only, self.accumulation(self.only)
         if self.effective_batch is None:
             return min(DEFAULT_MULTIPLE, self.most), 1
         batch = max(d for d in _divisors(self._per_device) if d <= DEFAULT_MULTIPLE)

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, request_fields
-from autotune.core.training_source import find_script, find_trainer
+from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload
 from autotune.devices import Device, find_device
 from autotune.models.dataset_files import locate, tokenizer_content
@@ -143,26 +143,36 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
 
 
 def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
-    """From ``trainer`` or ``script``: the user's own code; ``None`` where a model is named instead.
+    """From ``trainer``, ``loop`` or ``script``: the user's own code; ``None`` where a model is named instead.
 
     Raises ``InvalidRequestError`` where not exactly one of them is there, or beside options (``given`` on the
     command line) that would do nothing.
     """
-    trainer, script = options["trainer"], options["script"]
-    if not trainer and not script:
+    trainer, loop, script = options["trainer"], options["loop"], options["script"]
+    named = {
+        **({f"--trainer {trainer}": find_trainer} if trainer else {}),
+        **({f"--loop {loop}": find_loop} if loop else {}),
+        **({f"the script {' '.join(script)[:80]}": find_script} if script else {}),
+    }
+    if not named:
         if options["model"] is None:
             raise InvalidRequestError(
-                "nothing to train is named", "give --model NAME, --trainer train.py:build, or a script after --"
+                "nothing to train is named",
+                "give --model NAME, --trainer train.py:build, --loop train.py:train, or a script after --",
             )
         return None
-    if trainer and script:
-        raise InvalidRequestError(
-            f"--trainer {trainer} and the script {' '.join(script)[:80]} are two trainings", "leave one of them out"
-        )
-    what = f"--trainer {trainer}" if trainer else f"the script {' '.join(script)[:80]}"
+    if len(named) > 1:
+        raise InvalidRequestError(f"{' and '.join(named)} are two trainings", "leave one of them out")
+    (what,) = named
     for option in OPTIONS:
         if option.own_code_decides and option.name in given:
             raise InvalidRequestError(
                 f"{option.parameter} means nothing beside {what}, which decides that", f"leave {option.parameter} out"
             )
-    return Workload.of_source(find_trainer(trainer) if trainer else find_script(script))
+    if loop and options["effective_batch"] is None and options["objective"] == "throughput":
+        raise InvalidRequestError(
+            f"{what} has no effective batch of its own", "give --effective-batch, the samples of an optimizer step"
+        )
+    if script:
+        return Workload.of_source(find_script(script))
+    return Workload.of_source(find_loop(loop) if loop else find_trainer(trainer))

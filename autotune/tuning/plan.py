@@ -214,6 +214,8 @@ class Plan:
         Not where the user's own code streams its data: each process might then bring all of it.
         """
         workload, model = self._request.workload, self._prepared.model
+        if workload.source is not None and not model.get("interface", {}).get("tunes_loader", True):
+            return None
         if workload.data is None and (workload.source is None or model.get("samples") is None):
             return None
         tried = {t.candidate for t in self.history.tried}

@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core import loop
+from autotune.core.candidate import OWN_OPTIM, Candidate, Document
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
 from autotune.core.options import CheckpointingChoice
 from autotune.core.units import GIB, MIB, format_bytes, format_count
@@ -84,6 +85,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     if request.workload.source is not None:
         request = adopt_own_settings(request, model)
         check_own_samples(request, model.get("samples"))
+        request = _without_what_is_not_read(request, model)
     context_bytes = int(facts["context_bytes"])
     if request.workload.source is None:
         # Its own Trainer may have another optimizer, and weights of fewer bits.
@@ -125,17 +127,66 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
     """The request with what the user's own code was seen to use, where nothing else was asked for."""
-    own = model["own"]
+    own: Document = model.get("own", {"optim": OWN_OPTIM})
     effective_batch = request.effective_batch
-    if effective_batch is None and request.objective == "throughput":
+    if effective_batch is None and request.objective == "throughput" and "own" in model:
         samples: int = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
         effective_batch = samples * request.world_size
+    source, interface = request.workload.source, model.get("interface", {})
+    assert source is not None
+    if request.optims and own["optim"] == OWN_OPTIM:
+        raise InvalidRequestError(
+            f"--optim {','.join(request.optims)} means nothing to {source.name}, which makes its optimizer itself",
+            "leave --optim out",
+        )
     return replace(
         request,
-        workload=replace(request.workload, config=model["config"], dtype=model["dtype"]),
+        workload=replace(
+            request.workload,
+            config=model["config"],
+            dtype=model["dtype"],
+            source=replace(source, interface=interface),
+        ),
         effective_batch=effective_batch,
         optims=request.optims or (own["optim"],),
     )
+
+
+def own_kind(request: SearchRequest) -> str:
+    """Return what the user's own code trains with: ``trainer``, ``loop``, ``accelerate`` or ``lightning``."""
+    source = request.workload.source
+    return "trainer" if source is None else str(source.interface.get("kind", "trainer"))
+
+
+def _searched(model: Document) -> frozenset[str]:
+    """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
+    return frozenset(model.get("interface", {}).get("searched", loop.FIELDS))
+
+
+def _without_what_is_not_read(request: SearchRequest, model: Document) -> SearchRequest:
+    """Return the request without what the user's code would ignore.
+
+    Raises ``InvalidRequestError`` where that was asked for, or nothing would be left to search.
+    """
+    source, searched = request.workload.source, _searched(model)
+    assert source is not None
+    if not searched:
+        raise InvalidRequestError(
+            f"{source.name} uses nothing of its config, so that nothing can be searched",
+            "have it make its batches of config.per_device_batch_size, or read config.precision",
+        )
+    if "precision" not in searched:
+        own = model.get("own", {}).get("precision", "fp32")
+        if request.precisions not in (None, (own,)):
+            raise InvalidRequestError(
+                f"--precision {','.join(request.precisions or ())} means nothing to {source.name}, which decides it",
+                "leave --precision out",
+            )
+        return replace(request, precisions=(own,))
+    if own_kind(request) != "trainer" and request.precisions is None:
+        # TF32 is a setting of torch's that such code makes itself, or not.
+        return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
+    return request
 
 
 def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoice:
@@ -156,7 +207,43 @@ def _batches(request: SearchRequest, model: Document) -> Batches:
     """The batches of the space; none is larger than what there are samples for."""
     if request.workload.source is None:
         return request.batches
-    return replace(request.batches, samples=model.get("samples"))
+    return replace(request.batches, samples=model.get("samples"), only=_only_batch(request, model))
+
+
+def _only_batch(request: SearchRequest, model: Document) -> int | None:
+    """Return the one per-device batch that the user's code can be run with; ``None`` where it takes any.
+
+    Raises ``InvalidRequestError`` where the effective batch that was asked for cannot be had.
+    """
+    source, searched = request.workload.source, _searched(model)
+    assert source is not None
+    own = model.get("own", {})
+    batch, accumulation = own.get("per_device_train_batch_size"), own.get("gradient_accumulation_steps", 1)
+    asked = request.effective_batch
+    if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
+        return None
+    samples = None if asked is None else asked // request.world_size
+    if "batch" not in searched:
+        if batch is None or (samples is not None and samples % batch):
+            raise InvalidRequestError(
+                f"{source.name} does not take another per-device batch"
+                + (f" than {batch}, which does not divide {samples}" if batch else ""),
+                f"use a multiple of {batch}" if batch else "have it make its batches of config.per_device_batch_size",
+            )
+        if samples not in (None, batch * accumulation) and "accumulation" not in searched:
+            raise InvalidRequestError(
+                f"{source.name} trains at {batch} × {accumulation} and takes no other batch",
+                f"use --effective-batch {batch * accumulation * request.world_size}",
+            )
+        return int(batch)
+    assert samples is not None
+    if samples % accumulation:
+        raise InvalidRequestError(
+            f"{source.name} accumulates {accumulation} steps by itself, which does not divide {samples} samples",
+            f"use --effective-batch {max(1, samples // accumulation) * accumulation * request.world_size}",
+        )
+    # Accumulation follows from the batch, so one batch is left.
+    return int(samples // accumulation)
 
 
 def _own_baseline(model: Document) -> Candidate | None:
@@ -176,6 +263,8 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
         asked["weights"] = workload["weights"]
     asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
+    workload = {**workload, "source": _as_asked(workload.get("source"))}
+    asked["source"] = _as_asked(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
     # Through JSON, as the recorded ones: what is equal must look equal.
     return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
@@ -188,6 +277,11 @@ def _revision_change(recorded: Document, asked: Document, prepared: Prepared) ->
     if then == today:
         return []
     return [f"measured by another version of autotune, whose trials differ: measurement revision {then}, now {today}"]
+
+
+def _as_asked(source: Document | None) -> Document | None:
+    """Return a source without what its inspection has shown, which an earlier autotune did not record."""
+    return {name: value for name, value in source.items() if name != "interface"} if source else source
 
 
 def _as_far_as_known(data: Document | None, recorded: Document | None) -> Document | None:
@@ -265,7 +359,7 @@ def forecast_of(
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
     """Raise for an optimizer that the installed transformers has no name for."""
     for optim in request.optims:
-        if optim not in known:
+        if optim not in known and optim != OWN_OPTIM:
             near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
             raise InvalidRequestError(
                 f"--optim {optim} is nothing that the installed transformers knows", f"it has {', '.join(near)} …"

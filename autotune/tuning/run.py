@@ -109,6 +109,7 @@ def _prepare_and_search(
         remembered = store.answers.find(key) if store is not None and key is not None else None
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
+        server.run_as_inspected(prepared.request.workload)
         store = store or stack.enter_context(open_store(storage))
         if remembered is None and key is not None:
             store.answers.keep(key, "inspection", facts)

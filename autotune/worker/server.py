@@ -257,7 +257,7 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 
         send("result", read_data(job))
     elif job["workload"].get("source"):
-        from autotune.worker.user.trainer_trial import run_own
+        from autotune.worker.user.run import run_own
 
         run_own(job, send)
     elif job["kind"] == "inspect":

@@ -70,7 +70,8 @@ def test_every_form_says_the_same_of_any_winner(
     assert arguments == export.arguments
     assert yaml.safe_load(render(export, "yaml")) == arguments
     flags = shlex.split(render(export, "cli"))
-    said = {name: value for name, value in arguments.items() if value is not None}
+    # What is the default anyway, and would not outlive $(…), is no flag.
+    said = {name: value for name, value in arguments.items() if value is not None and not isinstance(value, dict)}
     assert [flag.removeprefix("--") for flag in flags[::2]] == list(said)
     assert [as_flag(value) for value in said.values()] == flags[1::2]
     made = ast.parse(render(export, "python")).body[-1]
@@ -138,6 +139,8 @@ def test_every_form_loads_without_a_warning_as_it_was_exported(
 ) -> None:
     arguments = loaded(answers, name, form)
     exported = export_of(name, fields).arguments
+    if form == "command line":
+        exported = {key: value for key, value in exported.items() if not isinstance(value, dict)}
     assert {key: arguments[key] for key in exported} == exported
 
 

@@ -226,7 +226,7 @@ def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> Non
         ("def broken(:", "run.py raised SyntaxError"),
         (
             "t = trainer()\nt.args.gradient_accumulation_steps = 5\nt.train()",
-            "run.py changes its TrainingArguments after they were made: gradient_accumulation_steps is 5, asked was 8",
+            "run.py changes its TrainingArguments after they were made: gradient_accumulation_steps is 5, asked was 2",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_an_error_of_the_training_is_told_though_the_script_catches_it(
         ("no_such", "build_trainer.py has no function no_such"),
         (
             "ignore",
-            "build_trainer.py:ignore ignored its overrides: per_device_train_batch_size is 4, asked was 1; pass them",
+            "build_trainer.py:ignore ignored its overrides: per_device_train_batch_size is 4, asked was 2; pass them",
         ),
     ],
 )
@@ -372,3 +372,67 @@ def test_jobs_are_documents(folder: Path) -> None:
     workload = classify()
     document: Document = json.loads(json.dumps(workload.document()))
     assert Workload.from_document(document) == workload
+
+
+NEEDS_TWO = """
+class Pairs(Trainer):
+    def __init__(self, model, args, **others):
+        if args.per_device_train_batch_size != 2 * args.gradient_accumulation_steps:
+            raise ValueError("batches of another shape cannot be compared")
+        super().__init__(model, args, **others)
+"""
+
+
+def test_code_that_bears_no_other_batch_is_inspected_with_its_own(trial_server: ServerClient, folder: Path) -> None:
+    """The batch that an inspection tries is not one that the user would train with."""
+    text = "Pairs(AutoModelForSequenceClassification.from_config(config), TrainingArguments('out', "
+    text += "per_device_train_batch_size=2, gradient_accumulation_steps=1), train_dataset=samples).train()\n"
+    facts = trial_server.inspect(inline(folder, NEEDS_TWO + text))
+    assert facts["model"]["own"]["per_device_train_batch_size"] == 2
+    assert facts["model"]["interface"] == {"kind": "trainer", "from": "code", "place": "run.py:15"}
+
+
+def test_a_batch_of_one_is_not_what_an_inspection_tries() -> None:
+    from autotune.worker.user.overlay import probe
+
+    for batch, accumulation in ((8, 1), (4, 4), (2, 1), (2, 8), (1, 1), (1, 16), (3, 5)):
+        tried = probe(batch, accumulation)
+        assert tried["per_device_train_batch_size"] not in (1, batch)
+        if batch * accumulation % 4 == 0 and batch != 3:
+            assert tried["per_device_train_batch_size"] * tried["gradient_accumulation_steps"] == batch * accumulation
+
+
+ROLLOUTS = """
+import dataclasses
+@dataclasses.dataclass
+class RolloutArguments(TrainingArguments):
+    steps_per_generation: int | None = None
+    def __post_init__(self):
+        super().__post_init__()
+        self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+        if self.per_device_train_batch_size * self.steps_per_generation % 8:
+            raise ValueError("generation_batch_size must be divisible")
+own = RolloutArguments("out", num_generations=8, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+Trainer(AutoModelForSequenceClassification.from_config(config), own, train_dataset=samples).train()
+"""
+
+
+def test_what_is_generated_for_a_whole_step_is_not_shortened(trial_server: ServerClient, folder: Path) -> None:
+    text = ROLLOUTS.replace("    steps_per", "    num_generations: int = 8\n    steps_per", 1)
+    measured = trial_server.trial(inline(folder, text), Candidate(Arm(), 4, 4), unmodified=True).completed.measurement
+    assert measured.micro_steps_run == 4
+
+
+def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerClient, folder: Path) -> None:
+    stops = "from transformers import TrainerCallback\nclass Stop(TrainerCallback):\n"
+    stops += "    def on_step_end(self, args, state, control, **_):\n        control.should_training_stop = True\n"
+    text = stops + "own = trainer(per_device_train_batch_size=8)\nown.add_callback(Stop)\nown.train()\n"
+    check_sane(trial_server.trial(inline(folder, text), Candidate(Arm(), 8)), Candidate(Arm(), 8))
+
+
+def test_a_run_of_wandb_is_started_by_no_mode(trial_server: ServerClient, folder: Path) -> None:
+    (folder / "wandb.py").write_text("def init(**options):\n    raise SystemExit('mode is ' + options['mode'])\n")
+    answer = trial_server.run(
+        {"kind": "inspect", "workload": inline(folder, "import wandb\nwandb.init(mode='offline')\n").document()}
+    )
+    assert "'mode is disabled'" in answer.result["source_error"]

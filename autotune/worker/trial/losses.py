@@ -42,8 +42,12 @@ class LossWatch:
 
     def problem(self) -> str | None:
         """Say what is wrong with the last loss; ``None`` where it is finite or no step was run."""
-        value = 0.0 if self._latest is None else float(self._latest)
-        return None if math.isfinite(value) else f"the loss of the last step is {value}"
+        return problem_of_loss(None if self._latest is None else float(self._latest))
+
+
+def problem_of_loss(last: float | None) -> str | None:
+    """Say what is wrong with the last loss of a training; ``None`` where it is finite or there is none."""
+    return None if last is None or math.isfinite(last) else f"the loss of the last step is {last}"
 
 
 class ScalerWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import runpy
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
+from autotune.worker.user.on_import import on_import
 
 # Options that name the folder which scripts write to, as HfArgumentParser spells them.
 _OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
@@ -29,11 +31,23 @@ class UserCodeError(Exception):
 def enter(source: TrainingSource) -> None:
     """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
+    on_import("wandb", _disable_wandb)
     os.chdir(source.cwd)
     # Of a function as well: it may look for options of its own, and finds none.
     sys.argv = [source.file]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path.insert(0, source.cwd if source.module else str(Path(source.file).parent))
+
+
+def _disable_wandb(wandb: Any) -> None:
+    """Have ``wandb.init`` start no run; a ``mode`` that a script gives would count for more than the variable."""
+    start = wandb.init
+
+    @functools.wraps(start)
+    def init(*words: Any, **options: Any) -> Any:
+        return start(*words, **{**options, "mode": "disabled"})
+
+    wandb.init = init
 
 
 def run_script(source: TrainingSource, output_dir: str) -> None:
@@ -58,8 +72,8 @@ def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
     return words
 
 
-def load_function(source: TrainingSource) -> Callable[[dict[str, Any]], Any]:
-    """The function that builds the ``Trainer``; its file is imported, not run as ``__main__``.
+def load_function(source: TrainingSource) -> Callable[[Any], Any]:
+    """The function that builds the ``Trainer``, or that trains; its file is imported, not run as ``__main__``.
 
     Raises ``UserCodeError`` where the file has no such function.
     """
@@ -77,7 +91,9 @@ def load_function(source: TrainingSource) -> Callable[[dict[str, Any]], Any]:
     if not callable(function):
         raise UserCodeError(
             f"{Path(source.file).name} has no function {source.function}",
-            f"define {source.function}(overrides: dict) -> Trainer there, or name another: --trainer FILE:FUNCTION",
+            f"define {source.function}(config) there, or name another: --loop FILE:FUNCTION"
+            if source.kind == "loop"
+            else f"define {source.function}(overrides: dict) -> Trainer there, or name another with --trainer",
         )
     return function  # type: ignore[no-any-return]
 

@@ -39,8 +39,10 @@ _PREPARES_WEIGHTS = ("peft.",)
 class Guard:
     """Stops the job where the user's code trains in a way that is not measured; lifted where one that is begins."""
 
-    def __init__(self, source: TrainingSource, stop: Stop) -> None:
+    def __init__(self, source: TrainingSource, stop: Stop, is_known: Callable[[], bool] = lambda: False) -> None:
         self._source = source
+        self._is_known = is_known
+        """Whether a training that is known has begun."""
         self._stop = stop
         self._is_lifted = False
         self._process = os.getpid()
@@ -52,7 +54,7 @@ class Guard:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         import torch
 
-        _watch_steps(torch, self._on_step)
+        watch_steps(torch, lambda _: self._on_step(), self._on_step)
         _watch_spawned(torch, self._on_spawn)
         sys.addaudithook(self._on_event)
 
@@ -68,7 +70,7 @@ class Guard:
             _end_job(message, hint)
 
     def _on_step(self) -> None:
-        if not self._is_lifted and not _prepares_weights():
+        if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
 
     def _on_spawn(self) -> None:
@@ -103,7 +105,7 @@ def guard_started_python() -> None:
         if not _prepares_weights():
             _end_job(f"{name} trains in another process that it starts: {command}", _instead(sys.orig_argv))
 
-    on_import("torch.optim", lambda _: _watch_steps(sys.modules["torch"], on_step))
+    on_import("torch.optim", lambda _: watch_steps(sys.modules["torch"], lambda _: on_step(), on_step))
 
 
 def _end_job(message: str, hint: str) -> NoReturn:
@@ -116,18 +118,25 @@ def _end_job(message: str, hint: str) -> NoReturn:
     os._exit(1)
 
 
-def _watch_steps(torch: Any, on_step: Callable[[], None]) -> None:
-    """Have ``on_step`` called before each backward pass and each step of an optimizer."""
+def watch_steps(
+    torch: Any,
+    on_backward: Callable[[Any], None],
+    before_optimizer: Callable[[], None],
+    after_optimizer: Callable[[], None] | None = None,
+) -> None:
+    """Have functions called before each backward pass, with what it begins from, and around each optimizer's step."""
     backward = torch.autograd.backward
 
-    def watched(*words: Any, **options: Any) -> Any:
-        on_step()
-        return backward(*words, **options)
+    def watched(tensors: Any, *words: Any, **options: Any) -> Any:
+        on_backward(tensors)
+        return backward(tensors, *words, **options)
 
     torch.autograd.backward = watched
     # torch.optim deletes the name of this module of its own.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
-    optimizers.register_optimizer_step_pre_hook(lambda *_: on_step())
+    optimizers.register_optimizer_step_pre_hook(lambda *_: before_optimizer())
+    if after_optimizer is not None:
+        optimizers.register_optimizer_step_post_hook(lambda *_: after_optimizer())
 
 
 def _watch_spawned(torch: Any, on_spawn: Callable[[], None]) -> None:
@@ -152,6 +161,11 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
     from transformers import Trainer
 
     frames = _frames()
+    if source.kind == "loop":
+        return (
+            f"{source.name} trains without autotune.steps{_place(frames, source)}",
+            "go over autotune.steps(loader) in the training loop, or put with autotune.step(): around each pass",
+        )
     for frame in frames:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Trainer):
@@ -162,7 +176,8 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
             )
     return (
         f"{source.name} trains in a loop of its own{_place(frames, source)}",
-        "only training with transformers.Trainer or a subclass can be measured",
+        "make a function of its loop, and name it with --loop FILE:FUNCTION; what is measured as it is trains with "
+        "transformers.Trainer or a subclass",
     )
 
 

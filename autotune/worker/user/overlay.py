@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,8 @@ _QUIET: Document = {
     "resume_from_checkpoint": None,
 }
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Of TRL's GRPOConfig, RLOOConfig and others like them: completions are generated for all micro-steps of a step at once.
+_ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generations")
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Overlay:
     on_cpu: bool = False
     is_probing: bool = False
     """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
+    made_from: Document = field(default_factory=dict)
+    """Where the arguments come from: ``from`` is ``flags``, ``file`` or ``code``, ``place`` names the file or line."""
     _last_own_batch: tuple[int, int] | None = None
 
     def install(self) -> None:
@@ -75,10 +81,14 @@ class Overlay:
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in _BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
+        self.made_from = _origin()
         if self.is_probing and not self.tuned:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
         _set(arguments, {**quiet, **self.tuned})
+        if any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS):
+            # What is generated for a whole step would be another amount.
+            self.shortened = None
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
@@ -102,9 +112,38 @@ def _set(arguments: Any, fields: Document) -> None:
 
 
 def probe(batch: int, accumulation: int) -> Document:
-    """Another batch of the same effective batch, where there is one."""
-    samples = batch * accumulation
-    return {_BATCH[0]: 1 if batch > 1 else samples, _BATCH[1]: samples if batch > 1 else 1}
+    """Return another batch than the user's own, of the same effective batch where one of two or more samples has it.
+
+    Losses that compare the samples of a batch need two.
+    """
+    if batch >= 4 and batch % 2 == 0:
+        found = batch // 2, accumulation * 2
+    elif accumulation % 2 == 0:
+        found = batch * 2, accumulation // 2
+    else:
+        found = batch * 2, accumulation
+    return dict(zip(_BATCH, found, strict=True))
+
+
+def _origin() -> Document:
+    """Return where the arguments that are being made come from, as the call stack shows."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        function, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
+        if "argparser" in module or module.startswith(("trl.scripts.utils", "trl.trainer.utils")):
+            if function.startswith("parse_args"):
+                return {"from": "flags"}
+            if function in ("parse_json_file", "parse_yaml_file"):
+                given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
+                return {"from": "file", "place": os.path.basename(os.fsdecode(given)) if given else ""}
+            continue
+        is_library = module.startswith(("transformers.", "trl.", "dataclasses", "autotune.")) or (
+            frame.f_code.co_filename.startswith("<")
+        )
+        if not is_library:
+            return {"from": "code", "place": f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"}
+    return {}
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:

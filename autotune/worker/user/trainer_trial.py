@@ -7,48 +7,33 @@ process ends inside the callback.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from transformers import Trainer
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.core.outcome import Completed, Effort, Failed, Measurement
 from autotune.core.training_source import TrainingSource
-from autotune.core.workload import BYTES_PER_ELEMENT, Workload
+from autotune.core.workload import Workload
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
-from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
-from autotune.worker.process import in_fork, leave
+from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.run import Trial
-from autotune.worker.user.code import UserCodeError, enter, load_function, run_script, trim
+from autotune.worker.user.accelerate_trial import AccelerateInspection
+from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.guard import Guard
+from autotune.worker.user.inspection import config_document, fail_inspection, length, weight_dtype
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.user.own_trial import OwnTrial
 
-SendMessage = Callable[[str, Document], None]
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
-
-
-def run_own(job: Document, send: SendMessage) -> None:
-    """Run a trial or an inspection of the user's own code, send its result with ``send``, end the process."""
-    output_dir: str = job["output_dir"]
-
-    def finish(result: Document) -> NoReturn:
-        send("result", result)
-        leave(0)
-
-    if job["kind"] == "inspect":
-        _inspect(job, output_dir, finish)
-    _OwnTrial(job, lambda record: send("progress", record), finish).run_in(output_dir)
 
 
 def _intercept(on_train: OnTrain) -> None:
@@ -109,7 +94,7 @@ class _WholeStepsCallback(MeasureCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look whether the data can make a whole step."""
         loader = kwargs.get("train_dataloader")
-        samples, batch = _length(getattr(loader, "dataset", None)), args.train_batch_size
+        samples, batch = length(getattr(loader, "dataset", None)), args.train_batch_size
         needed = batch * args.gradient_accumulation_steps
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
@@ -122,81 +107,46 @@ class _WholeStepsCallback(MeasureCallback):
         else:
             self.drop_step()
         _silence(control)
+        # A callback of the user's own may stop a training that is only measured.
+        control.should_training_stop = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Nothing happens between epochs."""
         _silence(control)
+        control.should_training_stop = False
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
         if self.micro_steps_seen < args.gradient_accumulation_steps:
             return False
         if abs(state.epoch - round(state.epoch)) > 1e-9:
             return True
-        samples = _length(getattr(loader, "dataset", None))
+        samples = length(getattr(loader, "dataset", None))
         return args.dataloader_drop_last or (samples is not None and samples % args.train_batch_size == 0)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
 
 
 def _silence(control: Any) -> None:
     control.should_log = control.should_evaluate = control.should_save = False
 
 
-class _OwnTrial(Trial):
+class TrainerTrial(OwnTrial):
     """A trial whose model, data and ``Trainer`` the user's code makes."""
 
     def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
-        super().__init__(job, send)
-        assert self._workload.source is not None
-        self._source = self._workload.source
-        self._finish = finish
-        self._stop_file: str = job["stop_file"]
-        self._guard = Guard(self._source, self._refuse)
-        self._callback: MeasureCallback | None = None
+        super().__init__(job, send, finish)
         self._is_unmodified: bool = job.get("unmodified", False)
         self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
 
-    def run_in(self, output_dir: str) -> NoReturn:
-        """Run the user's code; never returns, and never raises."""
-        try:
-            self._open_device()
-            self._phases.enter(self._source.kind)
-            enter(self._source)
-            self._guard.install(self._stop_file)
-            self._overlay = Overlay(
-                output_dir,
-                tuned=self._wanted if self._source.kind == "script" else {},
-                shortened=_shortened(self._candidate, self._effort),
-                on_cpu=self._device_kind == "cpu",
-            )
-            self._overlay.install()
-            _intercept(self._train_own)
-            _run_source(self._source, self._wanted, output_dir)
-        except BaseException as error:
-            self._end(self._judged(error))
-
-    def _refuse(self, message: str, hint: str) -> NoReturn:
-        """End the trial of code that trains in a way that is not measured."""
-        self._end(self._judged(UserCodeError(message, hint)))
-
-    def _judged(self, error: BaseException) -> OutOfMemory | Failed:
-        trim(error, self._source)
-        if isinstance(error, UserCodeError):
-            print(f"autotune: {error}", file=sys.stderr)
-            return Failed("error", str(error), during=self._phases.current)
-        outcome = self._failure(error)
-        if isinstance(outcome, Failed):
-            return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
-        return outcome
-
-    def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
-        self._phases.end()
-        self._finish(outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds)))
+    def run_code(self, output_dir: str) -> NoReturn:
+        """Run the user's code up to and into ``Trainer.train``."""
+        self._overlay = Overlay(
+            output_dir,
+            tuned=self._wanted if self._source.kind == "script" else {},
+            shortened=_shortened(self._candidate, self._effort),
+            on_cpu=self._device_kind == "cpu",
+        )
+        self._overlay.install()
+        _intercept(self._train_own)
+        _run_source(self._source, self._wanted, output_dir)
 
     def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
         """Stands in for ``Trainer.train``: trains, and ends the process."""
@@ -208,10 +158,7 @@ class _OwnTrial(Trial):
             train()
             raise UserCodeError(f"{self._source.name} stopped training before enough steps were measured")
         except BaseException as error:
-            if self._callback is not None and self._callback.pending is not None:
-                # Only the profiled step failed, after all that is needed was measured.
-                self._end(self._completed(self._callback.pending, None))
-            self._end(self._judged(error))
+            self._end_after(error)
 
     def _check(self, trainer: Any) -> None:
         """Raise ``UserCodeError`` where the ``Trainer`` would not train as the candidate says."""
@@ -241,6 +188,10 @@ class _OwnTrial(Trial):
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         self._hold_inputs(trainer)
         watch = LossWatch(trainer)
+        if self._overlay.shortened is None:
+            self._effort = dataclasses.replace(
+                self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
+            )
         self._effort = _after_what_lies_ready(self._effort, self._candidate, trainer.args)
         self._callback = _WholeStepsCallback(
             self._meter,
@@ -297,7 +248,7 @@ def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> E
 # What a process sees of the user's training before the first trial
 
 
-def _inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
+def inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
     """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
@@ -306,7 +257,12 @@ def _inspect(job: Document, output_dir: str, finish: Callable[[Document], NoRetu
     source = Workload.from_document(job["workload"]).source
     assert source is not None
     if source.kind == "script":
-        _Inspection(job, source, output_dir, finish).describe()
+        facts = in_fork(lambda send: _Inspection(job, source, output_dir, send).describe())
+        if facts.pop("failed_probing", False):
+            # Perhaps for want of the batch that was tried: the user's own may do.
+            again = in_fork(lambda send: _Inspection(job, source, output_dir, send, is_probing=False).describe())
+            facts = facts if "source_error" in again else again
+        finish(facts)
     facts = in_fork(lambda send: _Inspection(job, source, output_dir, send).describe())
     if "source_error" in facts:
         finish(facts)
@@ -323,6 +279,8 @@ class _Inspection:
         output_dir: str,
         finish: Callable[[Document], NoReturn],
         facts: Document | None = None,
+        *,
+        is_probing: bool = True,
     ) -> None:
         self._job = job
         self._source = source
@@ -330,7 +288,9 @@ class _Inspection:
         self._finish = finish
         self._facts = facts or {}
         self._overlay = Overlay(
-            output_dir, on_cpu=job["device_kind"] == "cpu", is_probing=facts is None and source.kind == "script"
+            output_dir,
+            on_cpu=job["device_kind"] == "cpu",
+            is_probing=is_probing and facts is None and source.kind == "script",
         )
 
     def describe(self) -> NoReturn:
@@ -340,6 +300,7 @@ class _Inspection:
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
                 self._facts["model"] = _model_facts(trainer)
+                self._facts["model"]["interface"] = {"kind": "trainer", **self._overlay.made_from}
                 self._check(trainer, self._overlay.tuned)
             except BaseException as error:
                 self._fail(error)
@@ -365,9 +326,15 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
-        Guard(self._source, lambda message, hint: self._fail(UserCodeError(message, hint))).install(
-            self._job["stop_file"]
+        others = AccelerateInspection(self._source, self._finish_with_model)
+        guard = Guard(
+            self._source,
+            lambda message, hint: self._fail(UserCodeError(message, hint)),
+            is_known=others.is_at_work,
         )
+        guard.install(self._job["stop_file"])
+        if self._source.kind == "script":
+            others.install()
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Document) -> None:
@@ -375,15 +342,14 @@ class _Inspection:
         if ignored := self._overlay.ignored(trainer.args, wanted):
             raise UserCodeError(_ignored_message(self._source, ignored))
 
+    def _finish_with_model(self, model: Document) -> NoReturn:
+        """End the inspection of a script that trains in a loop of its own."""
+        self._finish({**self._facts, "model": model})
+
     def _fail(self, error: BaseException) -> NoReturn:
-        trim(error, self._source)
-        if isinstance(error, UserCodeError):
-            self._facts["source_error"], self._facts["source_hint"] = str(error), error.hint
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
-            self._facts["source_error"] = f"{self._source.name} raised {first_line(error)}"
-            self._facts["source_hint"] = "mend it until it trains by itself"
-        self._finish(self._facts)
+        is_own = isinstance(error, UserCodeError)
+        self._facts["failed_probing"] = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
+        fail_inspection(self._facts, self._source, self._finish, error)
 
 
 def _model_facts(trainer: Any) -> Document:
@@ -401,9 +367,9 @@ def _model_facts(trainer: Any) -> Document:
         "always_checkpoints": _checkpoints(model) and not checkpointing,
         "dataloader_num_workers": args.dataloader_num_workers,
         "num_labels": getattr(config, "num_labels", None),
-        "dtype": _weight_dtype(model),
-        "samples": _length(getattr(trainer, "train_dataset", None)),
-        "config": _config_document(config),
+        "dtype": weight_dtype(model),
+        "samples": length(getattr(trainer, "train_dataset", None)),
+        "config": config_document(config),
         "own": {
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": accumulation,
@@ -418,21 +384,3 @@ def _model_facts(trainer: Any) -> Document:
 def _precision(args: Any) -> str:
     named = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
     return next((name for name, is_on in named.items() if is_on), "fp32")
-
-
-def _weight_dtype(model: Any) -> str:
-    """The dtype of most of the weights, among those that weights are trained in."""
-    counts = dict.fromkeys(BYTES_PER_ELEMENT, 0)
-    for parameter in model.parameters():
-        name = str(parameter.dtype).removeprefix("torch.")
-        if name in counts:
-            counts[name] += parameter.numel()
-    return max(counts, key=lambda name: counts[name])
-
-
-def _config_document(config: Any) -> Document:
-    """The config as JSON-ready data, less what depends on where it came from; empty where there is none."""
-    if not hasattr(config, "to_diff_dict"):
-        return {}
-    document = json.loads(json.dumps(config.to_diff_dict(), default=str))
-    return {name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")}

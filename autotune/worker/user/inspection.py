@@ -1,0 +1,120 @@
+"""What an inspection of the user's own code says: of the model and the data it trains with, or why it could not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from autotune.core.candidate import Document
+from autotune.core.training_source import TrainingSource
+from autotune.core.workload import BYTES_PER_ELEMENT
+from autotune.worker.failures import first_line
+from autotune.worker.private.transformers import attention_of
+from autotune.worker.user.code import UserCodeError, trim
+
+
+class SeenTraining:
+    """The model, optimizer and loader that a loop was seen to train with, up to the end of its first step."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.trained_parameters = 0
+        self.loader: Any = None
+
+    def watch(self) -> None:
+        """Take the first module down that is called from now on."""
+        from torch.nn.modules import module
+
+        def take(called: Any, _: Any) -> None:
+            if self.model is None:
+                self.model = called
+
+        module.register_module_forward_pre_hook(take)
+
+    def facts(self) -> Document:
+        """Return what a search needs to know of them."""
+        model, loader = self.model, self.loader
+        parameters = list(model.parameters()) if model is not None else []
+        config = getattr(model, "config", None)
+        return {
+            "class": type(model).__name__ if model is not None else "no torch.nn.Module",
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            # Said only where the model names one.
+            "attn_implementations": [attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"],
+            "always_checkpoints": False,
+            "dataloader_num_workers": getattr(loader, "num_workers", 0),
+            "num_labels": getattr(config, "num_labels", None),
+            "dtype": weight_dtype(model) if parameters else "float32",
+            "samples": length(getattr(loader, "dataset", None)),
+            "config": config_document(config),
+        }
+
+
+class UntilFirstStep:
+    """Calls ``on_step`` at the end of the first step, whatever step that is."""
+
+    def __init__(self, on_step: Callable[[], NoReturn]) -> None:
+        self._on_step = on_step
+
+    def begin(self) -> None:
+        """Nothing is measured."""
+
+    def step_begins(self) -> None:
+        """Nothing is measured."""
+
+    def micro_step_ends(self) -> None:
+        """Nothing is measured."""
+
+    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
+        """The first step is over."""
+        self._on_step()
+
+    def step_is_dropped(self) -> None:
+        """A step of fewer samples says as much."""
+        self._on_step()
+
+    def mark(self) -> Any:
+        """Nothing is measured."""
+
+
+def fail_inspection(
+    facts: Document, source: TrainingSource, finish: Callable[[Document], NoReturn], error: BaseException
+) -> NoReturn:
+    """End an inspection with what kept the user's code from being inspected."""
+    trim(error, source)
+    if isinstance(error, UserCodeError):
+        facts["source_error"], facts["source_hint"] = str(error), error.hint
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+        facts["source_error"] = f"{source.name} raised {first_line(error)}"
+        facts["source_hint"] = "mend it until it trains by itself"
+    finish(facts)
+
+
+def weight_dtype(model: Any) -> str:
+    """The dtype of most of the weights, among those that weights are trained in."""
+    counts = dict.fromkeys(BYTES_PER_ELEMENT, 0)
+    for parameter in model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        if name in counts:
+            counts[name] += parameter.numel()
+    return max(counts, key=lambda name: counts[name])
+
+
+def config_document(config: Any) -> Document:
+    """The config as JSON-ready data, less what depends on where it came from; empty where there is none."""
+    if not hasattr(config, "to_diff_dict"):
+        return {}
+    document = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")}
+
+
+def length(dataset: Any) -> int | None:
+    """Return the number of samples; ``None`` for data that has no length."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None

@@ -1,0 +1,97 @@
+"""Know data loaders by the line of the user's code that makes them, and give the training one another batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+# Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
+_LIBRARIES = (
+    "torch.",
+    "accelerate.",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+    "functools",
+    "autotune.",
+)
+_KEY = "autotune_key"
+
+
+class LoaderOverlay:
+    """What is put over the loader that is made at ``key``, a line and which of the loaders made there."""
+
+    def __init__(self, key: str | None = None, batch: int | None = None) -> None:
+        self._key = key
+        self._batch = batch
+        self._made: Counter[str] = Counter()
+
+    def install(self) -> None:
+        """Wrap ``DataLoader`` for the rest of this process."""
+        make = DataLoader.__init__
+        signature = inspect.signature(make)
+
+        @functools.wraps(make)
+        def __init__(loader: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+            place = _place()
+            key = f"{place}#{self._made[place]}"
+            self._made[place] += 1
+            if key == self._key and self._batch is not None:
+                given = signature.bind(loader, *words, **options)
+                _set_batch(given.arguments, self._batch)
+                make(*given.args, **given.kwargs)
+            else:
+                make(loader, *words, **options)
+            setattr(loader, _KEY, key)
+
+        DataLoader.__init__ = __init__  # type: ignore[method-assign, assignment]
+
+
+def key_of(loader: Any) -> str | None:
+    """Return where a loader was made: ``train.py:12#0``; ``None`` for what is no ``DataLoader``."""
+    return getattr(loader, _KEY, None)
+
+
+def keep_key(made: Any, of: Any) -> None:
+    """Have a loader that a library made of another be known as that one."""
+    key = key_of(of)
+    if key is not None:
+        setattr(made, _KEY, key)
+
+
+def place_of(key: str) -> str:
+    """Return the file and line of a key, for a person."""
+    return os.path.basename(key.rpartition("#")[0])
+
+
+def batch_of(loader: Any) -> int | None:
+    """Return the samples of a loader's batches; ``None`` where that is not known, or its data makes them."""
+    sampler = getattr(loader, "batch_sampler", None)
+    found = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
+    return found if isinstance(found, int) else None
+
+
+def _set_batch(arguments: dict[str, Any], batch: int) -> None:
+    sampler = arguments.get("batch_sampler")
+    if sampler is None:
+        arguments["batch_size"] = batch
+    elif type(sampler) is BatchSampler:
+        arguments["batch_sampler"] = BatchSampler(sampler.sampler, batch, sampler.drop_last)
+    else:
+        changed = copy.copy(sampler)
+        changed.batch_size = batch
+        arguments["batch_sampler"] = changed
+
+
+def _place() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,169 @@
+"""Trials of a training loop of the user's own, a function that is given a ``LoopConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core import loop as loop_interface
+from autotune.core.candidate import Document
+from autotune.core.loop import LoopConfig, loop_arguments
+from autotune.core.outcome import Completed, Failed, Measurement
+from autotune.core.workload import Workload
+from autotune.worker.facts import inspect_environment
+from autotune.worker.trial.losses import problem_of_loss
+from autotune.worker.trial.measure import micro_steps_to_run
+from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.user.code import UserCodeError, enter, load_function
+from autotune.worker.user.guard import Guard, watch_steps
+from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, fail_inspection
+from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
+from autotune.worker.user.own_trial import OwnTrial
+
+
+class StepsTrial(OwnTrial):
+    """A trial whose steps are told apart by ``LoopSteps``."""
+
+    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
+        super().__init__(job, send, finish)
+        self._is_unmodified: bool = job.get("unmodified", False)
+        self._has_begun = False
+
+    def _run_all_micro_steps(self) -> None:
+        """Measure steps that are whole: none of their micro-steps is left out."""
+        accumulation = self._candidate.gradient_accumulation_steps
+        self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
+
+    def _watch(self, accumulation: int | None) -> LoopSteps:
+        """Return what divides the loop into steps, and measures them."""
+        assert self._meter is not None
+        rehearsing = Rehearsing(accumulation) if self._device_kind == "cuda" and accumulation else None
+        self._callback = measured = MeasuredSteps(
+            self._meter,
+            self._candidate,
+            self._effort,
+            on_enough=self._enough,
+            on_step=lambda step: self._send({"step": step}),
+            rehearsing=rehearsing,
+            busy=self._busy_step(),
+        )
+        may_skip = self._candidate.arm.precision == "fp16"
+        self._steps = LoopSteps(self._source.name, accumulation, measured, may_skip=may_skip, rehearsing=rehearsing)
+        watch_steps(torch, self._steps.backward_begins, self._steps.optimizer_begins, self._steps.optimizer_ends)
+        return self._steps
+
+    def begins(self) -> None:
+        """The training is known: what it does from now on is measured."""
+        assert self._meter is not None
+        self._guard.lift()
+        self._phases.enter("train")
+        self._meter.reset_peaks()
+
+    def _enough(self, measured: Measurement) -> NoReturn:
+        self._end(self._judged_measurement(measured))
+
+    def _judged_measurement(self, measured: Measurement) -> Completed | Failed:
+        loss = None if self._steps.loss is None else float(self._steps.loss.float().mean())
+        if (problem := problem_of_loss(loss)) is not None:
+            return Failed("non_finite", problem, during="train")
+        return self._completed(measured, loss)
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        # A loop that ends by itself, or is left, has been measured as far as it went.
+        is_over = isinstance(error, UserCodeError | SystemExit)
+        if is_over and isinstance(self._callback, MeasuredSteps) and self._callback.can_stop:
+            self._end(self._judged_measurement(self._callback.measurement()))
+        super()._end_after(error)
+
+
+class LoopTrial(StepsTrial):
+    """A trial of a function that trains, given a ``LoopConfig``."""
+
+    def run_code(self, output_dir: str) -> None:
+        """Call the function with the candidate's settings."""
+        run = micro_steps_to_run(self._candidate, self._effort)
+        reads_accumulation = "accumulation" in self._source.interface.get("searched", ("accumulation",))
+        arguments = loop_arguments(self._candidate)
+        if reads_accumulation:
+            arguments["gradient_accumulation_steps"] = run
+        watched = self._watch(run if reads_accumulation else 1)
+        loop_interface.listen(_Announced(watched, self.begins))
+        load_function(self._source)(LoopConfig(**arguments))
+        raise UserCodeError(
+            f"{self._source.name} ended before enough steps were measured",
+            "have it train for more steps, or on more data",
+        )
+
+
+class _Announced:
+    """Tells when the first batch is asked for, then hands everything on."""
+
+    def __init__(self, steps: LoopSteps, on_begin: Callable[[], None]) -> None:
+        self._steps = steps
+        self._on_begin: Callable[[], None] | None = on_begin
+
+    def _begin(self) -> None:
+        begin, self._on_begin = self._on_begin, None
+        if begin is not None:
+            begin()
+
+    def batches(self, loader: Any) -> Any:
+        """Give the batches of a loader."""
+        self._begin()
+        return self._steps.batches(loader)
+
+    def micro_step(self) -> Any:
+        """Mark what is done within as a micro-step."""
+        self._begin()
+        return self._steps.micro_step()
+
+
+# What a process sees of the loop before the first trial
+
+
+def inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
+    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
+    source = Workload.from_document(job["workload"]).source
+    assert source is not None
+    facts = inspect_environment()
+    fail = functools.partial(fail_inspection, facts, source, finish)
+    config, seen = LoopConfig(), SeenTraining()
+
+    def on_step() -> NoReturn:
+        searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
+        facts["model"] = {
+            **seen.facts(),
+            "gradient_checkpointing": "checkpointing" in searched,
+            "interface": {"kind": "loop", "searched": searched, "tunes_loader": False},
+        }
+        finish(facts)
+
+    guard = Guard(source, lambda message, hint: fail(UserCodeError(message, hint)))
+    listener: StepListener = UntilFirstStep(on_step)
+    steps = LoopSteps(source.name, None, listener)
+
+    class Looking(_Announced):
+        def batches(self, loader: Any) -> Any:
+            seen.loader = seen.loader or loader
+            return super().batches(loader)
+
+    def begin() -> None:
+        guard.lift()
+        seen.watch()
+
+    try:
+        enter(source)
+        guard.install(job["stop_file"])
+        watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
+        loop_interface.listen(Looking(steps, begin))
+        load_function(source)(config)
+        raise UserCodeError(
+            f"{source.name} ended without a step of an optimizer within autotune.steps",
+            "go over autotune.steps(loader) in the training loop: for batch in autotune.steps(loader): …",
+        )
+    except BaseException as error:
+        fail(error)

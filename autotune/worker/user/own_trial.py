@@ -1,0 +1,72 @@
+"""A trial that the user's own code trains in, whatever it trains with: run, stopped once measured, judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from autotune.core.candidate import Document
+from autotune.core.outcome import Completed, Failed, OutOfMemory, outcome_document
+from autotune.worker.trial.measure import MeasureCallback
+from autotune.worker.trial.run import Trial
+from autotune.worker.user.code import UserCodeError, enter, trim
+from autotune.worker.user.guard import Guard
+
+
+class OwnTrial(Trial):
+    """A trial whose process ends inside the user's code, once enough is measured.
+
+    Whatever their code would do with an exception, it gets none: the result is sent and the process ends.
+    """
+
+    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
+        super().__init__(job, send)
+        assert self._workload.source is not None
+        self._source = self._workload.source
+        self._finish = finish
+        self._stop_file: str = job["stop_file"]
+        self._guard = Guard(self._source, self._refuse)
+        self._callback: MeasureCallback | None = None
+
+    def run_code(self, output_dir: str) -> None:
+        """Run the user's code with the candidate's settings, to where it ends the process."""
+        raise NotImplementedError
+
+    def run_in(self, output_dir: str) -> NoReturn:
+        """Run the user's code; never returns, and never raises."""
+        try:
+            self._open_device()
+            self._phases.enter(self._source.kind)
+            enter(self._source)
+            self._guard.install(self._stop_file)
+            self.run_code(output_dir)
+            raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
+        except BaseException as error:
+            self._end_after(error)
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        """End the process after an error, which counts for nothing once enough was measured."""
+        if self._callback is not None and self._callback.pending is not None:
+            # Only the profiled step failed, after all that is needed was measured.
+            self._end(self._completed(self._callback.pending, None))
+        self._end(self._judged(error))
+
+    def _refuse(self, message: str, hint: str) -> NoReturn:
+        """End the trial of code that trains in a way that is not measured."""
+        self._end(self._judged(UserCodeError(message, hint)))
+
+    def _judged(self, error: BaseException) -> OutOfMemory | Failed:
+        trim(error, self._source)
+        if isinstance(error, UserCodeError):
+            print(f"autotune: {error}", file=sys.stderr)
+            return Failed("error", str(error), during=self._phases.current)
+        outcome = self._failure(error)
+        if isinstance(outcome, Failed):
+            return dataclasses.replace(outcome, message=f"{self._source.name} raised {outcome.message}")
+        return outcome
+
+    def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
+        self._phases.end()
+        self._finish(outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds)))

@@ -1,0 +1,93 @@
+"""Training loops of one's own, as ``--loop`` takes them: a good one in plain PyTorch, and some that are not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import autotune
+
+
+def train(config: Any) -> None:
+    """Tells random points apart; ``LENGTH`` samples, 96 by itself."""
+    torch.manual_seed(0)
+    body, head = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU()), torch.nn.Linear(64, 2)
+    model = torch.nn.Sequential(body, head)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    samples = int(os.environ.get("LENGTH", "96"))
+    data = TensorDataset(torch.randn(samples, 32), torch.randint(0, 2, (samples,)))
+    loader = DataLoader(data, batch_size=config.per_device_batch_size, shuffle=True)
+    print(f"trains with {config}")
+    for _ in range(3):
+        for number, (inputs, labels) in enumerate(autotune.steps(loader), start=1):
+            with config.autocast("cpu"):
+                hidden = (
+                    checkpoint(body, inputs, use_reentrant=False) if config.gradient_checkpointing else body(inputs)
+                )
+                loss = torch.nn.functional.cross_entropy(head(hidden), labels) / config.gradient_accumulation_steps
+            loss.backward()
+            if number % config.gradient_accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        with open("evaluated", "w"):
+            pass
+
+
+def take_the_batch_alone(config: Any) -> None:
+    """Uses nothing else of its config."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        with autotune.step():
+            model(torch.randn(config.per_device_batch_size, 4)).mean().backward()
+            optimizer.step()
+
+
+def ignore(config: Any) -> None:
+    """Uses nothing of its config."""
+    take_the_batch_alone(autotune.LoopConfig(8))
+
+
+def accumulate_otherwise(config: Any) -> None:
+    """Reads how many batches to accumulate, and steps after each."""
+    _ = config.gradient_accumulation_steps
+    take_the_batch_alone(config)
+
+
+def forget_steps(config: Any) -> None:
+    """Trains without saying where its steps are."""
+    torch.nn.Linear(4, 1)(torch.ones(config.per_device_batch_size, 4)).mean().backward()
+
+
+def end_at_once(config: Any) -> None:
+    """Trains nothing."""
+
+
+def nest(config: Any) -> None:
+    """Goes over the steps within the steps."""
+    for _ in autotune.steps([1, 2]):
+        for _ in autotune.steps([1, 2]):
+            pass
+
+
+def end_soon(config: Any) -> None:
+    """Makes no more than five steps."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(autotune.steps(_stream(config.per_device_batch_size))):
+        model(batch).mean().backward()
+        optimizer.step()
+        if number == 4:
+            break
+
+
+def _stream(batch: int) -> Iterator[torch.Tensor]:
+    with contextlib.suppress(GeneratorExit):
+        while True:
+            yield torch.randn(batch, 4)

@@ -1,0 +1,81 @@
+"""Trials of unmodified scripts that train with an ``Accelerator``, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+
+SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "accelerate_loop.py"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder in which nothing may appear."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def inspected(server: ServerClient, *words: str) -> tuple[Workload, Document]:
+    """The workload as trials get it, and the model's facts."""
+    source = find_script(["python", str(SCRIPT), "--output_dir", "out", *words])
+    model = server.inspect(Workload.of_source(source))["model"]
+    return Workload.of_source(dataclasses.replace(source, interface=model["interface"])), model
+
+
+def candidate(batch: int, accumulation: int, precision: str = "fp32", *, checkpoints: bool = False) -> Candidate:
+    """One that the script's own optimizer trains."""
+    arm = Arm(precision, gradient_checkpointing=checkpoints, optim=OWN_OPTIM)  # type: ignore[arg-type]
+    return Candidate(arm, batch, accumulation)
+
+
+def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient, folder: Path) -> None:
+    own = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
+    workload, model = inspected(trial_server, *own)
+    assert model["class"] == "BertForSequenceClassification"
+    assert model["samples"] == 96
+    assert model["interface"]["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert model["interface"]["loader"].startswith("accelerate_loop.py:")
+    assert model["interface"]["flags"] == {
+        "batch": "--per_device_train_batch_size", "accumulation": "--gradient_accumulation_steps",
+    }  # fmt: skip
+    settings = {name: model["own"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    assert settings == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    assert model["own"]["precision"] == "fp32"
+
+    tried = candidate(16, 2, "bf16", checkpoints=True)
+    answer = trial_server.trial(workload, tried)
+    measured = answer.completed.measurement
+    assert (measured.micro_steps_run, len(measured.step_seconds_each)) == (2, QUICK.max_steps)
+    assert "bf16, 2, 6 batches" in answer.log
+    assert "evaluated" not in answer.log
+    # 96 samples are 48 batches of 2; three micro-steps stand for all eight.
+    measured = trial_server.trial(workload, candidate(2, 8)).completed.measurement
+    assert measured.micro_steps_run == 3
+    answer = trial_server.trial(workload, candidate(4, 2), unmodified=True)
+    assert "no, 2, 24 batches" in answer.log
+    assert answer.completed.measurement.micro_steps_run == 2
+    assert list(folder.iterdir()) == []
+
+
+def test_a_loop_that_accumulates_by_its_own_option_is_given_another(trial_server: ServerClient, folder: Path) -> None:
+    workload, model = inspected(trial_server, "--own_modulo", "--gradient_accumulation_steps", "3")
+    assert model["interface"]["accumulates_by"] == "option"
+    assert model["own"]["gradient_accumulation_steps"] == 3
+    answer = trial_server.trial(workload, candidate(4, 2))
+    assert answer.completed.measurement.micro_steps_run == 2
+    assert list(folder.iterdir()) == []
+
+
+def test_a_training_of_few_steps_counts_as_far_as_it_goes(trial_server: ServerClient, folder: Path) -> None:
+    workload, _ = inspected(trial_server, "--max_train_steps", "4", "--num_train_epochs", "1")
+    answer = trial_server.trial(workload, candidate(8, 1))
+    assert 1 <= len(answer.completed.measurement.step_seconds_each) <= 4
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,97 @@
+"""Trials of training loops that are no Trainer's, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Failed
+from autotune.core.training_source import find_loop
+from autotune.core.workload import Workload
+
+LOOPS = Path(__file__).resolve().parents[1] / "own_code" / "train_loop.py"
+
+
+def loop(function: str = "train") -> Workload:
+    """The workload of a function of ``train_loop.py``."""
+    return Workload.of_source(find_loop(f"{LOOPS}:{function}"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder in which nothing may appear."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("candidate", "micro_steps_run"),
+    # 96 samples are three steps of 32; a part of 12 micro-steps stands for all of them.
+    [(Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2), 2), (Candidate(Arm(), 2, 12), 3)],
+)
+def test_a_loop_is_measured_and_nothing_after_it_is_reached(
+    trial_server: ServerClient, folder: Path, candidate: Candidate, micro_steps_run: int
+) -> None:
+    answer = trial_server.trial(loop(), candidate)
+    measured = answer.completed.measurement
+    assert measured.micro_steps_run == micro_steps_run
+    assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
+    assert len(measured.step_seconds_each) == QUICK.max_steps
+    assert 0 < measured.data_seconds < measured.step_seconds  # type: ignore[operator]
+    assert 0 < measured.optimizer_seconds < measured.step_seconds  # type: ignore[operator]
+    assert math.isfinite(measured.train_loss or math.nan)
+    precision, checkpointing = candidate.arm.precision, candidate.arm.gradient_checkpointing
+    assert f"precision='{precision}', gradient_checkpointing={checkpointing})" in answer.log
+    assert [record["phase"] for record in answer.progress if "phase" in record] == ["device", "loop", "train"]
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_loop_reads_of_its_config_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
+    model = trial_server.inspect(loop())["model"]
+    assert model["interface"] == {
+        "kind": "loop", "searched": ["batch", "accumulation", "precision", "checkpointing"], "tunes_loader": False,
+    }  # fmt: skip
+    assert (model["parameters"], model["samples"], model["dtype"]) == (32 * 64 + 64, 96, "float32")
+    alone = trial_server.inspect(loop("take_the_batch_alone"))["model"]
+    assert alone["interface"]["searched"] == ["batch"]
+    assert (alone["class"], alone["gradient_checkpointing"], alone["samples"]) == ("Linear", False, None)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_step_that_the_end_of_the_data_cuts_short_is_not_counted(
+    trial_server: ServerClient, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    candidate = Candidate(Arm(), 40, 2)
+    measured = trial_server.trial(loop(), candidate).completed.measurement
+    assert len(measured.step_seconds_each) == QUICK.max_steps
+
+
+def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClient) -> None:
+    measured = trial_server.trial(loop("end_soon"), Candidate(Arm(), 4)).completed.measurement
+    assert 1 <= len(measured.step_seconds_each) <= 4
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("forget_steps", "train_loop.py:forget_steps trains without autotune.steps at train_loop.py:"),
+        ("end_at_once", "train_loop.py:end_at_once ended without a step of an optimizer within autotune.steps"),
+        ("nest", "train_loop.py:nest goes over autotune.steps within autotune.steps"),
+        ("no_such", "train_loop.py has no function no_such"),
+    ],
+)
+def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, function: str, message: str) -> None:
+    answer = trial_server.run({"kind": "inspect", "workload": loop(function).document()})
+    assert answer.result["source_error"].startswith(message)
+    assert answer.result["source_hint"]
+
+
+def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient) -> None:
+    outcome = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "train_loop.py:accumulate_otherwise steps its optimizer after 1 batches, asked was 3"
