@@ -18,6 +18,7 @@ from tiny import AMPLE_BYTES, QUICK, tiny_workload
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
 from autotune.core.candidate import Precision as PrecisionName
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
+from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, list_devices, nvml_problem
 from autotune.execution import TrialJob, TrialServer
@@ -100,7 +101,7 @@ def test_segments_expand_under_the_same_cap(runner: TrialServer, facts: Document
 
 def in_trial_environment(gpu: Device, *command: str) -> str:
     """What a script prints that is started as a trial server is."""
-    environment = server_environment(gpu, os.environ, offline=True)
+    environment = server_environment(Placement.of(gpu), os.environ, offline=True)
     ended = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -15,6 +15,7 @@ from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
+from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
@@ -62,7 +63,7 @@ class ServerClient:
     def __enter__(self) -> ServerClient:
         read_fd, write_fd = os.pipe()
         with open(self._folder / "server.log", "ab") as log:
-            environment = server_environment(self._device, os.environ, offline=True)
+            environment = server_environment(Placement.of(self._device), os.environ, offline=True)
             self.process = warm.start_module("autotune.worker.server", write_fd, log, environment)
         os.close(write_fd)
         self._reports = os.fdopen(read_fd, "rb")

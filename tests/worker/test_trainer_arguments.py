@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.placement import Placement
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
 from autotune.space.training_arguments import checkpointing_field
@@ -40,7 +41,7 @@ def printed(cpu: Device) -> dict[str, dict[str, Any]]:
     """The arguments of every candidate, from one process in a launched environment."""
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "cpu"],
-        env=server_environment(cpu, {**os.environ, **LAUNCHED}, offline=True),
+        env=server_environment(Placement.of(cpu), {**os.environ, **LAUNCHED}, offline=True),
         input="".join(json.dumps(candidate.parameters()) + "\n" for candidate in CANDIDATES.values()),
         capture_output=True,
         text=True,
