@@ -1,4 +1,4 @@
-"""``python -m autotune``."""
+"""Run the command line: ``python -m autotune``."""
 
 from autotune.cli.main import main
 

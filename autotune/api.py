@@ -1,4 +1,4 @@
-"""The search as a function, for notebooks and scripts: ``import autotune; autotune.search(model=…)``.
+"""Search from Python, in notebooks and scripts: ``import autotune; autotune.search(model=…)``.
 
 The same engine as the command, the same options under the same names. Importing this imports neither torch nor
 transformers, and neither does a search: what trains is a process of its own, so no ``__main__`` guard is needed.
@@ -57,13 +57,13 @@ class Trial:
     number: int
     candidate: Candidate
     measurement: Measurement | None
-    """What was measured; ``None`` where the trial did not complete."""
+    """The measurement; ``None`` where the trial did not complete."""
     feasible: bool
     verdict: str
-    """How it compares with the baseline, or why it has no measurement."""
+    """Its speed relative to the baseline, or why it has no measurement."""
 
     def __repr__(self) -> str:
-        """In a line, as a notebook shows it."""
+        """Return the trial in one line, for notebooks."""
         told = self.candidate.describe()
         if (measured := self.measurement) is not None:
             told += f", {format_rate(measured.samples_per_second)} samples/s{format_spread(measured.known_spread)}"
@@ -73,7 +73,7 @@ class Trial:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A study, as a search left it or as ``load`` found it."""
+    """A study, from ``search`` or from ``load``."""
 
     report: Report
     storage: str
@@ -81,19 +81,19 @@ class Result:
 
     @property
     def study(self) -> str:
-        """The study's name, under which ``autotune show`` and the others know it."""
+        """The study's name, for ``autotune show`` and the other commands."""
         return self.report.study.name
 
     @property
     def best(self) -> Trial:
-        """The winner; ``NoResultError`` where there is none."""
+        """The winner; raises ``NoResultError`` where there is none."""
         if self.report.best is None:
             raise NoResultError(f"the study {self.study!r} has no feasible trial", "continue it, or search with more")
         return self._trial(self.report.best)
 
     @property
     def baseline(self) -> Trial | None:
-        """What the ``TrainingArguments`` defaults do, where they were measured and completed."""
+        """The trial of the ``TrainingArguments`` defaults; ``None`` where it was not run or did not complete."""
         return self._trial(self.report.baseline) if self.report.baseline else None
 
     @property
@@ -114,24 +114,24 @@ class Result:
 
     @property
     def model_arguments(self) -> dict[str, str]:
-        """What belongs into ``from_pretrained``: attention implementation and weight dtype."""
+        """The winner's arguments for ``from_pretrained``: attention implementation and weight dtype."""
         return dict(make_export(self.report).model_arguments)
 
     def training_arguments(self, **extra: Any) -> Any:
-        """``transformers.TrainingArguments`` of the winner with ``extra`` beside or over its fields.
+        """Return ``transformers.TrainingArguments`` of the winner, with ``extra`` fields added or replaced.
 
-        This alone imports transformers, and with it torch, into the calling process.
+        Only this imports transformers, and with it torch, into the calling process.
         """
         return importlib.import_module("transformers").TrainingArguments(**{**self.arguments, **extra})
 
     @property
     def records(self) -> list[Document]:
-        """Every trial under the names of ``--json``, in order."""
+        """Every trial in order, with the field names of ``--json``."""
         return [trial_document(self.report, trial) for trial in self.report.trials]
 
     @property
     def trials(self) -> Any:
-        """Every trial, a row each: a ``pandas.DataFrame`` where pandas is installed, else ``records``."""
+        """Every trial as a row of a ``pandas.DataFrame`` where pandas is installed, else ``records``."""
         if importlib.util.find_spec("pandas") is None:
             return self.records
         return importlib.import_module("pandas").DataFrame(self.records)
@@ -139,18 +139,18 @@ class Result:
     def plot(self) -> Any:
         """Draw samples a second against peak memory, with the ceiling, and return matplotlib ``Axes``.
 
-        ``InvalidRequestError`` where matplotlib is not installed.
+        Raises ``InvalidRequestError`` where matplotlib is not installed.
         """
         return plot_trials(self.report)
 
     def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
-        """Train with a stock ``Trainer`` in a process of its own; ``misses()`` tells what was not kept."""
+        """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept."""
         steps = check_arguments({"steps": steps}, "steps")["steps"]
         target = target_of(self.report, placement_of(self.report))
         return verify(target, steps, log_folder(self.storage, self.study) / "verify.log")
 
     def document(self) -> Document:
-        """The whole study as ``autotune show --json`` prints it."""
+        """Return the whole study as ``autotune show --json`` prints it."""
         return report_document(self.report)
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class Result:
 
 
 class _Lines:
-    """Tells of each trial in a line on stderr; as plain as a notebook needs it."""
+    """Prints a line on stderr for each trial, in plain text for notebooks."""
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -185,7 +185,7 @@ class _Lines:
 
 
 class _Silence(_Lines):
-    """Tells nothing."""
+    """Prints nothing."""
 
     def note(self, text: str) -> None:
         pass
@@ -249,16 +249,16 @@ def search(
     verify: bool = False,
     progress: bool | Observer = True,
 ) -> Result:
-    """Search for the fastest configuration by running real training steps; as the command ``autotune search``.
+    """Search for the fastest configuration by running real training steps, as the command ``autotune search`` does.
 
-    Options bear the command's names and meanings; sizes are bytes or text (``"24GiB"``), durations seconds or text
-    (``"5m"``), lists sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
-    ``--no-baseline``. ``trainer`` and ``loop`` may be functions where they are of a file, which trials import: where
-    the same file calls ``search``, the call belongs under ``if __name__ == "__main__":``. ``script`` is a list of
-    words, never one text. ``verify`` has a stock ``Trainer`` show at the end that the result is true, and raises
-    ``PromiseMissedError`` where it is not; the study stays. ``progress`` is whether a line a trial goes to stderr, or
-    an observer of one's own. In the main thread Ctrl-C ends the search after the running trial, a second one at once.
-    Raises the errors of ``autotune.errors``.
+    Options have the names and meanings of the command's. Sizes are bytes or text (``"24GiB"``), durations seconds or
+    text (``"5m"``), lists are sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
+    ``--no-baseline``. ``trainer`` and ``loop`` may be functions that are defined in a file, which trials import: if the
+    same file calls ``search``, put the call under ``if __name__ == "__main__":``. ``script`` is a list of words, not one text.
+    ``verify=True`` runs a stock ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as fast as
+    promised; the study stays. ``progress`` is whether to print a line for each trial on stderr, or an observer of your
+    own. In the main thread Ctrl-C ends the search after the running trial, a second one at once. Raises the errors of
+    ``autotune.errors``.
     """
     named = dict(locals())
     observer = _observer(named.pop("progress"))
@@ -279,7 +279,7 @@ def search(
 
 
 def _absolute(storage: str) -> str:
-    """A database's URL as it is, a file's path from the root."""
+    """Return a database's URL unchanged, or a file's absolute path."""
     path = resolve_location(storage).path
     return storage if path is None else str(path)
 
@@ -293,7 +293,7 @@ def _observer(progress: Any) -> Observer:
 
 
 def _check_is_outermost() -> None:
-    """Raise where a file that trials import searches itself, which would begin another search in each of them."""
+    """Raise ``InvalidRequestError`` in a trial that imports a file which searches itself, or searches would nest."""
     if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
         raise InvalidRequestError(
             f"a search began while trials ran {source}",
@@ -302,7 +302,7 @@ def _check_is_outermost() -> None:
 
 
 def _verify(result: Result, observer: Observer) -> None:
-    """Raise ``PromiseMissedError`` where a stock run is not what was promised; the observer is told either way."""
+    """Verify a result and report it; raise ``PromiseMissedError`` where the promise was not kept."""
     observer.note(f"training for {DEFAULT_STEPS} steps with a stock Trainer …")
     verification = result.verify()
     observer.note(str(verification))
@@ -314,7 +314,7 @@ def _verify(result: Result, observer: Observer) -> None:
 
 
 def load(study: str, *, storage: str | os.PathLike[str] = DEFAULT_STORAGE) -> Result:
-    """A study that was searched before; ``UnknownStudyError`` where there is none of this name."""
+    """Load a recorded study; raises ``UnknownStudyError`` where there is none with this name."""
     named = check_arguments({"study": study, "storage": storage}, "study")
     with open_store(named["storage"], create=False) as store:
         return Result(load_report(store, named["study"]), _absolute(named["storage"]))

@@ -1,1 +1,1 @@
-"""The command line: wiring and rendering; the one place that prints and exits."""
+"""Provide the command line: options, output and exit codes. Only this package prints and exits."""

@@ -1,4 +1,4 @@
-"""``autotune dashboard``."""
+"""Run ``autotune dashboard``: serve the Optuna dashboard, read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autotune db``."""
+"""Run ``autotune db``: show and upgrade the revision of the database's schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.cli.options import table_options
 @click.group(short_help="Look after the database.", invoke_without_command=True)
 @click.pass_context
 def db(ctx: click.Context) -> None:
-    """Look after the database's schema."""
+    """Show or upgrade the schema of the database."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -28,7 +28,7 @@ def current(storage: str) -> None:
 @db.command()
 @table_options("db")
 def upgrade(storage: str) -> None:
-    """Bring the schema to the newest revision; a missing file is made."""
+    """Upgrade the schema to the newest revision; a missing file is created."""
     from autotune import store
 
     before, after = store.upgrade(storage)

@@ -1,4 +1,4 @@
-"""``autotune devices``."""
+"""Run ``autotune devices``: list the GPUs, the CPU and the optional packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.cli.options import print_json, table_options
 @click.command()
 @table_options("devices")
 def devices(as_json: bool) -> None:
-    """List the devices (memory, driver, capability, precisions, other processes) and the levers' packages."""
+    """List the devices (memory, driver, capability, precisions, other processes) and the optional packages."""
     from autotune.core.units import format_bytes
     from autotune.devices import list_devices, nvml_problem
     from autotune.space.features import OPTIONAL, how_to_install, version_of

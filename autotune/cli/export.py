@@ -1,4 +1,4 @@
-"""``autotune export``."""
+"""Run ``autotune export``: print the best trial as ``TrainingArguments``."""
 
 from __future__ import annotations
 

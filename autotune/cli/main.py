@@ -1,4 +1,4 @@
-"""``autotune``: the group of commands, errors as one line, nothing heavy imported before it is needed."""
+"""Run ``autotune``: find the command, import only what it needs, and print errors as one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.core import errors
 from autotune.core.errors import AutotuneError
 
 INTERRUPTED = 130
-"""The conventional exit code of a process that Ctrl-C ended: 128 + SIGINT."""
+"""Exit code of a process that Ctrl-C ended, by convention: 128 + SIGINT."""
 
 _COMMANDS = {
     "search": "autotune.cli.search",
@@ -35,7 +35,7 @@ _COMMANDS = {
 
 
 def exit_codes() -> dict[int, str]:
-    """Every exit code of the command line with what it says, smallest first."""
+    """Return every exit code of the command line with its meaning, in ascending order."""
     found = {0: "All went well.", INTERRUPTED: "Ctrl-C ended the command; what was measured is recorded."}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, AutotuneError):
@@ -44,7 +44,7 @@ def exit_codes() -> dict[int, str]:
 
 
 class _LazyGroup(click.Group):
-    """Imports a command's module when it is asked for."""
+    """A group that imports the module of a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -71,7 +71,7 @@ class _LazyGroup(click.Group):
 
 
 def say_error(message: str, hint: str = "") -> None:
-    """What was wrong on one line and what to do next on another, on stderr."""
+    """Print an error on stderr: what was wrong on one line, what to do next on another."""
     click.echo(f"autotune: error: {_one_line(message)}", err=True)
     if hint:
         click.echo(f"  {_one_line(hint)}", err=True)
@@ -102,18 +102,18 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; always ends in ``SystemExit``."""
-    # Nearly all that is made lives to the end; looking for garbage took a quarter of showing ten thousand trials.
+    """Run the console script; always ends with ``SystemExit``."""
+    # Nearly all objects live to the end. Garbage collection took a quarter of the time of showing ten thousand trials.
     gc.set_threshold(100_000, 20, 100)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that knows no × shows a question mark in its place.
+            # A terminal whose encoding lacks × shows a question mark in its place.
             stream.reconfigure(errors="replace")
     sys.exit(_exit_code(arguments))
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:
-    """Run the command; every error that a user can meet becomes its line and its code."""
+    """Run the command and return its exit code; every error that a user can act on is printed."""
     try:
         returned = cli.main(arguments, prog_name="autotune", standalone_mode=False)
         return returned if isinstance(returned, int) else 0
@@ -149,7 +149,7 @@ def _forget_interrupt() -> None:
 
 
 def _forget_output() -> None:
-    """What is left in the buffer of a stdout that cannot be written would be tried again at the exit."""
+    """Drop what is left in the buffer of a stdout that cannot be written, or it would be tried again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

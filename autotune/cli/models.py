@@ -1,4 +1,4 @@
-"""``autotune models``."""
+"""Run ``autotune models``: list the built-in catalog."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ else:
 
 
 class _Parsed(_AnyType):
-    """A type made of the function that parses it, which raises ``ValueError`` or ``InvalidRequestError``."""
+    """A click type for a parsing function that raises ``ValueError`` or ``InvalidRequestError``."""
 
     def __init__(self, kind: Kind) -> None:
         self.name = kind.name
@@ -37,7 +37,7 @@ class _Parsed(_AnyType):
 
 
 def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a function the options which the table has for this command."""
+    """Return a decorator that gives a function the options that the table has for this command."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options_of(command)):
@@ -74,11 +74,11 @@ def _click_type(kind: Kind) -> Any:
 
 
 class SectionedCommand(click.Command):
-    """A command with so many options that its help shows them under headings."""
+    """A command whose help shows its many options under headings."""
 
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
-        """Heading to parameter names, in the order of the table."""
+        """Parameter names by heading, in the order of the table."""
         shown = [option for option in OPTIONS if any(param.name == option.name for param in self._shown())]
         headings = dict.fromkeys(option.section for option in shown)
         return {heading: tuple(o.name for o in shown if o.section == heading) for heading in headings}
@@ -97,5 +97,5 @@ class SectionedCommand(click.Command):
 
 
 def print_json(document: Any) -> None:
-    """One document on stdout."""
+    """Print one document on stdout."""
     click.echo(json.dumps(document, indent=2))

@@ -1,4 +1,4 @@
-"""Write what a command makes to a file."""
+"""Write the output of a command to a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.core.errors import StorageError
 
 
 class OutputPath(click.Path):
-    """A path to write to; click itself stumbles over what no system takes for a name."""
+    """A path to write to. Names that no file system accepts are refused, on which click itself would fail."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "\0" in str(value):
@@ -20,7 +20,7 @@ class OutputPath(click.Path):
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; ``StorageError`` where that is not possible."""
+    """Write a file; raises ``StorageError`` where that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``autotune predict``: what fits and how fast it is, for people with no GPU at hand."""
+"""Run ``autotune predict``: print what fits on a GPU and how fast it trains, without that GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def predict(
 
 
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:
-    """The chips to predict for, each with the memory that may be used of it."""
+    """Return the chips to predict for, each with its usable memory."""
     from autotune.core.units import format_bytes
     from autotune.devices.gpus import Chip
 
@@ -109,7 +109,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
 
 
 def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
-    """One chip's predictions."""
+    """Print the predictions for one chip."""
     from autotune.core.ceiling import PREDICTION_MARGIN
     from autotune.estimate.step_time import StepTimeModel
 
@@ -162,7 +162,10 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
 
 
 def _best(arms: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest configuration that fits, with its batch; ``None`` where speed is not predicted or nothing fits."""
+    """Return the fastest configuration that fits, with its batch.
+
+    ``None`` without a predicted speed, or if none fits.
+    """
     known = [
         (arm, batch) for arm in arms for batch in arm["batches"] if batch["fits"] and "samples_per_second" in batch
     ]
@@ -203,11 +206,11 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
 
 _SPEED_HEAD = ["samples/s", "MFU", "limited by"]
 _NEARLY = 0.03
-"""What is predicted to be this much slower than the best may well be as fast."""
+"""Candidates within this relative distance of the best may be as fast."""
 
 
 def _choice(best: dict[str, Any], arms: list[dict[str, Any]]) -> str:
-    """What to choose, how fast it is, and what is nearly as fast."""
+    """Return which configuration to choose, its speed, and those that are nearly as fast."""
     from autotune.core.units import format_rate
 
     low, high = best["samples_per_second_interval"]
@@ -227,7 +230,7 @@ def _choice(best: dict[str, Any], arms: list[dict[str, Any]]) -> str:
 
 
 def _time_anatomy(best: dict[str, Any]) -> str:
-    """What the GPU does in a step of the best, largest first."""
+    """Return the kinds of work of the GPU in a step of the best configuration, largest first."""
     total = sum(best["gpu_seconds_by_kind"].values())
     parts = sorted(best["gpu_seconds_by_kind"].items(), key=lambda part: -part[1])
     shares = [f"{name.replace('_', ' ')} {seconds / total:.0%}" for name, seconds in parts if seconds > 0.01 * total]
@@ -235,7 +238,7 @@ def _time_anatomy(best: dict[str, Any]) -> str:
 
 
 def _compare(documents: list[dict[str, Any]]) -> None:
-    """A line for each GPU: its best configuration."""
+    """Print a line for each GPU with its best configuration."""
     from autotune.core.units import format_rate
 
     rows = []
@@ -253,7 +256,7 @@ def _compare(documents: list[dict[str, Any]]) -> None:
 
 
 def _every_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool, speed: list[str]) -> list[list[str]]:
-    """The rows of one configuration, which is named in the first."""
+    """Return the rows of one configuration, which is named in the first."""
     rows = []
     name = _describe(arm)
     for batch in arm["batches"]:
@@ -265,9 +268,9 @@ def _every_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool, speed: lis
 
 
 def _chosen_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool, speed: list[str]) -> list[str]:
-    """The row of the fastest batch that fits, or the largest where speed is not predicted.
+    """Return the row of the fastest batch that fits, or of the largest where speed is not predicted.
 
-    Where none fits, of the batch with the lowest peak.
+    Where none fits, it is the batch with the lowest peak.
     """
     fitting = [batch for batch in arm["batches"] if batch["fits"]]
     if fitting:

@@ -1,4 +1,4 @@
-"""Predict memory and speed on GPUs that are not at hand: what ``predict`` and ``advise`` share."""
+"""Predict memory and speed on GPUs that are not in this machine, for ``predict`` and ``advise``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def known_chips(spec: str | None) -> dict[str, Chip]:
-    """Return the GPUs of the catalog and those of the user's own file, which win."""
+    """Return the GPUs of the catalog and of the user's own file, which take precedence."""
     from autotune.devices.gpus import CHIPS, read_chips
 
     return {**CHIPS, **(read_chips(spec) if spec is not None else {})}
 
 
 def find_named(name: str, known: dict[str, Chip]) -> Chip:
-    """Return a GPU by name. Raises ``InvalidRequestError`` with the names that are near."""
+    """Return a GPU by name; raises ``InvalidRequestError`` with similar names."""
     from autotune.devices.gpus import ALIASES
 
     key = name.lower()
@@ -44,7 +44,7 @@ def find_named(name: str, known: dict[str, Chip]) -> Chip:
 def predictions(
     targets: Sequence[tuple[Chip, int]], options: dict[str, Any], answers: AnswersBeside
 ) -> list[tuple[Prepared, MemoryModel]]:
-    """Return what is predicted for each chip with so much memory, asked of one process as far as it is not known."""
+    """Return the predictions for each chip and memory; one process makes those that are not stored."""
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
@@ -83,7 +83,7 @@ def predictions(
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
-    """A search on the chip, as if it were here."""
+    """Return the request of a search on the chip."""
     from autotune.devices import Device
     from autotune.tuning.request import SearchRequest
 
@@ -101,14 +101,14 @@ def _questions(space: Space) -> list[Question]:
 
 
 def batches_of(space: Space) -> list[int]:
-    """Return every batch of an effective batch; none where the batch is free: the largest is looked for."""
+    """Return every batch of an effective batch; none where the batch is free, since only the largest is predicted."""
     if space.batches.effective_batch is None:
         return []
     return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
 
 
 def speed_document(predicted: StepTime, workload: Workload) -> dict[str, Any]:
-    """Return how fast a candidate is predicted to be, as JSON-ready data."""
+    """Return the predicted speed of a candidate as JSON-ready data."""
     low, high = predicted.interval_samples_per_second
     return {
         "step_seconds": predicted.seconds,

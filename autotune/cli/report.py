@@ -1,4 +1,4 @@
-"""``autotune report``."""
+"""Run ``autotune report``: write a study as an HTML page or as text."""
 
 from __future__ import annotations
 

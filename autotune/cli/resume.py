@@ -1,4 +1,4 @@
-"""``autotune resume``."""
+"""Run ``autotune resume``: continue a search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resume(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Go on with a search where it was ended, with the options that it began with.
+    """Continue a search where it ended, with the options that it began with.
 
     No trial that ended is repeated; one that was under way is. Of a finished study the result is shown,
     unless the budget is larger now.

@@ -1,4 +1,4 @@
-"""``autotune search``: its options, and the request that they make."""
+"""Run ``autotune search``: make a request from the options, search, and print the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def search_and_print(
     as_json: bool,
     verifies: bool = False,
 ) -> None:
-    """Run a search that is new or goes on, print its result, and say with the exit code whether it was interrupted."""
+    """Run a new or resumed search and print its result; exit with the code of an interruption if there was one."""
     from autotune.cli.session import print_result, run_search
 
     study, report = run_search(request, storage, wait=wait)

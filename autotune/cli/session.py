@@ -1,4 +1,4 @@
-"""A search with what a person sees of it, and its result on stdout."""
+"""Run a search with its progress on stderr, and print its result on stdout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
-    """Run the search to its end, shown on stderr; see ``autotune.tuning.run.run_search``."""
+    """Run the search with its progress on stderr; see ``autotune.tuning.run.run_search``."""
     with open_view() as view:
         return run_observed_search(request, storage, view, wait=wait)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
-    """The result on stdout, with the commands that come next; ``storage`` where they need to be told."""
+    """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
     from autotune.results.document import report_document
     from autotune.results.report import is_script
     from autotune.results.text import summary_lines

@@ -1,4 +1,4 @@
-"""``autotune show`` and ``autotune studies``."""
+"""Run ``autotune show`` and ``autotune studies``: print one study, or list all."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import click
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
-    """Columns as wide as their widest cell, two spaces apart; those headed as in ``right`` end together."""
+    """Print columns as wide as their widest cell, two spaces apart; those headed as in ``right`` are right-aligned."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
     for line in (head, *rows):
         cells = [

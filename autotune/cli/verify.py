@@ -1,4 +1,4 @@
-"""``autotune verify``: a stock ``Trainer`` against what a study promises."""
+"""Run ``autotune verify``: compare a stock ``Trainer`` with what a study promises."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _target(store: object, study_or_file: str, study: str | None) -> Target:
 
 
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
-    """Verify the winner of a search that has just ended, and print both; raise where a promise was not kept."""
+    """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.document import report_document
     from autotune.verify.target import placement_of, target_of
@@ -105,7 +105,7 @@ def _verified(target: Target, steps: int, storage: str) -> Verification:
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
-    """Compare losses, print the finding, and raise where the two do not train alike."""
+    """Compare losses and print the result; raises where the two do not train alike."""
     from autotune.tuning.run import log_folder
     from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
@@ -125,7 +125,7 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
 
 
 def verification_lines(verification: Verification) -> list[str]:
-    """Promised and obtained, side by side, and what is to be known of it."""
+    """Return lines with promised and obtained figures side by side, and notes."""
     from autotune.core.units import format_bytes, format_seconds
     from autotune.verify.throughput import notes
 

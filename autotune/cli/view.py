@@ -1,4 +1,4 @@
-"""What a person sees while a search runs, on stderr: a line a trial, and on a terminal what is happening now."""
+"""Show a running search on stderr: a line for each trial and, on a terminal, a status line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from autotune.store import Stage, StudyRecord, TrialRecord
     from autotune.tuning.prepare import Prepared
 
-# Eighty columns hold a line of the widest default arm.
+# A line of the widest default arm fits in eighty columns.
 _ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
-# The clock and the spinner share two cores with what is measured there.
+# Kept low, since trials are measured on the same CPU cores.
 _REFRESHES_PER_SECOND = 4
 
 
 class View:
-    """An observer that prints. Without a terminal it prints the lines alone."""
+    """Prints the progress of a search. Without a terminal it prints the lines only."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,17 +42,17 @@ class View:
         self._seen = 0
 
     def note(self, text: str) -> None:
-        """A sentence between the lines."""
+        """Print a note between the lines."""
         self._print(text, style="dim")
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """What is searched, and on what."""
+        """Print what is searched, and on what."""
         self._prepared = prepared
         for line in _head_lines(prepared, study):
             self._print(line)
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Show what runs, before the first trial the head of the table."""
+        """Show the running trial; before the first one, print the head of the table."""
         self._begin_table()
         self._running[number] = candidate.describe(), "starting"
 
@@ -62,7 +62,7 @@ class View:
         self._running[number] = what, str(record.get("phase") or f"step {record.get('step', '?')}")
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """One line, for good."""
+        """Print the trial's line."""
         assert self._prepared is not None, "begins comes first"
         # A trial that is taken from an earlier search did not begin.
         self._begin_table()
@@ -100,7 +100,7 @@ class View:
         ).rstrip()
 
     def __rich__(self) -> Text:
-        """The status line, made anew at each refresh so that its clock runs; cut where the terminal ends."""
+        """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""
         trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
         running = ", ".join(trials) or self._idle
         elapsed = format_seconds(time.monotonic() - self._started)
@@ -156,7 +156,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-    """How fast it is against the baseline, and whether it is the best so far."""
+    """Return the trial's speed relative to the baseline, and whether it is the best so far."""
     from autotune.results.wording import times
 
     outcome = trial.outcome
@@ -184,7 +184,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
 
 @contextmanager
 def open_view() -> Iterator[View]:
-    """The view of this process's stderr, with a status line below the others where that is a terminal."""
+    """Open the view on this process's stderr, with a status line below the others on a terminal."""
     console = Console(stderr=True)
     view = View(console)
     if not console.is_terminal:
