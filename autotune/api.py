@@ -254,11 +254,11 @@ def search(
     Options have the names and meanings of the command's. Sizes are bytes or text (``"24GiB"``), durations seconds or
     text (``"5m"``), lists are sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
     ``--no-baseline``. ``trainer`` and ``loop`` may be functions that are defined in a file, which trials import: if the
-    same file calls ``search``, put the call under ``if __name__ == "__main__":``. ``script`` is a list of words, not one text.
-    ``verify=True`` runs a stock ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as fast as
-    promised; the study stays. ``progress`` is whether to print a line for each trial on stderr, or an observer of your
-    own. In the main thread Ctrl-C ends the search after the running trial, a second one at once. Raises the errors of
-    ``autotune.errors``.
+    same file calls ``search``, put the call under ``if __name__ == "__main__":``. ``script`` is a list of words, not
+    one text. ``verify=True`` runs a stock ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as
+    fast as promised; the study stays. ``progress`` is whether to print a line for each trial on stderr, or an observer
+    of your own. In the main thread Ctrl-C ends the search after the running trial, a second one at once. Raises the
+    errors of ``autotune.errors``.
     """
     named = dict(locals())
     observer = _observer(named.pop("progress"))

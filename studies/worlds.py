@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
-from autotune.core.step_time import is_enough, mean_step
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom

@@ -1,8 +1,8 @@
-"""Predict how long a GPU computes in a training step, from the operations that a fake step consists of.
+"""Predict how long the GPU computes in a training step, from the operations of a step traced with fake tensors.
 
-Each operation takes as long as the slower of its arithmetic and its memory traffic (a roofline), and no less than a
-kernel takes to start and end. Matrix products are cut into tiles that the multiprocessors work off in waves. Figures of
-the chip are specified ones; how much of them each class of operation reaches was fitted to recorded GPU times.
+Each operation takes as long as the slower of its arithmetic and its memory traffic (a roofline), and at least as long
+as an empty kernel. Matrix products are cut into tiles, which the multiprocessors compute in waves. Rates of the chip
+are specified ones; the share of them that each class of operation reaches was fitted to recorded GPU times.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from autotune.core.device import Precision
 from autotune.devices.gpus import Rates
 
 Size = tuple[int, int]
-"""So much for each sample of the batch, and so much whatever the batch."""
+"""An amount for each sample of the batch, and a constant amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Equal operations of a step."""
+    """Equal operations of a step, counted together."""
 
     part: str
     """``forward``, ``backward``, ``recomputation`` or ``update``."""
@@ -35,17 +35,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What one micro-step and the optimizer's update consist of, for arms of one memory class."""
+    """The operations of one micro-step and of the optimizer's update, for arms of one memory class."""
 
     rows: tuple[Operation, ...]
     dispatched: dict[str, int]
-    """How many operations the host issues in each part, views included."""
+    """Number of operations that the host issues in each part, including views."""
     gradient_tensors: int
     gradient_bytes: int
 
     @classmethod
     def from_document(cls, document: Document) -> Operations:
-        """Read what a prediction job answered."""
+        """Return the operations in the answer of a prediction job."""
         rows = tuple(
             Operation(
                 row["part"],
@@ -61,16 +61,17 @@ class Operations:
         return cls(rows, document["dispatched"], document["gradient_tensors"], document["gradient_bytes"])
 
     def product_flops(self, batch: int) -> float:
-        """Return the operations of matrix products, attention and convolutions in a micro-step, without recomputing.
+        """Return the floating-point operations of matrix products, attention and convolutions in a micro-step.
 
-        That is what the utilisation of a GPU is usually related to (MFU; Chowdhery et al. 2022, appendix B).
+        Recomputed operations are left out, as usual for the utilization of a GPU (MFU; Chowdhery et al. 2022, appendix
+        B).
         """
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
         return float(sum(row.count * _at(row.flops, batch) for row in kept))
 
 
 def is_predictable(arm: Arm) -> bool:
-    """Return whether the operations of an arm are those of the trace: compilers and Liger replace them."""
+    """Return whether an arm runs the traced operations: compilers and Liger kernels replace them."""
     return not arm.torch_compile and not arm.use_liger_kernel
 
 
@@ -84,7 +85,7 @@ def _at(size: Size, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Which share of a chip's specified rates each class of operation reaches.
+    """Share of a chip's specified rates that each class of operation reaches.
 
     The defaults were fitted by ``studies/step_times.py fit`` to GPU times of an H200 (torch 2.11, CUDA 13.0).
     """
@@ -93,25 +94,25 @@ class Efficiencies:
     tf32_products: float = 0.55
     fp32_products: float = 0.81
     unaligned_half_products: float = 0.17
-    """Beside the above, where a row of a matrix is no multiple of 16 bytes, so that it cannot be loaded in blocks."""
+    """Further factor for matrices whose rows are not multiples of 16 bytes, which cannot be loaded in blocks."""
     unaligned_tf32_products: float = 0.32
     product_overhead: float = 76.0
-    """What begins and ends each tile of a product, in steps of its inner dimension."""
+    """Overhead at the beginning and end of each tile of a product, in steps of its inner dimension."""
     product_traffic: float = 0.98
     flash_forward: float = 0.29
-    """Attention: of the 16-bit peak."""
+    """Share of the 16-bit peak that attention reaches."""
     flash_backward: float = 0.16
     efficient_forward: float = 0.18
     efficient_backward: float = 0.12
     float32_forward: float = 0.57
-    """Attention in float32: of the float32 peak, whatever the precision of other products."""
+    """Share of the float32 peak that attention in float32 reaches, whatever the precision of other products."""
     float32_backward: float = 0.44
     convolution: float = 0.5
-    """Of what matrix products of the dtype reach."""
+    """Share of the rate of matrix products of the same dtype."""
     elementwise: float = 0.9
-    """This and what follows: of the memory bandwidth."""
+    """This and all that follow: shares of the memory bandwidth."""
     elementwise_cast: float = 0.56
-    """Where dtypes are mixed, so that elements are converted one by one."""
+    """Operations on mixed dtypes, whose elements are converted one by one."""
     dropout: float = 0.68
     cast: float = 0.66
     copy: float = 0.76
@@ -123,12 +124,12 @@ class Efficiencies:
     gather: float = 0.39
     update: float = 0.61
     kernel_seconds: float = 1.7e-6
-    """What a kernel takes at least."""
+    """Shortest time of a kernel."""
 
 
 EFFICIENCIES = Efficiencies()
 
-# Kernels that an operation starts, where that is not one.
+# Number of kernels that an operation starts, where it is not one.
 _KERNELS = {
     "normalisation_backward": 2.0,
     "reduction": 1.3,
@@ -137,10 +138,10 @@ _KERNELS = {
     "convolution": 2.0,
 }
 
-# Rows and columns of a tile, and the rate that it reaches in relation to the largest.
+# Rows and columns of a tile, and its rate relative to that of the largest tile.
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.5))
 _SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts the inner dimension is cut so that all multiprocessors have work."""
+"""Numbers of parts into which the inner dimension may be cut, so that all multiprocessors have work."""
 _LEAST_SPLIT = 512
 _ALIGNMENT_BYTES = 16
 _HALF = ("float16", "bfloat16")
@@ -162,7 +163,7 @@ class GpuModel:
             self._single = tf32
 
     def seconds(self, operation: Operation, batch: int) -> float:
-        """Return how long one operation takes at a per-device batch."""
+        """Return the seconds of one operation at a per-device batch."""
         least = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
         if operation.kind == "matrix_product":
             return least + self._product_seconds(operation, batch)
@@ -231,38 +232,38 @@ class GpuModel:
         return size_bytes / (self._bandwidth * share)
 
     def accumulation_seconds(self, operations: Operations) -> float:
-        """Return what adding the gradients of a further micro-step takes: two are read, one is written."""
+        """Return the seconds of adding a further micro-step's gradients, with two reads and one write."""
         own = self._efficiencies
         traffic = self._traffic_seconds(3 * operations.gradient_bytes, own.elementwise)
         return operations.gradient_tensors * own.kernel_seconds + traffic
 
     def clipping_seconds(self, operations: Operations) -> float:
-        """Return what the norm of all gradients and their scaling take; in fp16 they are unscaled as well."""
+        """Return the seconds of the norm of all gradients and of scaling them; in fp16 they are unscaled as well."""
         passes = 5 if self._precision == "fp16" else 3
         return self._traffic_seconds(passes * operations.gradient_bytes, self._efficiencies.elementwise)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """Seconds that the GPU computes in the parts of a step."""
+    """Seconds for which the GPU computes in the parts of a step."""
 
     forward: float
     backward: float
-    """With what checkpoints recompute."""
+    """Including what checkpoints recompute."""
     accumulation: float
-    """Of each micro-step but the first."""
+    """For each micro-step but the first."""
     update: float
-    """With the clipping of gradients."""
+    """Including the clipping of gradients."""
     by_kind: dict[str, float]
-    """Of a whole step."""
+    """For a whole step."""
 
     def of_step(self, accumulation: int) -> float:
-        """Return the seconds of a step of so many micro-steps."""
+        """Return the seconds of a step of ``accumulation`` micro-steps."""
         return accumulation * (self.forward + self.backward) + (accumulation - 1) * self.accumulation + self.update
 
 
 def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: int) -> GpuTime:
-    """Return how long the GPU computes in a step of ``accumulation`` micro-steps at a per-device batch."""
+    """Return the seconds for which the GPU computes in a step of ``accumulation`` micro-steps at a per-device batch."""
     parts = {"forward": 0.0, "backward": 0.0, "recomputation": 0.0, "update": 0.0}
     by_kind: dict[str, float] = {}
     for operation in _counted(operations):
@@ -279,5 +280,5 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
 
 
 def _counted(operations: Operations) -> Iterator[Operation]:
-    """All but what an optimizer does in its first step alone: its state is made then."""
+    """Return the optimizer's operations without those of its first step, which creates its state."""
     return (row for row in operations.rows if not (row.part == "update" and row.kind == "fill"))

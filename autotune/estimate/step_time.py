@@ -1,8 +1,8 @@
-"""Predict how long an optimizer step takes: what the GPU computes, and what the host needs to issue it.
+"""Predict how long an optimizer step takes, from its GPU time and from the time the host takes to issue it.
 
-The Trainer waits for the loss at the end of each micro-step. So a micro-step takes as long as the longest of three: all
-that the GPU computes; the host's forward pass and then the GPU's backward pass; all that the host issues. A p-norm
-rounds the corners between them. Data that comes too late, several GPUs and networks are not predicted.
+The Trainer waits for the loss at the end of each micro-step. So a micro-step takes as long as the longest of three: the
+GPU time of all operations; the host's forward pass followed by the GPU's backward pass; the host time of all
+operations. A p-norm smooths the transition between them. Waiting for data and several GPUs are not predicted.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ _ARITHMETIC = frozenset(("matrix_product", "attention", "attention_backward", "c
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """What a host needs to issue a step. Defaults are fitted to recorded H200 steps (``studies/step_times.py fit``).
+    """Time that a host takes to issue a step. Defaults were fitted to recorded H200 steps (``studies/step_times.py
+    fit``).
 
     They belong to the median of the hosts there: Intel processors of 2.1 to 2.6 GHz in virtual machines.
     """
 
     forward_seconds: float = 1.4e-5
-    """For each operation that is dispatched in Python, views included."""
+    """Seconds for each operation that Python dispatches, including views."""
     backward_seconds: float = 9.4e-6
-    """For each that autograd dispatches."""
+    """Seconds for each operation that autograd dispatches."""
     recomputation_seconds: float = 2.5e-5
-    """For each that a checkpoint runs again."""
+    """Seconds for each operation that a checkpoint repeats."""
     micro_step_seconds: float = 1.7e-3
-    """Before the first kernel of a micro-step and after its last."""
+    """Seconds before the first kernel of a micro-step and after its last."""
     step_seconds: float = 1.1e-3
     tensor_seconds: float = 2.7e-5
-    """For each trained tensor, in clipping and in the optimizer."""
+    """Seconds for each trained tensor, in clipping and in the optimizer."""
 
     def micro_step(self, operations: Operations) -> tuple[float, float]:
-        """Return the seconds that issuing the forward pass and the backward pass takes."""
+        """Return the seconds that the host takes to issue the forward and the backward pass."""
         dispatched = operations.dispatched
         backward = self.backward_seconds * dispatched["backward"]
         backward += self.recomputation_seconds * dispatched["recomputation"]
         return self.forward_seconds * dispatched["forward"], backward
 
     def seconds(self, operations: Operations, accumulation: int) -> float:
-        """Return the seconds that issuing a whole step takes."""
+        """Return the seconds that the host takes to issue a whole step."""
         micro_step = sum(self.micro_step(operations)) + self.micro_step_seconds
         return accumulation * micro_step + self.step_seconds + self.tensor_seconds * operations.gradient_tensors
 
     def scaled(self, factor: float) -> HostSpeed:
-        """Return a host that takes ``factor`` times as long."""
+        """Return a host that is slower by ``factor``."""
         return HostSpeed(
             self.forward_seconds * factor,
             self.backward_seconds * factor,
@@ -66,7 +67,7 @@ class HostSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """How far the truth may be from a prediction, as factors of the GPU's time and of the host's."""
+    """Uncertainty of a prediction, as factors of the GPU's and of the host's time."""
 
     gpu: tuple[float, float]
     host: tuple[float, float]
@@ -81,7 +82,7 @@ OTHER_CHIP = Doubt((0.62, 1.6), (0.6, 1.8))
 _FITTED_CHIP = "h200"
 
 _CORNER = 7.8
-"""Exponent of the norm that rounds the corners between what limits a micro-step."""
+"""Exponent of the p-norm that combines the three limits of a micro-step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,12 @@ class StepTime:
     seconds: float
     interval_seconds: tuple[float, float]
     gpu_seconds: float
-    """While the GPU computes."""
+    """Seconds for which the GPU computes."""
     host_seconds: float
-    """Until the host has issued everything, if the GPU were never waited for."""
+    """Seconds until the host has issued everything, if it never waits for the GPU."""
     gpu_seconds_by_kind: dict[str, float]
     model_flops: float
-    """Operations of matrix products in a step, without what is recomputed."""
+    """Floating-point operations of matrix products in a step, without recomputation."""
     peak_flops: float
     """The specified rate of the chip in this precision."""
 
@@ -108,18 +109,21 @@ class StepTime:
 
     @property
     def interval_samples_per_second(self) -> tuple[float, float]:
-        """Return the throughputs that belong to the ends of the interval, the lower one first."""
+        """Return the throughputs at the ends of the interval, the lower one first."""
         low, high = self.interval_seconds
         return self.candidate.samples_per_step / high, self.candidate.samples_per_step / low
 
     @property
     def utilisation(self) -> float:
-        """Return the share of the GPU's specified peak that the model's own operations use (MFU)."""
+        """Return the model FLOPs utilization (MFU).
+
+        The share of the GPU's specified peak that the model itself uses.
+        """
         return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def limited_by(self) -> Limiter:
-        """Return what a step mostly waits for."""
+        """Return what limits a step: matrix products, memory traffic or the host."""
         if self.host_seconds > self.gpu_seconds:
             return "host"
         arithmetic = sum(s for kind, s in self.gpu_seconds_by_kind.items() if kind in _ARITHMETIC)
@@ -134,7 +138,7 @@ def peak_flops(rates: Rates, precision: Precision) -> float:
 
 
 class StepTimeModel:
-    """Predicts the steps of one chip and host."""
+    """Predicts steps on one chip and host."""
 
     def __init__(self, chip: Chip, host: HostSpeed | None = None, doubt: Doubt | None = None) -> None:
         assert chip.rates is not None
@@ -144,7 +148,7 @@ class StepTimeModel:
         self._models: dict[Precision, GpuModel] = {}
 
     def predict(self, operations: Operations, candidate: Candidate) -> StepTime:
-        """Return the step of a candidate that consists of these operations."""
+        """Return the predicted step of a candidate with these operations."""
         precision = candidate.arm.precision
         if precision not in self._models:
             self._models[precision] = GpuModel(self._rates, precision, EFFICIENCIES)
@@ -177,7 +181,7 @@ def _scaled(gpu: GpuTime, factor: float) -> GpuTime:
 
 
 def step_seconds(operations: Operations, gpu: GpuTime, host: HostSpeed, accumulation: int) -> float:
-    """Return what a step takes on a GPU and a host that take so long for their parts of it."""
+    """Return the seconds of a step from the times of the GPU and the host for its parts."""
     forward, backward = host.micro_step(operations)
     adding = gpu.accumulation * (accumulation - 1) / accumulation
     computes = gpu.forward + gpu.backward + adding

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.measured_steps import StepEstimate
 from autotune.core.statistics import quantile
-from autotune.core.step_time import StepEstimate
 from autotune.worker.private.transformers import length_grouped_order
 
 # An epoch is drawn from at most this many samples: more take time to shuffle and change nothing.

@@ -1,4 +1,4 @@
-"""Record what each operation of a fake training step computes and moves, so that its time can be predicted.
+"""Record what each operation of a fake training step computes and moves, to predict its time.
 
 An operation is described by its kind, its dtype, its floating-point operations and the bytes that it reads and writes.
 Equal operations are counted together. Sizes are recorded at the batch of the trace and split afterwards into a part
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "update"
 
 _MATRIX_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
-"""By operation: the position of the first factor among the arguments."""
+"""By operation, the position of the first factor among its arguments."""
 
 _SOURCES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -85,7 +85,7 @@ _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
 
 Row = tuple[Any, ...]
 Size = tuple[int, int]
-"""So much for each sample, and so much whatever the batch."""
+"""An amount for each sample, and a constant amount."""
 
 
 class OperationTally:
@@ -93,7 +93,7 @@ class OperationTally:
 
     def __init__(self, batch: int) -> None:
         self.counts_as: Literal["micro_step", "update"] | None = None
-        """What operations belong to from now on; ``None`` while nothing is counted."""
+        """The part that operations are counted for; ``None`` while none are."""
         self._batch = batch
         self._counts: dict[Row, int] = {}
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
@@ -122,7 +122,7 @@ class OperationTally:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def document(self, parameters: Sequence[torch.Tensor]) -> Document:
-        """Return what was counted, as JSON-ready data; ``parameters`` are those that are trained."""
+        """Return the counts as JSON-ready data; ``parameters`` are the trained ones."""
         names = ("part", "kind", "dtype", "flops", "bytes", "shape")
         rows = [{**dict(zip(names, row, strict=True)), "count": count} for row, count in self._counts.items()]
         return {
@@ -145,7 +145,7 @@ class OperationTally:
         return known
 
     def _split(self, number: int) -> Size:
-        """Return a size as it is at any batch: it is a multiple of the traced one exactly where it grows with that."""
+        """Return a size for any batch: it grows with the batch exactly where it is a multiple of the traced batch."""
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
@@ -198,7 +198,7 @@ class OperationTally:
         return "convolution", _dtype_name(source), flops, self._bytes((source, weight, result), times), ()
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
-        """An optimizer's kernel for all tensors: it returns nothing, and writes all but the gradients in place."""
+        """Count an optimizer's kernel for all tensors: it returns nothing, and writes all but gradients in place."""
         lists = [list(_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
@@ -206,14 +206,14 @@ class OperationTally:
         return "fused_update", dtype, (0, 0), self._bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
     def _moving(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
-        """An operation that takes as long as its memory traffic."""
+        """Count an operation that takes as long as its memory traffic."""
         read, written = list(_tensors(args)), list(_tensors((out,)))
         if kind == "fill":
             touched = written
         elif name == "copy_":
             touched = written + read[1:]
         elif name in _TAKING:
-            # Only the rows that are taken are read.
+            # Only the selected rows are read.
             touched = written * 2
         else:
             touched = written + read
@@ -280,7 +280,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor that memory holds: an expanded one is read again and again from the cache."""
+    """Return the bytes of a tensor in memory: an expanded one is read from the cache repeatedly."""
     size_bytes = tensor.numel() * tensor.element_size()
     if 0 in tensor.stride():
         return min(size_bytes, tensor.untyped_storage().nbytes())

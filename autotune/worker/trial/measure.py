@@ -16,8 +16,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from autotune.core.candidate import Candidate
+from autotune.core.measured_steps import StepEstimate, is_enough, mean_step
 from autotune.core.outcome import Effort, Measurement
-from autotune.core.step_time import StepEstimate, is_enough, mean_step
 from autotune.space.dataloader import batches_ahead
 from autotune.space.features import compiles
 from autotune.worker.dataset.schedule import Schedule

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from autotune.core.measured_steps import is_enough, mean_step, without_delay
 from autotune.core.outcome import Effort
-from autotune.core.step_time import is_enough, mean_step, without_delay
 
 EFFORT = Effort()
 
