@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test test-whole test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test run-tests test-whole test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
@@ -63,7 +63,14 @@ lint: install-dev
 # Each process of pytest has a process of its own from which others are forked (tests/warm.py): 1 GiB together.
 PROCESSES ?= 2
 
-test: lint
+# Compiled modules are kept: each test process would else compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# The checks run beside the tests, which leave a core free now and then.
+test: install-dev
+	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
+
+run-tests: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole"
 
 test-whole: install-dev

@@ -234,10 +234,20 @@ def _become(request: dict[str, Any], fds: list[int], base: list[str], variables:
         _take_variables()
         importlib.invalidate_caches()
         importlib.import_module("numpy").random.seed()
+        _show_command([sys.executable, *request["words"]])
         code = _run(request["words"])
     except BaseException:
         traceback.print_exc()
     os._exit(code)
+
+
+def _show_command(words: list[str]) -> None:
+    """Have /proc say what this process runs, as far as there is room, by which tests find it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # proc(5): the 48th and the 49th field; the third is the first one here.
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, words))[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _take_variables() -> None:

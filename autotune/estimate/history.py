@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
@@ -196,6 +197,7 @@ class History:
         )
 
 
+@cache
 def _needs_at_least(arm: Arm, other: Arm) -> bool:
     """Return whether ``arm`` needs at least as much memory as ``other``: the same, or what ``other`` recomputes."""
     arm, other = memory_class(arm), memory_class(other)

@@ -7,6 +7,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import PREDICTION_MARGIN
@@ -39,6 +40,7 @@ class MemoryPrediction:
     Logits and the loss are counted as activations."""
 
 
+@cache
 def memory_class(arm: Arm) -> Arm:
     """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned.
 

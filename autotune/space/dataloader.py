@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection
+from functools import cache
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
@@ -18,6 +19,7 @@ _MORE_PREFETCH = 4
 _FEWEST_WORKERS = 2
 
 
+@cache
 def plain_loader(arm: Arm) -> Arm:
     """Return the arm with default data loader settings; computation and memory are the same."""
     return dataclasses.replace(arm, dataloader_num_workers=0, dataloader_prefetch_factor=None)

@@ -39,7 +39,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
         skip_compatibility_check=True,
         skip_table_creation=True,
     )
-    found, needed = storage.get_current_version(), storage.get_head_version()
+    found, needed = storage.get_current_version(), _find_head_version(storage)
     if found == needed:
         return storage
     older = found in storage.get_all_versions()
@@ -54,6 +54,17 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
         f"{location.label} was written by a newer Optuna (tables {found}, Optuna {optuna.__version__} knows {needed})",
         "upgrade Optuna, or choose another file with --storage",
     )
+
+
+_head_version: str | None = None
+
+
+def _find_head_version(storage: RDBStorage) -> str:
+    """Return the version of the tables that this Optuna works with; asked once, since it imports all its migrations."""
+    global _head_version
+    if _head_version is None:
+        _head_version = storage.get_head_version()
+    return _head_version
 
 
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:

@@ -18,6 +18,9 @@ from autotune.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
+COLD = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+"""For what starts cold in ``make test-whole`` alone: seconds each, for imports that another cold start shows, too."""
+
 TINY_SEARCH = ("search", "--model", "bert-tiny", "--seq-len", "32", "--device", "cpu")
 
 

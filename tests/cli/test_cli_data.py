@@ -33,13 +33,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def searched(place: Path) -> Ran:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+def searched(place: Path, request: pytest.FixtureRequest) -> Ran:
     """A search that has to leave room for the one long sample."""
     ran = run_process(
         *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
         "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
-        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=True,
+        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=request.param,
     )  # fmt: skip
     assert ran.code == 0, ran.stderr
     return ran
@@ -237,7 +237,9 @@ def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
         ("--dataset pairs.jsonl --tokenizer tokenizer --text-column a", ("a, b, stars", "--label-column")),
         ("--dataset few.jsonl --tokenizer nowhere", ("no tokenizer in nowhere", "--tokenizer")),
     ):
-        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path)
+        # The last one reads the data from a cold start.
+        cold = "nowhere" in options
+        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path, cold=cold)
         assert ran.code == 2, ran.stderr
         assert not ran.stdout
         error = [line for line in ran.stderr.splitlines() if not line.startswith(("starting", "reading"))]

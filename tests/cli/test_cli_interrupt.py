@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import warm
 from command_line import TINY_SEARCH, command, environment, run_process
 from processes import all_gone, children, wait_until
 
@@ -22,9 +23,9 @@ SLOW = ("--effective-batch", "64", "--seq-len", "256", "--study", "slow")
 class Search:
     """A search that runs, what it has said on stderr so far, and the processes that it started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, cold: bool) -> None:
         self.folder = folder
-        self._process = subprocess.Popen(
+        self._process = (subprocess.Popen if cold else warm.Popen)(
             command(*TINY_SEARCH, *SLOW),
             cwd=folder,
             env=environment(),
@@ -83,9 +84,9 @@ class Search:
 
 
 @pytest.fixture
-def search(tmp_path: Path) -> Iterator[Search]:
-    """A slow search, in an empty folder."""
-    running = Search(tmp_path)
+def search(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Search]:
+    """A slow search, in an empty folder; its parameter says whether it starts cold."""
+    running = Search(tmp_path, cold=getattr(request, "param", False))
     yield running
     running.kill()
 
@@ -123,6 +124,7 @@ def test_twice_ends_at_once(search: Search) -> None:
     assert document["trials"][-1]["reason"] == "interrupted"
 
 
+@pytest.mark.parametrize("search", [True], indirect=True, ids=["cold"])
 def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
     """There is nothing to wait for."""
     search.await_line("starting a process")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from command_line import ROOT, Ran, Run, environment, run_process
+from command_line import COLD, ROOT, Ran, Run, environment, run_process
 from test_cli_errors import check_error
 from texts import write_texts
 
@@ -134,10 +134,11 @@ def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched) -> None
     assert resumed.stderr.splitlines()[-1] == "  put it back, or search anew under another --study"
 
 
-def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path) -> None:
+@COLD
+def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path, cold: bool) -> None:
     trainer = str(OWN_CODE / "build_trainer.py")
     words = ("--device", "cpu", "--trials", "2", "--trainer", trainer, "--json")
-    ran = run_process("search", *words, folder=tmp_path, cold=True)
+    ran = run_process("search", *words, folder=tmp_path, cold=cold)
     assert ran.code == 0, ran.stderr
     document = json.loads(ran.stdout)
     assert document["study"] == "build_trainer-build"

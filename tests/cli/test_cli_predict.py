@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, Run, run_process
+from command_line import COLD, ROOT, Run, run_process
 
 from autotune.cli.predict import _best, _print
 from autotune.cli.predictions import find_named, known_chips
@@ -22,7 +22,8 @@ from autotune.store import open_store
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 
 
-def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
+@COLD
+def test_predict_says_what_fits_on_named_gpus(tmp_path: Path, cold: bool) -> None:
     done = run_process(
         *_SMALL,
         "--effective-batch",
@@ -33,7 +34,7 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path) -> None:
         "--precision",
         "fp16",
         folder=tmp_path,
-        cold=True,
+        cold=cold,
     )
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
@@ -259,7 +260,7 @@ def test_a_second_prediction_of_the_same_starts_no_process(tmp_path: Path) -> No
     # With and without checkpointing; the V100s differ in nothing but their memory, of which no more than 8 GiB counts.
     assert dict(rows) == {"inspection": 1, "prediction": 4}
     variables = alone(tmp_path)
-    second = run_process(*gpus, "--precision", "fp32", "--json", folder=tmp_path, **variables)
+    second = run_process(*gpus, "--precision", "fp32", "--json", folder=tmp_path, cold=True, **variables)
     assert second.code == 0, second.stderr
     assert second.stdout == first.stdout
     gpu, twin, other = json.loads(second.stdout)["gpus"]

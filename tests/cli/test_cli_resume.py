@@ -30,7 +30,7 @@ def test_a_device_that_is_not_here(run: Run, studied: Studied) -> None:
 def test_of_a_finished_study_shows_the_result_and_no_empty_table(studied: Studied, tmp_path: Path) -> None:
     storage = tmp_path / "copy.db"
     shutil.copy(studied.storage, storage)
-    ran = run_process("resume", "tiny", "--storage", str(storage), folder=tmp_path)
+    ran = run_process("resume", "tiny", "--storage", str(storage), folder=tmp_path, cold=True)
     assert ran.code == 0, ran.stderr
     assert "Best: per-device batch" in ran.stdout
     assert "the study tiny was finished, 3 trials recorded" in ran.stderr
@@ -42,7 +42,7 @@ def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     storage = tmp_path / "copy.db"
     shutil.copy(studied.storage, storage)
     words = ("tiny", "--trials", "4", "--storage", str(storage), "--json")
-    ran = run_process("resume", *words, folder=tmp_path, cold=True)
+    ran = run_process("resume", *words, folder=tmp_path)
     assert ran.code == 0, ran.stderr
     assert "the study tiny was finished, 3 trials recorded" in ran.stderr
     assert "configuration" in ran.stderr

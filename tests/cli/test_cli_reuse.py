@@ -80,6 +80,7 @@ def test_what_was_measured_beside_another_search_is_measured_again(tmp_path: Pat
     assert [(trial["stage"], trial["disturbed"]) for trial in json.loads(again.stdout)["trials"]] == [("search", [])]
 
 
+@pytest.mark.whole
 def test_another_variable_that_changes_speed_is_another_environment(copy: Path) -> None:
     ran = search_again(copy, "--study", "second", "--trials", "1", OMP_NUM_THREADS="2")
     assert ran.code == 0, ran.stderr
@@ -87,7 +88,7 @@ def test_another_variable_that_changes_speed_is_another_environment(copy: Path) 
     assert json.loads(ran.stdout)["trials"][0]["reused_from"] is None
 
 
-@pytest.mark.parametrize("limit_kib", [4, 40, 120, 200, 280])
+@pytest.mark.parametrize("limit_kib", [4, *(pytest.param(n, marks=pytest.mark.whole) for n in (40, 200)), 120, 280])
 def test_a_disk_that_is_full_is_an_error_and_with_room_the_study_goes_on(copy: Path, limit_kib: int) -> None:
     """No file may grow beyond the limit, as on a full disk; where it strikes depends on the limit."""
     words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--storage", str(copy), "--study", "x")

@@ -11,6 +11,7 @@ import subprocess
 import termios
 from pathlib import Path
 
+import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until
 
@@ -106,7 +107,7 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
     options = ("--effective-batch", "8", "--trials", "1")
-    search = subprocess.Popen(
+    search = warm.Popen(
         command(*TINY_SEARCH, *options),
         cwd=tmp_path,
         env={**environment(), "TERM": "xterm-256color"},

@@ -65,25 +65,26 @@ def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
     assert sum(off in (0, -1) for off in multiples_off) >= 0.8 * len(arms)
 
 
-@pytest.fixture(scope="module")
-def accumulating() -> list[dict[str, Any]]:
-    """Cells of three architectures, with accumulation up to 32, each of whose micro-steps was run."""
+@pytest.fixture(
+    scope="module",
+    params=[["google/vit-large-patch16-224", "gpt2-medium"], pytest.param(["t5-base"], marks=pytest.mark.whole)],
+    ids=["sample", "rest"],
+)
+def accumulating(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Cells with accumulation up to 32, each of whose micro-steps was run."""
     script = ROOT / "studies" / "memory_cells.py"
-    models = ["google/vit-large-patch16-224", "gpt2-medium", "t5-base"]
-    done = run(str(script), "compare", str(CELLS), "--json", "--models", *models)
+    done = run(str(script), "compare", str(CELLS), "--json", "--models", *request.param)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_the_inputs_of_up_to_32_micro_steps_are_predicted(accumulating: list[dict[str, Any]]) -> None:
-    assert max(cell["gradient_accumulation_steps"] for cell in accumulating) == 32
+    longest = max(accumulating, key=lambda cell: int(cell["gradient_accumulation_steps"]))
+    assert longest["gradient_accumulation_steps"] == (8 if longest["model"] == "t5-base" else 32)
     assert max(abs(cell["allocated_error"]) for cell in accumulating) < 0.0015
     # Without the inputs of 30 of 32 micro-steps, 2 % of an image model's memory were missing.
-    images = next(cell for cell in accumulating if cell["gradient_accumulation_steps"] == 32)
-    assert abs(images["reserved_error"]) < 0.005
+    assert abs(longest["reserved_error"]) < 0.005
 
 
-def test_reserved_bytes_are_predicted(
-    accumulating: list[dict[str, Any]],
-) -> None:
+def test_reserved_bytes_are_predicted(accumulating: list[dict[str, Any]]) -> None:
     assert max(abs(cell["reserved_error"]) for cell in accumulating) < 0.01

@@ -52,10 +52,11 @@ def runner(
         patch.setenv("TMPDIR", str(temporary))
         for name, value in LAUNCHED.items():
             patch.setenv(name, value)
-        # Started cold, as users do.
-        with warm.cold(), TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as started:
-            facts = started.inspect()
-            assert facts["model"]["class"] == "BertForSequenceClassification"
+        # The first server starts cold, as users do.
+        with warm.cold():
+            started = TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs"))
+        with started:
+            assert started.inspect()["model"]["class"] == "BertForSequenceClassification"
             yield started
 
 

@@ -27,6 +27,8 @@ from autotune.tuning.prepare import prepare
 from autotune.tuning.sampler import distributions
 
 FOREIGN = ["tpe", "random"]
+# Of what asks Optuna a hundred times, one sampler is enough of a sample.
+SAMPLE = ["tpe", pytest.param("random", marks=pytest.mark.whole)]
 Pair = tuple[TrialRecord, FrozenTrial]
 
 
@@ -155,7 +157,7 @@ class Foreign(NamedTuple):
     trials: list[FrozenTrial]
 
 
-@pytest.fixture(scope="module", params=FOREIGN)
+@pytest.fixture(scope="module", params=SAMPLE)
 def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Foreign:
     """The example, searched to the end of the budget that such samplers have."""
     runner = RecordedRunner(EFFECTIVE_64)
@@ -205,7 +207,7 @@ class TestOptunasSamplers:
         assert run.best.candidate.per_device_train_batch_size == 2
         assert [note for note in run.observer.notes if "going down" in note] != []
 
-    @pytest.mark.parametrize("sampler", FOREIGN)
+    @pytest.mark.parametrize("sampler", SAMPLE)
     def test_end_where_there_is_nothing_new_with_the_winner_measured_in_full(self, store: Store, sampler: str) -> None:
         run = search(
             store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.95), sampler=sampler, precisions=("bf16",),

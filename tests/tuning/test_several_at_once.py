@@ -12,6 +12,7 @@ from socket import create_server
 from typing import Any
 
 import optuna
+import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import new_store, search
 
@@ -24,11 +25,11 @@ forks = multiprocessing.get_context("fork")
 Answers = Any
 
 
-def _search(path: str, name: str, start_at: float, answers: Answers) -> None:
+def _search(path: str, name: str, repeats: int, start_at: float, answers: Answers) -> None:
     try:
         with open_store(path) as store:
             time.sleep(max(0.0, start_at - time.time()))
-            for repeat in range(4):
+            for repeat in range(repeats):
                 run = search(store, RecordedRunner(EFFECTIVE_64), study=f"{name}-{repeat}", fresh=repeat % 2 == 0)
                 assert run.best.candidate.describe() == "32 × 2  bf16"
         answers.put("")
@@ -55,12 +56,14 @@ def _free_port() -> int:
         return port
 
 
-def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeats", [2, pytest.param(4, marks=pytest.mark.whole)])
+def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path: Path, repeats: int) -> None:
     new_store(tmp_path).close()
     path, port = str(tmp_path / "autotune.db"), _free_port()
     answers, end = forks.SimpleQueue(), forks.Event()
     start_at = time.time() + 0.5
-    searches = [forks.Process(target=_search, args=(path, name, start_at, answers)) for name in ("one", "two", "three")]
+    names = ("one", "two", "three")
+    searches = [forks.Process(target=_search, args=(path, name, repeats, start_at, answers)) for name in names]
     reader = forks.Process(target=_read, args=(path, end, answers))
     shown = forks.Process(target=serve, args=(path, "127.0.0.1", port), daemon=True)
     for process in (shown, *searches, reader):
@@ -86,7 +89,7 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
     assert pages
     with open_store(path) as store:
         studies = store.studies()
-        assert len(studies) == 12
+        assert len(studies) == len(names) * repeats
         for summary in studies:
             trials = store.trials(summary.study.id)
             theirs = optuna.load_study(study_name=summary.study.name, storage=store.optuna).trials

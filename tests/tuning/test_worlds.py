@@ -75,11 +75,18 @@ class _Trials(SimulatedRunner):
         return outcome, self.machine.seconds - before
 
 
-@pytest.mark.parametrize(("sampler", "slots"), [("autotune", 1), ("random", 1), ("autotune", 2), ("random", 2)])
-def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "slots", "worlds"),
+    [
+        *(("autotune", slots, 3) for slots in (1, 2)),
+        *(("random", slots, 1) for slots in (1, 2)),
+        *(pytest.param("random", slots, 3, marks=pytest.mark.whole) for slots in (1, 2)),
+    ],
+)
+def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str, slots: int, worlds: int) -> None:
     """With Optuna's samplers, the judge refuses what it refuses the policy; none may end a search early."""
     with open_store(str(tmp_path / "worlds.db")) as store:
-        for seed in range(3):
+        for seed in range(worlds):
             world = replace(draw(seed), trials=None)
             prepared = world.prepared()
             request = replace(prepared.request, sampler=sampler, study=f"{sampler}-{seed}", trials=None)  # type: ignore[arg-type]
