@@ -6,10 +6,12 @@ compares the files with what this program would write.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_type_hints
 
 import click
 from checkout import ROOT
@@ -18,6 +20,13 @@ import autotune
 from autotune import api
 from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
+from autotune.core.ceiling import Ceiling
+from autotune.core.options import OPTIONS
+from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.schema import VERSION, json_schema
+from autotune.core.workload import Workload
+from autotune.results.document import StudyDocument, trial_type
+from autotune.tuning.request import recorded_type
 
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"
@@ -25,13 +34,74 @@ _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n
 
 def pages() -> dict[str, str]:
     """Return every generated page by its file's name."""
-    return {"cli.md": _command_line(), "exit-codes.md": _exit_codes(), "python.md": _python()}
+    return {
+        "cli.md": _command_line(),
+        "exit-codes.md": _exit_codes(),
+        "python.md": _python(),
+        "schemas.md": _schemas_page(),
+        **{f"schemas/{name}.json": _schema(*SCHEMAS[name][1]) for name in SCHEMAS},
+    }
 
 
 def main() -> None:
     """Write them."""
     for name, text in pages().items():
+        (FOLDER / name).parent.mkdir(exist_ok=True)
         (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "study": ("What `search`, `resume` and `show` print with `--json`, and `Result.document()`.", (StudyDocument,)),
+    "trial": ("One of a study's `trials`, `best`, `baseline`, and of `Result.records`.", (trial_type(),)),
+    "request": ("A recorded request: the options of a search.", (recorded_type(),)),
+    "workload": ("What is trained: sent to trial processes and recorded.", (Workload,)),
+    "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
+    "outcome": ("How a trial ended: sent by its process and recorded.", (Completed, OutOfMemory, Failed)),
+}
+"""Every type of document that is printed, stored or sent, by the name of its schema's file."""
+
+
+_REQUEST = recorded_type().__name__
+_HELP = {option.key: option.help for option in OPTIONS if option.key}
+
+
+def _schemas_page() -> str:
+    rows = ((f"[{name}](schemas/{name}.json)", about) for name, (about, _) in SCHEMAS.items())
+    return (
+        f"{_MADE}# JSON schemas\n\n"
+        "The types of documents as [JSON Schema](https://json-schema.org). A document that is stored or printed says "
+        "the version of its schema in `schema_version`. It grows when a field changes its meaning. Fields may be "
+        "added without that. Documents without it are from before there were versions, and have the meaning of version "
+        f"1; the version now is {VERSION}.\n\n"
+        f"{_table(('document', 'what it is'), rows)}"
+    )
+
+
+def _schema(*kinds: Any) -> str:
+    schema = json_schema(*kinds)
+    for name, definition in schema["$defs"].items():
+        kind = _documented(kinds).get(name)
+        for field, property_ in definition.get("properties", {}).items():
+            told = _docstring_of(kind, field) if kind is not None else _HELP.get(field, "") if name == _REQUEST else ""
+            if told:
+                property_["description"] = told
+            # Their type is made of an arm's and a measurement's fields; it has a schema of its own.
+            if kind is StudyDocument and field in ("best", "baseline", "trials"):
+                trial = {"$ref": "trial.json"}
+                property_ |= {"items": trial} if field == "trials" else {"anyOf": [trial, {"type": "null"}]}
+    return json.dumps(schema, indent=2, ensure_ascii=False, default=list) + "\n"
+
+
+def _documented(kinds: Iterable[Any]) -> dict[str, type]:
+    """Return the dataclasses that types are made of, by name."""
+    found: dict[str, type] = {}
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            found[kind.__name__] = kind
+            found |= _documented(get_type_hints(kind).values())
+        else:
+            found |= _documented(get_args(kind))
+    return found
 
 
 def _command_line() -> str:
@@ -178,8 +248,13 @@ def _cell(text: str | None) -> str:
 
 def _field_doc(kind: type, name: str) -> str:
     """Return the text under a field of a dataclass, or its type where there is none."""
+    return _docstring_of(kind, name) or f"`{inspect.get_annotations(kind)[name]}`"
+
+
+def _docstring_of(kind: type, name: str) -> str:
+    """Return the text under a field of a dataclass; empty where there is none."""
     found = re.search(rf'^    {name}: [^\n]*\n    """(.+?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
-    return _cell(found[1]) if found else f"`{inspect.get_annotations(kind)[name]}`"
+    return _cell(found[1]) if found else ""
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def without_version(document: Any) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != _VERSION_FIELD}
 
 
-def make_record(name: str, fields: Sequence[tuple[str, Any, Any]]) -> type[Any]:
-    """Return a type for documents with fields of these names, types and defaults, and no others."""
+def make_record(name: str, fields: Sequence[tuple[Any, ...]]) -> type[Any]:
+    """Return a type for documents with fields of these names, types and (if any) defaults, and no others."""
     import msgspec
 
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)

@@ -3,110 +3,181 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
-from autotune.core.candidate import Document
-from autotune.core.outcome import Completed, Failed, OutOfMemory, source_of
+from autotune.core.candidate import Arm, Document
+from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
+from autotune.core.schema import encode, make_record, with_version
+from autotune.core.stop import LeftOut, StopReason
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.store import TrialRecord
+from autotune.store import Stage, StudyState, TrialRecord, TrialState
+
+# The fields of a measurement that are printed under their own names.
+_MEASURED = (
+    "samples_per_second",
+    "step_seconds",
+    "micro_steps_run",
+    "device_used_bytes",
+    "compile_seconds",
+    "new_length_seconds",
+    "epoch_lengths",
+    "allocation_retries",
+    "skipped_steps",
+    "joules_per_sample",
+    "data_seconds",
+    "gpu_busy_share",
+    "gpu_busy_cost_seconds",
+    "cpu_core",
+    "worst_batch_tokens",
+    "worst_batch_step_seconds",
+    "worst_batch_peak_reserved_bytes",
+)
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """The predicted speed of the winner's next run, with its 95 % interval."""
+
+    samples_per_second: float
+    samples_per_second_low: float
+    samples_per_second_high: float
+    processes_measured: int
+
+
+@dataclass(frozen=True)
+class StudyDocument:
+    """A whole study."""
+
+    schema_version: int
+    study: str
+    autotune_version: str
+    started_at: str
+    ended_at: str | None
+    state: StudyState
+    stop_reason: StopReason | None
+    stopped_because: str | None
+    left_out: tuple[LeftOut, ...]
+    request: dict[str, Any]
+    """As it was recorded, by this version or an earlier one; so are workload and environment."""
+    workload: dict[str, Any]
+    environment: dict[str, Any]
+    ceiling_bytes: int
+    ceiling: dict[str, Any]
+    seconds: float
+    speedup: float | None
+    next_run: NextRun | None
+    best: Any
+    baseline: Any
+    trials: list[Any]
+    """Trials are of ``trial_type``."""
+    notes: list[str]
 
 
 def report_document(report: Report) -> Document:
     """Return the whole study as ``--json`` prints it."""
-    study = report.study
+    study, ceiling = report.study, report.ceiling
 
     def of(trial: TrialRecord | None) -> Document | None:
         return trial_document(report, trial) if trial else None
 
-    environment = {k: v for k, v in report.environment.items() if k != "training_arguments_fields"}
-    return {
-        "study": study.name,
-        "autotune_version": study.autotune_version,
-        "started_at": study.started_at.isoformat(),
-        "ended_at": study.ended_at.isoformat() if study.ended_at else None,
-        "state": study.state,
-        "stop_reason": study.stop_reason,
-        "stopped_because": study.stopped_because,
-        "left_out": [{"arms": list(each.arms), "reason": each.reason} for each in study.left_out],
-        "request": study.request,
-        "workload": report.workload,
-        "environment": environment,
-        "ceiling_bytes": report.ceiling.cap_bytes,
-        "ceiling": {
-            **study.ceiling,
-            "cap_bytes": report.ceiling.cap_bytes,
-            "line_bytes": report.ceiling.line_bytes,
-        },
-        "seconds": study.seconds,
-        "speedup": report.speedup(),
-        "next_run": _next_run(report),
-        "best": of(report.best),
-        "baseline": of(report.baseline),
-        "trials": [trial_document(report, trial) for trial in report.trials],
-        "notes": notes(report),
-    }
+    found = StudyDocument(
+        **with_version({}),
+        study=study.name,
+        autotune_version=study.autotune_version,
+        started_at=study.started_at.isoformat(),
+        ended_at=study.ended_at.isoformat() if study.ended_at else None,
+        state=study.state,
+        stop_reason=study.stop_reason,
+        stopped_because=study.stopped_because,
+        left_out=study.left_out,
+        request=study.request,
+        workload=report.workload,
+        environment={k: v for k, v in report.environment.items() if k != "training_arguments_fields"},
+        ceiling_bytes=ceiling.cap_bytes,
+        ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
+        seconds=study.seconds,
+        speedup=report.speedup(),
+        next_run=_next_run(report),
+        best=of(report.best),
+        baseline=of(report.baseline),
+        trials=[trial_document(report, trial) for trial in report.trials],
+        notes=notes(report),
+    )
+    document: Document = encode(found)
+    return document
 
 
-def _next_run(report: Report) -> Document | None:
-    """Return the predicted speed of the winner's next run, with its 95 % interval."""
+def _next_run(report: Report) -> NextRun | None:
     speed = report.speed(report.best)
-    if speed is None:
-        return None
-    low, high = speed.interval()
-    return {
-        "samples_per_second": speed.samples_per_second,
-        "samples_per_second_low": low,
-        "samples_per_second_high": high,
-        "processes_measured": speed.processes,
-    }
+    return None if speed is None else NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
+
+
+@functools.cache
+def trial_type() -> type[Any]:
+    """Return the type of a trial's document."""
+    measured, arm = get_type_hints(Measurement), get_type_hints(Arm)
+    return make_record(
+        "Trial",
+        [
+            ("number", int),
+            ("stage", Stage),
+            ("per_device_train_batch_size", int),
+            ("gradient_accumulation_steps", int),
+            *((field.name, arm[field.name]) for field in dataclasses.fields(Arm)),
+            ("state", TrialState),
+            ("feasible", bool),
+            *((name, measured[name] | None) for name in _MEASURED),
+            ("relative_spread", float | None),
+            ("tokens_per_second", float | None),
+            ("peak_allocated_bytes", int | None),
+            ("peak_reserved_bytes", int | None),
+            ("headroom_bytes", int | None),
+            ("limited_by", str | None),
+            ("step_seconds_each", list[float]),
+            ("phase_seconds", dict[str, float]),
+            ("seconds", float | None),
+            ("reused_from", Source | None),
+            ("message", str | None),
+            ("reason", FailureReason | None),
+            ("disturbed", list[str]),
+            ("log_path", str | None),
+        ],
+    )
 
 
 def trial_document(report: Report, trial: TrialRecord) -> Document:
     """Return one trial as ``--json`` prints it; what was not measured is ``None``."""
-    measured = measurement(trial)
-    outcome = trial.outcome
+    measured, outcome = measurement(trial), trial.outcome
     peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
-    reserved = peaks.peak_reserved_bytes if peaks else None
-    source = source_of(outcome)
-    return {
-        "number": trial.number,
-        "stage": trial.stage,
-        **trial.candidate.parameters(),
-        "state": trial.state,
-        "feasible": report.feasible(trial),
-        "samples_per_second": measured.samples_per_second if measured else None,
-        "tokens_per_second": report.tokens_per_second(measured),
-        "step_seconds": measured.step_seconds if measured else None,
-        "relative_spread": measured.known_spread if measured else None,
-        "micro_steps_run": measured.micro_steps_run if measured else None,
-        "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
-        "peak_reserved_bytes": reserved,
-        "headroom_bytes": report.headroom_bytes(trial),
-        "device_used_bytes": measured.device_used_bytes if measured else None,
-        "compile_seconds": measured.compile_seconds if measured else None,
-        "new_length_seconds": measured.new_length_seconds if measured else None,
-        "epoch_lengths": measured.epoch_lengths if measured else None,
-        "allocation_retries": measured.allocation_retries if measured else None,
-        "skipped_steps": measured.skipped_steps if measured else None,
-        "joules_per_sample": measured.joules_per_sample if measured else None,
-        "data_seconds": measured.data_seconds if measured else None,
-        "gpu_busy_share": measured.gpu_busy_share if measured else None,
-        "gpu_busy_cost_seconds": measured.gpu_busy_cost_seconds if measured else None,
-        "limited_by": _limited_by(report, trial),
-        "cpu_core": measured.cpu_core if measured else None,
-        "worst_batch_tokens": measured.worst_batch_tokens if measured else None,
-        "worst_batch_step_seconds": measured.worst_batch_step_seconds if measured else None,
-        "worst_batch_peak_reserved_bytes": measured.worst_batch_peak_reserved_bytes if measured else None,
-        "step_seconds_each": list(measured.step_seconds_each) if measured else [],
-        "phase_seconds": outcome.phase_seconds if outcome else {},
-        "seconds": trial.seconds,
-        "reused_from": dataclasses.asdict(source) if source else None,
-        "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
-        "reason": outcome.reason if isinstance(outcome, Failed) else None,
-        "disturbed": list(outcome.disturbed) if isinstance(outcome, Completed | OutOfMemory) else [],
-        "log_path": trial.log_path,
-    }
+    document: Document = encode(
+        {
+            "number": trial.number,
+            "stage": trial.stage,
+            **trial.candidate.parameters(),
+            "state": trial.state,
+            "feasible": report.feasible(trial),
+            **{name: getattr(measured, name, None) for name in _MEASURED},
+            "relative_spread": measured.known_spread if measured else None,
+            "tokens_per_second": report.tokens_per_second(measured),
+            "peak_allocated_bytes": peaks.peak_allocated_bytes if peaks else None,
+            "peak_reserved_bytes": peaks.peak_reserved_bytes if peaks else None,
+            "headroom_bytes": report.headroom_bytes(trial),
+            "limited_by": _limited_by(report, trial),
+            "step_seconds_each": list(measured.step_seconds_each) if measured else [],
+            "phase_seconds": outcome.phase_seconds if outcome else {},
+            "seconds": trial.seconds,
+            "reused_from": source_of(outcome),
+            "message": outcome.message if isinstance(outcome, OutOfMemory | Failed) else None,
+            "reason": outcome.reason if isinstance(outcome, Failed) else None,
+            "disturbed": list(outcome.disturbed) if isinstance(outcome, Completed | OutOfMemory) else [],
+            "log_path": trial.log_path,
+        }
+    )
+    return document
 
 
 def _limited_by(report: Report, trial: TrialRecord) -> str | None:

@@ -21,7 +21,7 @@ from autotune.core.options import (
     SamplerName,
 )
 from autotune.core.outcome import Effort
-from autotune.core.schema import at_least, decode, fields_of, make_record, with_version, without_version
+from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
@@ -187,14 +187,14 @@ def _recorded_options() -> Iterator[tuple[Option, Any]]:
             yield option, fields[option.request_field].default
 
 
-# What the rest of the document says again.
-_SAID_ELSEWHERE = frozenset({"model", "data_at"})
-
-
 @functools.cache
-def _recorded_type() -> type[Any]:
-    """Return the type of a recorded request: a field an option that is recorded."""
-    fields: list[tuple[str, Any, Any]] = []
+def recorded_type() -> type[Any]:
+    """Return the type of a recorded request: a field for each option that is recorded, and what the workload says."""
+    fields: list[tuple[Any, ...]] = [
+        ("schema_version", int, VERSION),
+        ("model", str, ""),
+        ("data_at", dict[str, str | None] | None, None),
+    ]
     for option, default in _recorded_options():
         kind = option.kind
         if kind is HEADROOM:
@@ -213,10 +213,10 @@ def request_from_document(document: Document, workload: Workload, device: Device
 
     ``InvalidRequestError`` for values that no request can have.
     """
-    kind, document = _recorded_type(), without_version(document)
+    kind, document = recorded_type(), without_version(document)
     known = set(kind.__struct_fields__)
     # An option of a later autotune that is off changes nothing.
-    said = {k: v for k, v in document.items() if k in known or (k not in _SAID_ELSEWHERE and v not in (None, False))}
+    said = {name: value for name, value in document.items() if name in known or value not in (None, False)}
     recorded = fields_of(decode(said, kind))
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
     fields = {

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from command_line import ROOT, Studied
+
+from autotune.core.schema import decode
+from autotune.results.document import StudyDocument, trial_type
 
 PAGE = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 
@@ -19,6 +23,16 @@ def described(heading: str) -> set[str]:
 def test_the_fields_of_a_study(studied: Studied) -> None:
     """``verification`` is there with --verify alone."""
     assert described("A study") == studied.document.keys() | {"verification"}
+
+
+def test_the_types_of_a_study(studied: Studied) -> None:
+    """As the published schemas have them."""
+    document = {name: value for name, value in studied.document.items() if name != "verification"}
+    assert decode(document, StudyDocument).study == studied.name
+    for trial in document["trials"]:
+        decode(trial, trial_type())
+    with pytest.raises(ValueError, match="malformed Trial"):
+        decode({**document["trials"][0], "seconds": "3"}, trial_type())
 
 
 def test_the_fields_of_a_trial(studied: Studied) -> None:
