@@ -104,6 +104,18 @@ class Measurement:
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 
+    ranks: int = 1
+    """Processes that trained together. Times are those of the slowest, peaks those of the largest, samples and joules
+    those of all."""
+    rank_step_seconds: tuple[float, ...] = ()
+    """Mean of the measured steps of each rank, as they were run; empty for one rank."""
+    micro_step_seconds: float | None = None
+    """Median time of a micro-step that adds to gradients without exchanging them; ``None`` where fewer than three
+    micro-steps were run, and for one rank."""
+    last_micro_step_seconds: float | None = None
+    """Median time of the last micro-step of a step, which exchanges the gradients between the ranks, with clipping;
+    ``None`` for one rank."""
+
     @property
     def known_spread(self) -> float | None:
         """``relative_spread``; ``None`` where only one step was timed, which has no spread."""

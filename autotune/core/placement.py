@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from autotune.core.device import Device, DeviceKind, Precision
@@ -15,6 +16,12 @@ from autotune.core.errors import DeviceError
 def this_host() -> str:
     """Return the name of this host, as ``uname -n`` prints it."""
     return platform.node() or "localhost"
+
+
+def rank_log(log_path: str, rank: int) -> str:
+    """Return the log of a rank: the trial's own for rank 0, ``trial-0003.rank1.log`` for rank 1."""
+    path = PurePath(log_path)
+    return log_path if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
 
 
 @dataclass(frozen=True, slots=True)

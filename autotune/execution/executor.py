@@ -132,8 +132,7 @@ class LocalExecutor:
     def pids_of(self, trial_id: str) -> frozenset[int]:
         """Return the processes of a trial under way, one for each rank."""
         running = self._running.get(trial_id)
-        pid = running.server.pid_of(trial_id) if running is not None else None
-        return frozenset() if pid is None else frozenset({pid})
+        return frozenset(running.server.pids_of(trial_id) if running is not None else ())
 
     def close(self) -> None:
         """See ``Executor.close``. The next trial starts another server."""

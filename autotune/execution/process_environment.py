@@ -26,7 +26,8 @@ _DISTRIBUTED = frozenset(
         "MPI_LOCALNRANKS",
     }
 )
-_DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_")
+_DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_",
+                         "PARALLELISM_CONFIG_")  # fmt: skip
 
 
 def server_environment(
@@ -46,6 +47,9 @@ def server_environment(
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"
     # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if placement.ranks > 1:
+        # As torchrun sets it for several processes on a host; read when OpenMP is loaded, before any fork.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     if not own_code:
         environment["TOKENIZERS_PARALLELISM"] = "false"
     environment.pop(CAPABILITY_VARIABLE, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from autotune.core.candidate import Document
 from autotune.core.errors import TrainingSourceError
 from autotune.core.outcome import Failed, Outcome, outcome_from_document
+from autotune.core.placement import rank_log
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
@@ -54,7 +55,7 @@ def how_it_ended(answer: Document, log_path: str) -> str:
         return "it was still at work when its time limit was over"
     if answer.get("signal"):
         return f"killed by {_signal_name(answer['signal'])}"
-    last = tail(log_path)
+    last = tail(rank_log(log_path, answer.get("rank", 0)))
     return f"its process ended with exit code {answer.get('exit_code')}{f'; its last words: {last}' if last else ''}"
 
 
@@ -79,9 +80,11 @@ def outcome_of(answer: Document, timeout_seconds: float, log_path: str) -> Outco
         return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
     if answer.get("lost"):
         return Failed("lost", "the trial server died during the trial", during)
+    # Of several ranks: the one that failed first.
+    rank = f"rank {answer['rank']}: " if "rank" in answer else ""
     if answer.get("signal"):
         hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
-        return Failed("killed", f"killed by {_signal_name(answer['signal'])}{hint}", during)
+        return Failed("killed", f"{rank}killed by {_signal_name(answer['signal'])}{hint}", during)
     if "malformed" in answer:
-        return Failed("malformed", f"not a result: {answer['malformed']!r}", during)
-    return Failed("error", how_it_ended(answer, log_path), during)
+        return Failed("malformed", f"{rank}not a result: {answer['malformed']!r}", during)
+    return Failed("error", rank + how_it_ended(answer, log_path), during)

@@ -43,9 +43,10 @@ def _how_to_start(error: OSError) -> str:
 
 @dataclass(frozen=True)
 class _Child:
-    """A job's process, as the server reported its start."""
+    """A job's processes, as the server reported their start."""
 
-    pid: int
+    pids: tuple[int, ...]
+    """One for each rank."""
     folder: str
 
 
@@ -84,10 +85,10 @@ class ServerProcess:
         """The file descriptor that can be read when there are messages; ``None`` without a process."""
         return self._reports.fd if self._reports is not None else None
 
-    def pid_of(self, job_id: str) -> int | None:
-        """Return the process id of a job; ``None`` before it starts and after it ended."""
+    def pids_of(self, job_id: str) -> tuple[int, ...]:
+        """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
         child = self._children.get(job_id)
-        return child.pid if child is not None else None
+        return child.pids if child is not None else ()
 
     def start(self) -> None:
         """Start the process; its imports overlap with whatever the caller does next."""
@@ -189,7 +190,7 @@ class ServerProcess:
         messages = [json.loads(line) for line in lines]
         for message in messages:
             if "started" in message:
-                self._children[message["started"]] = _Child(message["pid"], message["folder"])
+                self._children[message["started"]] = _Child(tuple(message["pids"]), message["folder"])
             elif "ended" in message:
                 self._children.pop(message["ended"], None)
         return messages
@@ -216,6 +217,7 @@ class ServerProcess:
         children, self._children = self._children, {}
         for child in children.values():
             # A server that was killed has ended and removed nothing.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
+            for pid in child.pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
             shutil.rmtree(child.folder, ignore_errors=True)

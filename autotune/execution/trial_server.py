@@ -127,9 +127,9 @@ class TrialServer:
         if not self._process.send({"job": job}, deadline):
             self.close()
 
-    def pid_of(self, job_id: str) -> int | None:
-        """Return the process id of a job; ``None`` before it starts and after it ended."""
-        return self._process.pid_of(job_id)
+    def pids_of(self, job_id: str) -> tuple[int, ...]:
+        """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
+        return self._process.pids_of(job_id)
 
     def seconds_left(self) -> float | None:
         """Return how long the jobs under way may still take until the server is given up; ``None`` without any.

@@ -7,10 +7,14 @@ Both sides write lines of JSON. The controller writes to standard input: first t
     {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
-each job it sends ``started`` (with ``pid``, and ``folder``, which the server removes at the end), any number of
+each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of
 ``progress``, at most one ``result``, and exactly one ``ended`` (with ``exit_code``, ``signal``, ``timed_out``, and
 ``refused`` with the reason where no process could be started). When standard input closes or the controller dies, the
 server kills every descendant and exits.
+
+A job with ``ranks`` above one is that many processes in one process group. The first rank that fails ends the job: the
+others are killed at once, and the job's result is that rank's, which ``ended`` names as ``rank``. Otherwise the job has
+the result of rank 0 once every rank has one.
 
 The server itself only imports. A tensor operation or a ``torch.cuda`` call before a fork would leave children with
 dead thread pools or an unusable CUDA.
@@ -30,28 +34,105 @@ from typing import Any, NoReturn
 from autotune.core.errors import AutotuneError
 from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
+from autotune.core.placement import rank_log
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
+from autotune.worker.rendezvous import open_store, rank_variables
 
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
 
 
-class _Child:
-    """A job whose process is running."""
+class _Rank:
+    """A process of a job: one of several ranks, or all of it."""
 
-    def __init__(self, job: dict[str, Any], pid: int, result_fd: int, scratch: Scratch) -> None:
-        self.id = job["id"]
+    def __init__(self, number: int, pid: int, result_fd: int, log_path: str) -> None:
+        self.number = number
         self.pid = pid
         self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
+        self.log_path = log_path
+        self.answer: dict[str, Any] | None = None
+        """Its line with a ``result``, once it wrote one."""
+        self.malformed: dict[str, Any] | None = None
+        self.status: int | None = None
+        """Its wait status, once it has ended."""
+
+    def reap(self) -> bool:
+        """Return whether the process ended since the last call."""
+        if self.status is not None:
+            return False
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            pid, status = self.pid, 0
+        if pid == self.pid:
+            self.status = status
+        return self.status is not None
+
+    @property
+    def result(self) -> Any:
+        """What it answered; ``None`` before that."""
+        return None if self.answer is None else self.answer.get("result")
+
+    @property
+    def state(self) -> Any:
+        """The state of the outcome that it answered."""
+        return self.result.get("state") if isinstance(self.result, dict) else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended without an answer, or answered anything but that it completed."""
+        return self.status is not None if self.answer is None else self.state != "completed"
+
+    @property
+    def answered_at(self) -> float:
+        """When it answered, on the clock that all processes share; 0 where it did not."""
+        at = (self.answer or {}).get("at")
+        return float(at) if isinstance(at, int | float) else 0.0
+
+
+class _Job:
+    """A job whose processes are running."""
+
+    def __init__(self, job: dict[str, Any], ranks: list[_Rank], scratch: Scratch, store: Any) -> None:
+        self.id = job["id"]
+        self.kind: str = job["kind"]
+        self.ranks = ranks
         self.deadline = time.monotonic() + float(job["timeout_seconds"])
         self.timed_out = False
         self.scratch = scratch
-        self.log_path: str = job["log_path"]
-        self.kind: str = job["kind"]
+        self.store = store
+        """Kept open for as long as ranks need it to find each other."""
         self.has_result = False
+        self.culprit: _Rank | None = None
+        """The rank that failed first, where there are several."""
+
+    def blame(self) -> bool:
+        """Note the first rank that failed, unless that is done; return whether there is one now.
+
+        A rank that ran out of memory, or ended without a word, is the cause of what the others then say: that their
+        connection was closed. Otherwise the earliest answer is.
+        """
+        if self.culprit is not None or len(self.ranks) == 1:
+            return False
+        failed = [rank for rank in self.ranks if rank.has_failed]
+        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", rank.answered_at, rank.number))
+        self.culprit = causes[0] if causes else None
+        return self.culprit is not None
+
+    def kill(self) -> None:
+        """Kill every process of the job, and what they started in their process group."""
+        process.kill_group(self.ranks[0].pid)
+        for rank in self.ranks:
+            if rank.status is None:
+                process.kill_group(rank.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every process has ended."""
+        return all(rank.status is not None for rank in self.ranks)
 
 
 class Server:
@@ -61,7 +142,7 @@ class Server:
         self._reports = LineWriter(report_fd)
         self._torch_threads = torch_threads
         self._control = control
-        self._children: dict[int, _Child] = {}
+        self._jobs: list[_Job] = []
         self._parent = os.getppid()
         self._told_to_leave = False
         # Every signal writes a byte to this pipe, which ends the waiting.
@@ -85,24 +166,24 @@ class Server:
             while os.getppid() == self._parent and not self._control.closed and not self._told_to_leave:
                 self._wait_and_act()
         finally:
-            for child in self._children.values():
-                process.kill_group(child.pid)
+            for job in self._jobs:
+                job.kill()
             process.end_children()
-            for child in self._children.values():
-                child.scratch.remove()
+            for job in self._jobs:
+                job.scratch.remove()
 
     def _wait_and_act(self) -> None:
         reading = [self._control.fd, self._wake_read]
         if not self._reports.is_full:
-            reading += [child.lines.fd for child in self._children.values() if not child.lines.closed]
+            reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
         writing = [self._reports.fd] if self._reports.has_waiting else []
         ready = wait_until_ready(reading, writing, self._patience_seconds())
         self._reports.flush()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        for child in list(self._children.values()):
-            self._attend(child)
+        for job in list(self._jobs):
+            self._attend(job)
         if self._control.fd in ready:
             for line in self._control.read():
                 message = json.loads(line)
@@ -110,7 +191,7 @@ class Server:
                     self._start(message["job"])
 
     def _patience_seconds(self) -> float:
-        deadlines = [child.deadline for child in self._children.values() if not child.timed_out]
+        deadlines = [job.deadline for job in self._jobs if not job.timed_out]
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _start(self, job: dict[str, Any]) -> None:
@@ -124,101 +205,175 @@ class Server:
         job["stop_file"] = scratch.stop_file
         sys.stdout.flush()
         sys.stderr.flush()
-        server = os.getpid()
-        fds: tuple[int, ...] = ()
+        count = int(job.get("ranks", 1)) if job["kind"] == "trial" else 1
+        ranks: list[_Rank] = []
+        store = None
         try:
-            fds = read_fd, write_fd = os.pipe()
-            pid = os.fork()
-        except OSError as error:
-            for fd in fds:
-                os.close(fd)
+            store = open_store() if count > 1 else None
+            for number in range(count):
+                ranks.append(self._fork(job, number, scratch, store, ranks))
+        except (OSError, RuntimeError) as error:
+            for rank in ranks:
+                process.kill_group(rank.pid)
+            process.end_children(spared=self._pids())
+            for rank in ranks:
+                os.close(rank.lines.fd)
             scratch.remove()
-            self._refuse(job, f"no process can be started: {error.strerror}")
+            self._refuse(job, f"no process can be started: {getattr(error, 'strerror', None) or error}")
             return
+        self._jobs.append(_Job(job, ranks, scratch, store))
+        self.report({"started": job["id"], "pids": [rank.pid for rank in ranks], "folder": scratch.path})
+
+    def _fork(self, job: dict[str, Any], number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
+        """Start a process of a job; raises ``OSError`` where there can be none."""
+        server = os.getpid()
+        read_fd, write_fd = os.pipe()
+        log_path = rank_log(job["log_path"], number)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_fd)
+            os.close(write_fd)
+            raise
+        leader = others[0].pid if others else None
         if pid == 0:
             os.close(read_fd)
-            close = [self._reports.fd, self._wake_read]
-            _become_child(job, scratch, server, write_fd, self._torch_threads, close)
+            close = [self._reports.fd, self._wake_read, *(rank.lines.fd for rank in others)]
+            told = {**job, "log_path": log_path}
+            if store is not None:
+                told["rank"] = number
+                os.environ.update(rank_variables(number, job["ranks"], store.port))
+            _become_child(told, scratch, server, write_fd, self._torch_threads, close, leader)
         os.close(write_fd)
-        self._children[pid] = _Child(job, pid, read_fd, scratch)
-        self.report({"started": job["id"], "pid": pid, "folder": scratch.path})
+        if store is not None:
+            # Also here, so that no rank is outside the group for a moment.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, leader or pid)
+        return _Rank(number, pid, read_fd, log_path)
+
+    def _pids(self) -> list[int]:
+        """Return the processes of the jobs that are running."""
+        return [rank.pid for job in self._jobs for rank in job.ranks]
 
     def _refuse(self, job: dict[str, Any], why: str) -> None:
         """Report the end of a job that could not be started."""
         ended = {"ended": job["id"], "exit_code": None, "signal": None, "timed_out": False}
         self.report({**ended, "refused": why})
 
-    def _attend(self, child: _Child) -> None:
-        # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
-        if not self._reports.is_full:
-            self._forward(child)
-        process.bound_log(child.log_path)
-        if not child.timed_out and time.monotonic() >= child.deadline:
-            child.timed_out = True
-            process.kill_group(child.pid)
-        try:
-            pid, status = os.waitpid(child.pid, os.WNOHANG)
-        except ChildProcessError:
-            pid, status = child.pid, 0
-        if pid != child.pid:
-            return
-        self._forward(child)
-        process.kill_group(child.pid)
-        process.bound_log(child.log_path)
-        del self._children[child.pid]
-        # Processes that the job left behind are orphans, which this process has adopted. Other jobs go on.
-        process.end_children(spared=self._children)
-        os.close(child.lines.fd)
-        self._report_stop(child)
-        child.scratch.remove()
-        code = os.waitstatus_to_exitcode(status)
-        self.report(
-            {
-                "ended": child.id,
-                "exit_code": code if code >= 0 else None,
-                "signal": -code if code < 0 else None,
-                "timed_out": child.timed_out,
-            }
-        )
+    def _attend(self, job: _Job) -> None:
+        for rank in job.ranks:
+            # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
+            if not self._reports.is_full:
+                self._forward(job, rank)
+            process.bound_log(rank.log_path)
+        if not job.timed_out and time.monotonic() >= job.deadline:
+            job.timed_out = True
+            job.kill()
+        for rank in job.ranks:
+            if rank.reap():
+                self._forward(job, rank)
+        if not job.timed_out and job.blame():
+            job.kill()
+        if job.has_ended:
+            self._end(job)
 
-    def _report_stop(self, child: _Child) -> None:
+    def _end(self, job: _Job) -> None:
+        """Clean up after a job whose processes have ended, and report its end."""
+        process.kill_group(job.ranks[0].pid)
+        for rank in job.ranks:
+            process.bound_log(rank.log_path)
+        self._jobs.remove(job)
+        # Processes that the job left behind are orphans, which this process has adopted. Other jobs go on.
+        process.end_children(spared=self._pids())
+        for rank in job.ranks:
+            os.close(rank.lines.fd)
+        if len(job.ranks) > 1:
+            self._report_joint_result(job)
+        self._report_stop(job)
+        job.scratch.remove()
+        rank = job.culprit or job.ranks[0]
+        code = os.waitstatus_to_exitcode(rank.status or 0)
+        ended = {
+            "ended": job.id,
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "timed_out": job.timed_out,
+        }
+        self.report(ended if job.culprit is None else {**ended, "rank": job.culprit.number})
+
+    def _report_joint_result(self, job: _Job) -> None:
+        """Report the result of the rank that failed, or else of rank 0, whose measurement is of all ranks."""
+        rank = job.culprit or job.ranks[0]
+        is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
+        if rank.answer is not None and is_whole:
+            result = rank.result
+            if job.culprit is not None and isinstance(result, dict) and isinstance(result.get("message"), str):
+                result = {**result, "message": f"rank {rank.number}: {result['message']}"}
+            job.has_result = True
+            self.report({"result": result, "id": job.id})
+        elif rank.malformed is not None:
+            self.report({**rank.malformed, "id": job.id})
+
+    def _report_stop(self, job: _Job) -> None:
         """Report, as the job's result, why a process that the job started has ended it."""
         try:
-            with open(child.scratch.stop_file, encoding="utf-8") as file:
+            with open(job.scratch.stop_file, encoding="utf-8") as file:
                 why = json.load(file)
         except (OSError, ValueError):
             return
-        if child.has_result:
+        if job.has_result:
             return
-        if child.kind == "trial":
+        if job.kind == "trial":
             result = outcome_document(Failed("error", why["message"]))
         else:
             result = {"source_error": why["message"], "source_hint": why["hint"]}
-        self.report({"result": result, "id": child.id})
+        self.report({"result": result, "id": job.id})
 
-    def _forward(self, child: _Child) -> None:
-        """Forward the child's complete lines, each with the job's id."""
-        for line in child.lines.read():
+    def _forward(self, job: _Job, rank: _Rank) -> None:
+        """Forward a process's complete lines, each with the job's id.
+
+        Of several ranks only the progress of the first is forwarded. Their results are kept until all have ended.
+        """
+        for line in rank.lines.read():
             try:
                 message = json.loads(line)
             except ValueError:
                 message = None
             if not isinstance(message, dict):
                 message = {"malformed": line[:200].decode(errors="replace")}
-            child.has_result = child.has_result or "result" in message
-            self.report({**message, "id": child.id})
+            if len(job.ranks) == 1:
+                job.has_result = job.has_result or "result" in message
+                self.report({**message, "id": job.id})
+            elif "result" in message:
+                rank.answer = rank.answer or message
+            elif "malformed" in message:
+                rank.malformed = message
+            elif rank.number == 0:
+                self.report({**message, "id": job.id})
 
 
 def _become_child(
-    job: dict[str, Any], scratch: Scratch, server: int, result_fd: int, torch_threads: int, close: list[int]
+    job: dict[str, Any],
+    scratch: Scratch,
+    server: int,
+    result_fd: int,
+    torch_threads: int,
+    close: list[int],
+    leader: int | None,
 ) -> NoReturn:
-    """Run one job in the forked child: in its own session and log, without clean-up at the end."""
+    """Run one job, or one rank of it, in the forked child: in its own log, without clean-up at the end.
+
+    A job of one process has a session of its own; several ranks have the process group of the first, ``leader``.
+    """
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        os.setsid()
+        if "rank" in job:
+            os.setpgid(0, leader or 0)
+        else:
+            os.setsid()
         process.die_with(server)
         process.redirect_output(job["log_path"])
         for fd in close:
@@ -242,7 +397,11 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
     from autotune.worker.trial.run import run_trial
 
     def send(kind: str, document: dict[str, Any]) -> None:
-        data = json.dumps({kind: document}).encode() + b"\n"
+        message: dict[str, Any] = {kind: document}
+        if "rank" in job:
+            # Which of several ranks was the first to say that it failed.
+            message["at"] = time.monotonic()
+        data = json.dumps(message).encode() + b"\n"
         while data:
             data = data[os.write(result_fd, data) :]
 

@@ -14,12 +14,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from autotune.core.outcome import Completed, Measurement, outcome_document
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.worker import server
 
 CHATTER_BYTES = 100 * 1024**2
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def completed() -> dict[str, Any]:
@@ -53,16 +55,29 @@ def chatter() -> None:
 
 
 def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
-    """Behave as the words of the job's id say, in their order."""
+    """Behave as the words of the job's id say, in their order; those of a rank stand between bars."""
 
     def send(message: Any) -> None:
         os.write(result_fd, json.dumps(message).encode() + b"\n")
 
     send({"progress": {"phase": "train"}})
-    for behaviour in job["id"].split(", "):
+    for behaviour in job["id"].split(" | ")[job.get("rank", 0)].split(", "):
         match behaviour.split():
             case ["complete"]:
                 send({"result": completed()})
+            case ["oom"]:
+                send({"result": outcome_document(OutOfMemory("no memory", "device")), "at": time.monotonic()})
+            case ["fail", text]:
+                send({"result": outcome_document(Failed("error", text)), "at": time.monotonic()})
+            case ["variables"]:
+                print(json.dumps({name: os.environ.get(name) for name in VARIABLES}), flush=True)
+            case ["mark"]:
+                Path(job["output_dir"], "mark").touch()
+            case ["await"]:
+                while not Path(job["output_dir"], "mark").exists():
+                    time.sleep(0.01)
+            case ["sleep", seconds]:
+                time.sleep(float(seconds))
             case ["progress", count]:
                 for step in range(int(count)):
                     send({"progress": {"step": step}})
@@ -101,6 +116,8 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
 if __name__ == "__main__":
     server._run_job = run_job
     server.import_everything = lambda preload: 1
+    # The store would import torch.
+    server.open_store = lambda: SimpleNamespace(port=4711)
     if "STAND_IN_NO_TEMPORARY" in os.environ:
         tempfile._candidate_tempdir_list = lambda: ["/no/such"]  # type: ignore[attr-defined]
     time.sleep(float(os.environ.get("STAND_IN_IMPORT_SECONDS", "0")))

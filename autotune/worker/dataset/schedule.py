@@ -103,6 +103,8 @@ class BatchShape:
     measured_steps: int
     rehearses: bool = False
     """Whether measured steps with new padded lengths are run twice."""
+    ranks: int = 1
+    """Processes that train together; accelerate gives them the batches in turn."""
 
 
 def make_schedule(
@@ -119,16 +121,18 @@ def make_schedule(
     step_samples = shape.batch * shape.micro_steps
     if spec.group_by_length and lengths is not None:
         epoch = epoch[grouped_order(sizes[epoch], step_samples, seed)]
+    step_samples *= shape.ranks
     epoch = np.resize(epoch, max(1, len(epoch) // step_samples) * step_samples)
-    # Axes: step, micro-step, sample.
-    steps = epoch.reshape(-1, shape.micro_steps, shape.batch)
-    padded = _padded(sizes[steps].max(axis=2), spec, seq_len, is_text=lengths is not None)
+    # Axes: step, micro-step, rank, sample.
+    steps = epoch.reshape(-1, shape.micro_steps, shape.ranks, shape.batch)
+    padded = _padded(sizes[steps].max(axis=3), spec, seq_len, is_text=lengths is not None)
     # Inputs and targets are padded separately: both lengths in one number.
     shapes = padded
     if targets is not None:
-        shapes = padded * _MOST_TOKENS + _padded(np.asarray(targets)[steps].max(axis=2), spec, seq_len, is_text=True)
+        shapes = padded * _MOST_TOKENS + _padded(np.asarray(targets)[steps].max(axis=3), spec, seq_len, is_text=True)
     micro_costs = shape.batch * padded
-    costs = micro_costs.sum(axis=1)
+    # Ranks wait for each other once a step, so the one with the most to do decides.
+    costs = micro_costs.sum(axis=1).max(axis=1)
     by_cost = np.argsort(costs, kind="stable")
     order, measured_costs, new_lengths = list(worst), [], []
     positions = _spread_positions(len(by_cost))
@@ -137,14 +141,14 @@ def make_schedule(
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
-        seen.update(shapes[step, : shape.micro_steps_run].tolist())
+        seen.update(shapes[step, : shape.micro_steps_run].reshape(-1).tolist())
     for _ in range(shape.measured_steps):
         step = by_cost[next(positions)]
         run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-        new = set(shapes[step, run].tolist()) - seen if shape.rehearses else set()
+        new = set(shapes[step, run].reshape(-1).tolist()) - seen if shape.rehearses else set()
         seen |= new
         order += steps[step, run].reshape(-1).tolist() * (2 if new else 1)
-        measured_costs.append(float(micro_costs[step, run].mean()) * shape.micro_steps)
+        measured_costs.append(float(micro_costs[step, run].mean(axis=0).max()) * shape.micro_steps)
         new_lengths += [len(new), 0] if new else [0]
     return Schedule(
         tuple(order),
@@ -185,4 +189,4 @@ def _worst_steps(sizes: Any, targets: Any, spec: DataSpec, shape: BatchShape) ->
     micro_steps = [full] * shape.micro_steps_run * (shape.worst_steps - 1) + [mixed] * shape.micro_steps_run
     if shape.worst_steps < 3:
         micro_steps = [full] * shape.micro_steps_run * shape.worst_steps
-    return [int(index) for micro_step in micro_steps for index in micro_step]
+    return [int(index) for micro_step in micro_steps for index in np.tile(micro_step, shape.ranks)]

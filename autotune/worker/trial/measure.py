@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -21,6 +21,7 @@ from autotune.core.outcome import Effort, Measurement
 from autotune.space.dataloader import batches_ahead
 from autotune.space.features import compiles
 from autotune.worker.dataset.schedule import Schedule
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.meter import Meter, PeakBytes
@@ -67,7 +68,10 @@ class _Step:
     data_seconds: float
     optimizer_seconds: float
     micro_seconds: float
-    """Time of a micro-step that adds to existing gradients; 0 where none was run."""
+    """Time of a micro-step that adds to existing gradients, and does not exchange them between ranks; 0 where none was
+    run."""
+    last_micro_seconds: float
+    """Time of the last micro-step, which exchanges the gradients between ranks, with gradient clipping."""
 
 
 class _Rehearsals:
@@ -130,6 +134,9 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     ``on_enough`` is called with the measurement inside the last step, ``on_step`` with the step's number after each.
     ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to measure follows from
     ``effort`` alone.
+
+    Of several ranks each has such a callback. They meet after every step, outside the timed part, and go on with the
+    step of the slowest, so that all of them stop after the same step.
     """
 
     def __init__(
@@ -142,8 +149,12 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         schedule: Schedule | None = None,
         rehearsing: Rehearsing | None = None,
         busy: BusyStep | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._meter = meter
+        self._ranks = ranks or Ranks()
+        self._rank_seconds = [0.0] * self._ranks.count
+        """Seconds of the measured steps of each rank, added up."""
         self._candidate = candidate
         self._effort = effort
         self._on_enough = on_enough
@@ -177,6 +188,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Start the clock of the first step."""
         self._scaler = ScalerWatch(getattr(kwargs.get("optimizer"), "scaler", None))
         self._meter.synchronize()
+        self._ranks.gather(None)
         self._start_clock()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -212,12 +224,15 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = end
         # Skipped updates cost less time, and before the first update the optimizer has no state.
         again = self._scaler.step_was_skipped() and self._steps_run_again < MOST_SKIPPED_STEPS
+        each = [(_Step(*figures), skipped) for figures, skipped in self._ranks.gather((astuple(step), again))]
+        step, again = max((each for each, _ in each), key=lambda each: each.seconds), any(again for _, again in each)
         is_warm, new_shapes = self._is_warm, self._new_shapes()
         is_measured = is_warm and not new_shapes and not again
         if is_measured:
             self._energy.add()
             self._rehearsals.end(step)
             self._measured.append(step)
+            self._rank_seconds = [sum_ + one.seconds for sum_, (one, _) in zip(self._rank_seconds, each, strict=True)]
             self._costs += self._cost_of_step()
         elif not is_warm:
             self._warmup.append(step)
@@ -257,7 +272,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._busy.step_ends(measured.step_seconds, self._relative_cost())
             self._busy_steps += 1
         self._step_is_over()
-        if self._busy_steps >= self._effort.busy_steps or self._busy.is_broken:
+        if self._busy_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
             self._finish(measured, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -327,6 +342,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             data_seconds=self._begin - self._previous_end,
             optimizer_seconds=between(marks[-2], marks[-1]),
             micro_seconds=between(marks[first], marks[2]) / (2 - first) if len(marks) > 4 else 0.0,
+            last_micro_seconds=between(marks[-3], marks[-2]),
         )
 
     def _enough(self) -> bool:
@@ -366,27 +382,28 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Return the measurement so far; needs at least one measured step."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
         seconds, spread = self._estimate()
-        peaks = self._meter.peaks()
+        peaks = self._largest(self._meter.peaks())
         joules_per_sample = self._joules_per_sample(seconds)
+        ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._measured])
-        worst = self._worst_peaks
+        worst = self._largest(self._worst_peaks) if self._worst_peaks else None
         return Measurement(
             step_seconds=seconds,
             step_seconds_each=tuple(whole),
             relative_spread=spread if len(whole) > 1 else 0.0,
-            samples_per_second=self._candidate.samples_per_step / seconds,
+            samples_per_second=self._candidate.samples_per_step * ranks / seconds,
             peak_allocated_bytes=peaks.allocated,
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
             micro_steps_run=run,
             optimizer_seconds=statistics.median(step.optimizer_seconds for step in self._measured),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
-            device_used_bytes=self._meter.device_used_bytes(),
-            context_bytes=self._meter.context_bytes(),
-            peak_reserved_first_step_bytes=self._first_reserved,
-            allocation_retries=self._meter.allocation_retries(),
+            device_used_bytes=self._most(self._meter.device_used_bytes()),
+            context_bytes=self._most(self._meter.context_bytes()),
+            peak_reserved_first_step_bytes=self._most(self._first_reserved),
+            allocation_retries=self._most(self._meter.allocation_retries()),
             skipped_steps=self._scaler.skipped,
             joules_per_sample=joules_per_sample,
             compile_seconds=self._compile_seconds() if compiles(self._candidate.arm) else None,
@@ -396,16 +413,39 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
+            **(self._of_ranks() if ranks > 1 else {}),
         )
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """Return the figures that only several ranks have."""
+        micro = [step.micro_seconds for step in self._measured if step.micro_seconds > 0]
+        return {
+            "ranks": self._ranks.count,
+            "rank_step_seconds": tuple(seconds / len(self._measured) for seconds in self._rank_seconds),
+            "micro_step_seconds": statistics.median(micro) if micro else None,
+            "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._measured),
+        }
+
+    def _most(self, figure: int | None) -> int | None:
+        """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
+        figures = self._ranks.gather(figure)
+        known = [figure for figure in figures if figure is not None]
+        return max(known) if len(known) == len(figures) else None
+
+    def _largest(self, peaks: PeakBytes) -> PeakBytes:
+        """Return the largest peaks of any rank."""
+        each = self._ranks.gather(peaks)
+        return PeakBytes(max(peak[0] for peak in each), max(peak[1] for peak in each))
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
         run_seconds = sum(step.seconds for step in self._measured)
-        joules = self._energy.joules
+        each = [joules for joules in self._ranks.gather(self._energy.joules) if joules is not None]
+        joules = sum(each) if len(each) == self._ranks.count else None
         least = _LEAST_REHEARSED_SECONDS if self._rehearsals.steps else _LEAST_ENERGY_SECONDS
         if joules is None or run_seconds < least:
             return None
-        return joules / run_seconds * step_seconds / self._candidate.samples_per_step
+        return joules / run_seconds * step_seconds / (self._candidate.samples_per_step * self._ranks.count)
 
     def _compile_seconds(self) -> float:
         """Return the extra time of the warm-up steps, compared with as many measured ones."""

@@ -62,11 +62,12 @@ class Meter(Protocol):
 class CudaMeter:
     """Measures with CUDA events, the caching allocator's statistics and NVML."""
 
-    def __init__(self, uuid: str) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, uuid: str, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
         self._uuid = uuid
         self._used_before_bytes = device_facts.device_used_bytes(uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)
 
     def limit(self, cap_bytes: int) -> None:
@@ -191,6 +192,6 @@ class CpuMeter:
         return None
 
 
-def open_meter(device_kind: str, uuid: str) -> Meter:
-    """Return the meter of the only device that this process sees."""
-    return CudaMeter(uuid) if device_kind == "cuda" else CpuMeter()
+def open_meter(device_kind: str, uuid: str, index: int = 0) -> Meter:
+    """Return the meter of the device at ``index`` among those that this process sees: the one of its rank."""
+    return CudaMeter(uuid, index) if device_kind == "cuda" else CpuMeter()

@@ -21,6 +21,7 @@ from autotune.space.training_arguments import training_arguments
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
@@ -87,15 +88,16 @@ def _micro_steps(arguments: Any) -> int:
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
 
 
-def _train_until_measured(trainer: Any, callback: MeasureCallback) -> float | None:
+def _train_until_measured(trainer: Any, callback: MeasureCallback, *, is_alone: bool) -> float | None:
     """Train until everything is measured; return the mean loss.
 
-    ``None`` where only the profiled step failed, after everything else was measured.
+    ``None`` where only the profiled step failed, after everything else was measured. Of several ranks the others would
+    wait for the one that failed, so that then the trial fails.
     """
     try:
         return float(trainer.train().training_loss)
     except Exception:
-        if callback.pending is None:
+        if callback.pending is None or not is_alone:
             raise
         traceback.print_exc()
         return None
@@ -109,7 +111,8 @@ class Trial:
         self._candidate = Candidate.from_parameters(job["candidate"])
         self._effort = Effort(**job["effort"])
         self._device_kind: str = job["device_kind"]
-        self._uuid: str = job["device_uuid"]
+        self._ranks = Ranks.of_job(job)
+        self._uuid: str = job["device_uuids"][self._ranks.rank] if self._ranks.count > 1 else job["device_uuid"]
         self._cap_bytes: int = job["cap_bytes"]
         self._seed: int = job["seed"]
         self._data_folder: str | None = job.get("data_folder")
@@ -140,7 +143,7 @@ class Trial:
             self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
-        meter = self._meter = open_meter(self._device_kind, self._uuid)
+        meter = self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
         return meter
@@ -173,19 +176,23 @@ class Trial:
             on_step=lambda step: self._send({"step": step}),
             schedule=schedule,
             busy=self._busy_step(),
+            ranks=self._ranks,
         )
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)
         else:
-            samples = self._candidate.per_device_train_batch_size * _micro_steps(arguments)
+            micro_steps = _micro_steps(arguments) * self._ranks.count
+            samples = self._candidate.per_device_train_batch_size * micro_steps
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        if arguments.world_size != self._ranks.count:
+            raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {self._ranks.count} were started")
         self._hold_inputs(trainer)
         watch = LossWatch(trainer)
         self._phases.enter("train")
-        loss = _train_until_measured(trainer, callback)
+        loss = _train_until_measured(trainer, callback, is_alone=self._ranks.count == 1)
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
         measured = results[0] if results else callback.pending
@@ -242,6 +249,7 @@ class Trial:
             most_steps(candidate, self._effort) - self._effort.warmup_steps,
             # A GPU takes up to seconds for a shape that is new to it: kernels are chosen, compiled and loaded.
             rehearses=dataset.makes_new_shapes and self._device_kind == "cuda",
+            ranks=self._ranks.count,
         )
         return dataset.schedule(shape, self._seed)
 

@@ -1,0 +1,77 @@
+"""Let the ranks of a trial find each other: the store that the trial server holds, and what ``torchrun`` would set."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_HOST = "127.0.0.1"
+
+
+def open_store() -> Any:
+    """Open a store for the ranks of one trial, on a port that the system chooses.
+
+    The process that starts the ranks holds it, as ``torchrun`` does. No rank has to take a port that was free a moment
+    before.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment variables that ``torchrun`` sets for a rank on one host, with a store at ``port``.
+
+    Source: ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` of torch 2.13.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+class Ranks:
+    """The processes that train together. They exchange small values through the store, never through the GPUs."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store: Any = None) -> None:
+        self.rank = rank
+        self.count = count
+        self._store = store
+        self._exchanges = 0
+
+    @classmethod
+    def of_job(cls, job: dict[str, Any]) -> Ranks:
+        """Join the ranks of a job, in one of their processes."""
+        count = int(job.get("ranks", 1))
+        if count == 1:
+            return cls()
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        limit = datetime.timedelta(seconds=float(job["timeout_seconds"]))
+        store = TCPStore(_HOST, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        return cls(int(job["rank"]), count, PrefixStore("autotune", store))
+
+    def gather(self, value: T) -> list[T]:
+        """Return this JSON-ready value of every rank, in their order; every rank waits here for all others."""
+        if self._store is None:
+            return [value]
+        self._exchanges += 1
+        self._store.set(f"{self._exchanges}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{self._exchanges}/{rank}")) for rank in range(self.count)]

@@ -1,0 +1,136 @@
+"""Trials of several ranks: real ones that train together on the CPU, and ranks that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import all_gone, children
+from run_trial import run_trial
+from tiny import ENDLESS, tiny_workload
+
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory
+from autotune.core.placement import Placement, rank_log
+from autotune.core.units import MIB
+from autotune.devices import Device
+from autotune.execution import TrialServer
+
+
+def under_way(server: TrialServer) -> list[int]:
+    """The ranks that the server runs."""
+    process = server._process._server
+    assert process is not None
+    return children(process.pid)
+
+
+@pytest.fixture
+def ranks(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[TrialServer]:
+    """A server whose jobs have two ranks, which behave as the job's id says."""
+    with TrialServer(Placement.of(cpu, cpu, strategy="ddp"), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason", "message"),
+    [
+        ("hang | signal SIGKILL", "killed", "rank 1: killed by SIGKILL"),
+        ("signal SIGSEGV | hang", "killed", "rank 0: killed by SIGSEGV"),
+        ("hang | exit 0", "error", "rank 1: its process ended with exit code 0; its last words: last words"),
+        ("complete | exit 3", "error", "rank 1: its process ended with exit code 3"),
+        ("complete | raise", "error", "rank 1: its process ended with exit code 1"),
+        ("hang | write garbage", "malformed", "rank 1: not a result: 'garbage'"),
+        ('hang | write {"result":{"state":"splendid"}}', "malformed", "unknown state 'splendid'"),
+        ('complete | write {"result":7}', "malformed", "it is no document"),
+        ("hang | fail disconnected", "error", "rank 1: disconnected"),
+        # What follows from another rank's end is not blamed.
+        ("await, sleep 0.3, fail disconnected, hang | mark, signal SIGKILL", "killed", "rank 1: killed by SIGKILL"),
+        ("await, fail disconnected | fail first, mark, hang", "error", "rank 1: first"),
+    ],
+)
+def test_a_rank_that_fails_fails_the_trial_and_ends_the_others(
+    ranks: TrialServer, tmp_path: Path, behaviour: str, reason: str, message: str
+) -> None:
+    outcome = run_trial(ranks, behaviour, log_path=tmp_path / "trial.log")
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, message in outcome.message) == (reason, True), outcome
+    assert under_way(ranks) == []
+    assert isinstance(run_trial(ranks, "complete | complete"), Completed)
+
+
+def test_out_of_memory_of_one_rank_is_the_trials(ranks: TrialServer) -> None:
+    for behaviour in ("hang | oom", "await, fail disconnected | oom, mark, hang", "oom, hang | complete"):
+        outcome = run_trial(ranks, behaviour)
+        assert isinstance(outcome, OutOfMemory), outcome
+        assert outcome.message.endswith(": no memory")
+    assert under_way(ranks) == []
+
+
+def test_ranks_that_hang_are_ended_at_the_time_limit(ranks: TrialServer, tmp_path: Path) -> None:
+    log = tmp_path / "trial.log"
+    for behaviour in ("hang | hang", "complete | hang", "descend, hang | hang"):
+        outcome = run_trial(ranks, behaviour, timeout_seconds=0.7, log_path=log)
+        assert outcome == Failed("timeout", "stopped after the time limit of 0.7 s", "train")
+    assert all_gone([int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("descendant")])
+    assert under_way(ranks) == []
+
+
+def test_ranks_find_the_variables_of_torchrun(ranks: TrialServer, tmp_path: Path) -> None:
+    log = tmp_path / "trial.log"
+    records: list[Document] = []
+    run_trial(ranks, "variables, complete | variables, complete", log_path=log, progress=records.append)
+    told = [json.loads(Path(rank_log(str(log), rank)).read_text()) for rank in (0, 1)]
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [("0", "0"), ("1", "1")]
+    assert all(each["WORLD_SIZE"] == "2" and each["OMP_NUM_THREADS"] == "1" for each in told)
+    assert told[0]["MASTER_PORT"] == told[1]["MASTER_PORT"] == "4711"
+    # Of the first rank only.
+    assert records == [{"phase": "train"}]
+
+
+@pytest.fixture(scope="module")
+def trainers(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialServer]:
+    """A server whose trials are two ranks of a real Trainer."""
+    placement = Placement.of(cpu, cpu, strategy="ddp")
+    with TrialServer(placement, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as server:
+        yield server
+
+
+def test_two_ranks_train_together_and_are_measured_as_one(trainers: TrialServer, tmp_path: Path) -> None:
+    log = tmp_path / "trial.log"
+    effort = Effort(warmup_steps=1, min_steps=2, max_steps=3, max_seconds=5.0)
+    outcome = run_trial(trainers, candidate=Candidate(Arm(), 2, 5), effort=effort, log_path=log)
+    assert isinstance(outcome, Completed), (outcome, log.read_text())
+    measured = outcome.measurement
+    assert measured.ranks == 2
+    # Of all ranks: 2 × 5 × 2.
+    assert measured.samples_per_second == pytest.approx(20 / measured.step_seconds)
+    assert len(measured.rank_step_seconds) == 2
+    assert measured.micro_steps_run == 3
+    assert measured.micro_step_seconds is not None
+    assert measured.last_micro_step_seconds is not None
+    # Two of the five micro-steps were added up, and they exchange no gradients.
+    slowest = max(measured.rank_step_seconds)
+    assert measured.step_seconds > slowest
+    assert "train_runtime" in log.read_text()
+    assert Path(rank_log(str(log), 1)).exists()
+
+
+def test_ranks_out_of_memory_leave_the_server_fit(trainers: TrialServer) -> None:
+    outcome = run_trial(trainers, cap_bytes=4 * MIB)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert under_way(trainers) == []
+
+
+def test_a_rank_that_is_killed_in_full_swing_ends_the_trial(trainers: TrialServer) -> None:
+    def kill(record: Document) -> None:
+        if record == {"step": 2}:
+            os.kill(max(under_way(trainers)), 9)
+
+    outcome = run_trial(trainers, effort=ENDLESS, progress=kill)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "killed"
+    assert "rank 1: killed by SIGKILL" in outcome.message
+    assert under_way(trainers) == []
