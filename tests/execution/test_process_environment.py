@@ -29,7 +29,7 @@ def test_a_cpu_sees_no_gpu(cpu: Device) -> None:
     "name",
     ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED",
      "ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "TORCHELASTIC_RESTART_COUNT", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALRANKID"],
+     "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALRANKID", "PARALLELISM_CONFIG_DP_SHARD_SIZE"],
 )  # fmt: skip
 def test_traces_of_a_launch_are_removed(cpu: Device, name: str) -> None:
     current = {name: "1", "HOME": "/home/someone", "OMP_NUM_THREADS": "2", "FRANK": "stays"}
@@ -50,3 +50,15 @@ def test_what_can_be_imported_here_can_be_imported_there(cpu: Device, monkeypatc
     monkeypatch.setattr(sys, "path", ["", "/somewhere"])
     environment = server_environment(Placement.of(cpu), {}, offline=True)
     assert environment["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/somewhere"
+
+
+def test_several_ranks_have_the_threads_that_torchrun_gives_them(cpu: Device) -> None:
+    ranks = Placement.of(cpu, cpu)
+    assert server_environment(ranks, {}, offline=True)["OMP_NUM_THREADS"] == "1"
+    assert server_environment(ranks, {"OMP_NUM_THREADS": "3"}, offline=True)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in server_environment(Placement.of(cpu), {}, offline=True)
+
+
+def test_ranks_see_each_others_gpus_in_their_order() -> None:
+    environment = server_environment(Placement.of(gpu("GPU-b"), gpu("GPU-a")), {}, offline=True)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"

@@ -141,3 +141,15 @@ def test_noise_is_not_taken_for_a_slope_that_cannot_be() -> None:
     schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, BatchShape(8, 2, 2, 3, 0, 6), 0)
     falling = [1.0 / cost for cost in schedule.costs]
     assert schedule.estimate(falling)[0] == pytest.approx(np.mean(falling))
+
+
+def test_ranks_take_the_batches_in_turn_and_the_slowest_decides() -> None:
+    shape = BatchShape(4, 3, 3, 3, 1, 5, ranks=2)
+    schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, shape, 0)
+    # Axes: step, micro-step, rank, sample.
+    steps = np.array(schedule.order).reshape(-1, 3, 2, 4)
+    # Both ranks have the longest samples in the warm-up.
+    assert (LENGTHS[steps[:2]].max(axis=3) == LENGTHS.max()).all()
+    padded = LENGTHS[steps[-5:]].max(axis=3)
+    # A rank pads its own batches only, and waits for the other once a step.
+    assert schedule.costs == pytest.approx((4 * padded).sum(axis=1).max(axis=1))
