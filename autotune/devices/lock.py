@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import getpass
 import hashlib
 import json
 import os
@@ -21,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from autotune.core.owner import user_name
 
 FOLDER_VARIABLE = "AUTOTUNE_LOCKS"
 """The environment variable that names another folder for the lock files."""
@@ -96,7 +97,7 @@ class Lock:
             os.close(fd)
             raise LockError(self._path.parent, error) from error
         self._fd = fd
-        document = {"pid": os.getpid(), "user": _user(), "study": study, "since": datetime.now(UTC).isoformat()}
+        document = {"pid": os.getpid(), "user": user_name(), "study": study, "since": datetime.now(UTC).isoformat()}
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(document).encode(), 0)
@@ -169,13 +170,6 @@ def _holder(fd: int) -> Holder:
         return Holder(int(pid), *(str(word)[:120] for word in words))
     except (OSError, ValueError, KeyError, TypeError):
         return Holder()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError):
-        return str(os.getuid())
 
 
 def open_lock_file(name: str, folder: Path | None = None) -> int:

@@ -20,6 +20,7 @@ from autotune.core.schema import decode
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
 from autotune.store.engine import storage_errors, transaction
+from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
 from autotune.store.queue import Queue
@@ -45,6 +46,9 @@ class Store:
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
         """The jobs of a service, its agents and its tokens."""
+        self.leases = Leases(engine, location.label)
+        """Who works on which study."""
+        self._held: tuple[str, str] | None = None
 
     @property
     def url(self) -> str:
@@ -73,6 +77,35 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    # The lease of the study that this process works on
+
+    def hold(self, study: str, token: str) -> None:
+        """Have every write of a study's records checked against the lease with this token, from now on."""
+        self._held = study, token
+
+    def let_go(self) -> None:
+        """Check no more."""
+        self._held = None
+
+    def check_lease(self) -> None:
+        """Raise ``StorageError`` where the lease that this process held is another's by now."""
+        if self._held is not None:
+            with self._transaction() as connection:
+                self._check_lease(connection)
+
+    def _check_lease(self, connection: Connection) -> None:
+        if self._held is None:
+            return
+        study, token = self._held
+        lease = find_lease(connection, name_of_study(study))
+        if lease is None or lease.token != token:
+            by = f": {lease.describe()} has taken it over" if lease is not None else ""
+            raise StorageError(
+                f"the study {study!r} is no longer this search's{by}",
+                "this search was not heard of for too long and writes nothing more; autotune resume goes on with the "
+                "study once nobody searches it",
+            )
 
     # Workloads and environments
 
@@ -103,7 +136,7 @@ class Store:
     def create_study(self, study: StudyRecord) -> None:
         """Record a new study; raises ``StorageError`` where its name is taken."""
         try:
-            with self._transaction(writes=True) as connection:
+            with self._guarded() as connection:
                 taken = select(StudyRow.id).where(StudyRow.name == study.name)
                 if connection.execute(taken).first() is not None:
                     raise _name_is_taken(study.name, self.label)
@@ -120,7 +153,7 @@ class Store:
         Raises ``StorageError`` where there is none with this id.
         """
         values = {name: value for name, value in _study_columns(study).items() if name not in _FIXED_IN_A_STUDY}
-        with self._transaction(writes=True) as connection:
+        with self._guarded() as connection:
             if connection.execute(update(StudyRow).where(StudyRow.id == study.id).values(**values)).rowcount == 0:
                 raise StorageError(
                     f"the study {study.name!r} ({study.id}) is no longer in {self.label}",
@@ -157,7 +190,7 @@ class Store:
 
     def start_trial(self, trial: TrialRecord) -> None:
         """Record a trial that is about to run, or one that has its outcome already."""
-        with self._transaction(writes=True) as connection:
+        with self._guarded() as connection:
             connection.execute(insert(TrialRow).values(**_trial_columns(trial)))
 
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
@@ -168,7 +201,7 @@ class Store:
         """
         ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
         running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
-        with self._transaction(writes=True) as connection:
+        with self._guarded() as connection:
             if connection.execute(update(TrialRow).where(running).values(**ended)).rowcount == 0:
                 raise StorageError(
                     f"no trial with the id {trial_id} is running in {self.label}: another search has ended it",
@@ -178,12 +211,20 @@ class Store:
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
         """Mark every running trial of the study as interrupted, and return how many there were.
 
-        For a search that resumes after it was killed. How long those trials took is not known.
+        For a search that resumes after it was killed. How long those trials took is not known. ``StorageError`` where
+        another process works on the study: its trials are not lost.
         """
         lost = Failed(reason="interrupted", message=message)
         running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
         values = {"state": lost.state, "outcome": outcome_document(lost)}
-        with self._transaction(writes=True) as connection:
+        with self._guarded() as connection:
+            name = connection.execute(select(StudyRow.name).where(StudyRow.id == study_id)).scalar()
+            holder = self.leases.held_in(connection, name_of_study(name)) if name is not None else None
+            if holder is not None and (name, holder.token) != self._held:
+                raise StorageError(
+                    f"the study {name!r} is searched by {holder.describe()}",
+                    "add --wait to wait for its end, or name another",
+                )
             return connection.execute(update(TrialRow).where(running).values(**values)).rowcount
 
     def trial(self, trial_id: str) -> TrialRecord | None:
@@ -218,6 +259,13 @@ class Store:
         return found
 
     # Within
+
+    @contextmanager
+    def _guarded(self) -> Iterator[Connection]:
+        """Open a transaction that writes a study's records, and check the lease in it."""
+        with self._transaction(writes=True) as connection:
+            self._check_lease(connection)
+            yield connection
 
     @contextmanager
     def _transaction(self, *, writes: bool = False) -> Iterator[Connection]:

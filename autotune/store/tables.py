@@ -148,6 +148,23 @@ class AnswerRow(Base):
     created_at: Mapped[datetime]
 
 
+class LeaseRow(Base):
+    """Who works on something, such as a study, and until when that holds without another sign of life."""
+
+    __tablename__ = "autotune_leases"
+
+    name: Mapped[str] = mapped_column(String(_NAME_LENGTH + 32), primary_key=True)
+    token: Mapped[str] = mapped_column(String(_ID_LENGTH))
+    owner: Mapped[str] = mapped_column(String(256))
+    host: Mapped[str] = mapped_column(String(256))
+    machine: Mapped[str] = mapped_column(String(256))
+    pid: Mapped[int]
+    process_started: Mapped[str] = mapped_column(String(32))
+    acquired_at: Mapped[datetime]
+    heartbeat_at: Mapped[datetime]
+    expires_at: Mapped[datetime]
+
+
 class JobRow(Base):
     """A search that was handed to a service, and the lease of the agent that runs it."""
 

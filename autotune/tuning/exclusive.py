@@ -1,14 +1,26 @@
-"""Let one search at a time run on a GPU, and one on a study."""
+"""Let one search at a time run on a GPU, and one on a study.
+
+File locks tell the processes of one host apart, a lease in the database those of several.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autotune.core.errors import AutotuneError, DeviceError, StorageError
 from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
+
+if TYPE_CHECKING:
+    # Loads SQLAlchemy and Optuna, which a search that is refused at once does without.
+    from autotune.store import Store
+
+_POLL_SECONDS = 0.5
 
 Note = Callable[[str], None]
 MakeNames = Callable[[], Iterator[str]]
@@ -72,7 +84,7 @@ def _hold_study(
         if wait:
             return study, _wait_for(lock, study, f"the study {study}", note)
         if (holder := lock.acquire(study)) is not None:
-            raise _study_is_taken(study, holder)
+            raise _study_is_taken(study, holder.describe())
         return study, False
     for name in study():
         # A new study never waits for a name: there is always another one.
@@ -121,7 +133,62 @@ def _device_is_taken(label: str, holder: Holder) -> AutotuneError:
     )
 
 
-def _study_is_taken(study: str, holder: Holder) -> AutotuneError:
+def _study_is_taken(study: str, holder: str) -> AutotuneError:
     return StorageError(
-        f"the study {study!r} is searched by {holder.describe()}", "add --wait to wait for its end, or name another"
+        f"the study {study!r} is searched by {holder}", "add --wait to wait for its end, or name another"
     )
+
+
+@contextlib.contextmanager
+def hold_lease(store: Store, study: str, *, wait: bool, note: Note) -> Iterator[bool]:
+    """Hold the lease of a study for as long as the block lasts; yields whether another search had to end first.
+
+    The store then refuses writes to records of studies once the lease is lost. Without ``wait`` a lease that another
+    process has is a ``StorageError``.
+    """
+    from autotune.core.owner import this_owner
+    from autotune.store.leases import name_of_study
+    from autotune.store.records import new_id
+
+    name, token, has_waited = name_of_study(study), new_id(), False
+    while (holder := store.leases.take(name, this_owner(), token)) is not None:
+        if not wait:
+            raise _study_is_taken(study, holder.describe())
+        if not has_waited:
+            note(f"waiting for the study {study}, which {holder.describe()} searches")
+            has_waited = True
+        time.sleep(_POLL_SECONDS)
+    store.hold(study, token)
+    renewal = _Renewal(store, name, token)
+    try:
+        yield has_waited
+    finally:
+        renewal.stop()
+        store.let_go()
+        # A lease that cannot be given back expires.
+        with contextlib.suppress(StorageError):
+            store.leases.release(name, token)
+
+
+class _Renewal:
+    """Renews a lease from a thread of its own, until it is stopped or the lease is lost."""
+
+    def __init__(self, store: Store, name: str, token: str) -> None:
+        self._store, self._name, self._token = store, name, token
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _renew(self) -> None:
+        from autotune.store import leases
+
+        while not self._ended.wait(leases.LEASE_SECONDS / leases.RENEWALS):
+            # A database that is locked just now may be free the next time.
+            with contextlib.suppress(StorageError):
+                if not self._store.leases.renew(self._name, self._token):
+                    return

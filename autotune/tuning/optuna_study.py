@@ -63,6 +63,8 @@ class OptunaStudy:
         self._objective = objective
         self._ceiling = ceiling
         self._label = store.label
+        # Optuna's own tables know nothing of leases, so that is asked before each of its writes.
+        self._check_lease = store.check_lease
         self._storage = store.optuna
         self.sampler = sampler
         with storage_errors(self._label):
@@ -99,6 +101,7 @@ class OptunaStudy:
 
     def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
         """The next proposal, or ``forced`` as if it had been proposed."""
+        self._check_lease()
         with storage_errors(self._label):
             if forced is not None:
                 self._study.enqueue_trial(params_of(forced, self._space))
@@ -110,6 +113,7 @@ class OptunaStudy:
 
     def describe(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
         """Set the attributes and the constraint of a trial that ended; ``tell`` is all that is then left to do."""
+        self._check_lease()
         with storage_errors(self._label):
             for name, value in _attributes(candidate, outcome).items():
                 asked.optuna_trial.set_user_attr(name, value)
@@ -129,11 +133,13 @@ class OptunaStudy:
             batch = candidate.per_device_train_batch_size
             value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
             state = TrialState.COMPLETE
+        self._check_lease()
         with storage_errors(self._label):
             self._study.tell(number, value, state)
 
     def skip(self, asked: Asked, why: str, known: Outcome | None = None) -> None:
         """Tell that a proposal was not run, because what it would show is ``known`` or it is not wanted."""
+        self._check_lease()
         with storage_errors(self._label):
             asked.optuna_trial.set_user_attr("skipped", why)
             excess = over_line_gib(known, self._ceiling) if known is not None else None

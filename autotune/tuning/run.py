@@ -12,7 +12,7 @@ import itertools
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from autotune.devices import find_device
 from autotune.devices.presence import Presence
 from autotune.execution import LocalExecutor, TrialServer
 from autotune.store.location import resolve_location
-from autotune.tuning.exclusive import take_turn
+from autotune.tuning.exclusive import hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.request import SearchRequest
 
@@ -56,11 +56,15 @@ def run_search(
             store = _opened(stack, storage)
 
         def is_taken(name: str) -> bool:
+            from autotune.store.leases import name_of_study
+
             nonlocal store
             if store is None and path is not None and path.exists():
                 # Another search has made it since.
                 store = _opened(stack, storage)
-            return store is not None and store.study(name) is not None
+            if store is None:
+                return False
+            return store.study(name) is not None or store.leases.holder(name_of_study(name)) is not None
 
         # Two names of one file are the same study; a URL may have a password in it, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
@@ -70,7 +74,10 @@ def run_search(
         )
         request = request.named(turn.study)
         folder = log_folder(storage, turn.study)
-        if turn.has_waited:
+        has_waited = turn.has_waited
+        if store is not None:
+            has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
+        if has_waited:
             # What another search held is free by now.
             request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
@@ -80,24 +87,29 @@ def run_search(
         if store is None or request.fresh:
             # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
             server.start(inspects=True)
-        return _prepare_and_search(request, server, store, storage, observer, folder)
+
+        def make_store() -> Store:
+            made = _opened(stack, storage)
+            stack.enter_context(hold_lease(made, turn.study, wait=wait, note=observer.note))
+            return made
+
+        return _prepare_and_search(request, server, store, make_store, observer, folder)
 
 
 def _prepare_and_search(
     request: SearchRequest,
     server: TrialServer,
     store: Store | None,
-    storage: str,
+    make_store: Callable[[], Store],
     observer: Observer,
     folder: Path,
 ) -> tuple[StudyRecord, Report]:
     """Read the data, inspect the machine and the model, and search; return the study at its end and its report.
 
-    A ``store`` that is not there yet is made at ``storage`` once the request is known to be one that can be run. Logs
+    Where there is no ``store`` yet, ``make_store`` makes it once the request is known to be one that can be run. Logs
     are kept in ``folder``.
     """
     from autotune.results.report import load_report
-    from autotune.store import open_store
     from autotune.tuning.answers import inspection_key
     from autotune.tuning.dataset import read_data
     from autotune.tuning.prepare import prepare
@@ -110,7 +122,7 @@ def _prepare_and_search(
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
         server.run_as_inspected(prepared.request.workload)
-        store = store or stack.enter_context(open_store(storage))
+        store = store or make_store()
         if remembered is None and key is not None:
             store.answers.keep(key, "inspection", facts)
         record = _search(prepared, server, store, observer, folder, presence)

@@ -1,0 +1,142 @@
+"""Say who works on a study: a row with a token and a time of expiry, taken and renewed by compare and set.
+
+A lease holds between hosts, where a file lock does not. Whoever writes a study's records names the token of its lease,
+and a write whose lease was lost is refused. Hosts that share a database need clocks that agree to a few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from autotune.core.errors import StorageError
+from autotune.core.owner import Owner
+from autotune.store.engine import storage_errors, transaction
+from autotune.store.records import now
+from autotune.store.tables import LeaseRow
+
+LEASE_SECONDS = 60.0
+"""How long the owner may be silent until another may take over. A choice: longer than a busy disk holds up a write,
+and short enough to wait for after a host has died."""
+RENEWALS = 4
+"""Renewals within that time, so that a few may fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who works on a study."""
+
+    name: str
+    token: str
+    owner: Owner
+    acquired_at: datetime
+    heartbeat_at: datetime
+    expires_at: datetime
+
+    def describe(self) -> str:
+        """Return ``process 71 of ada on gpu-2 (since 2026-11-21 10:00 UTC)``."""
+        return f"{self.owner.describe()} (since {self.acquired_at:%Y-%m-%d %H:%M} UTC)"
+
+
+class Leases:
+    """The leases in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone.
+
+    ``clock`` tells the time by which leases expire.
+    """
+
+    def __init__(self, engine: Engine, label: str, clock: Callable[[], datetime] = now) -> None:
+        self._engine = engine
+        self._label = label
+        self._clock = clock
+
+    def take(self, name: str, owner: Owner, token: str, lease_seconds: float = LEASE_SECONDS) -> Lease | None:
+        """Take the lease under a new token where it is free; else return the lease of whoever has it.
+
+        It is free where there is none, where it has expired, and where its owner was a process of this machine that
+        has ended: after ``kill -9`` nobody waits for the expiry.
+        """
+        moment = self._clock()
+        values = {
+            "token": token,
+            "owner": owner.user,
+            "host": owner.host,
+            "machine": owner.machine,
+            "pid": owner.pid,
+            "process_started": owner.started,
+            "acquired_at": moment,
+            "heartbeat_at": moment,
+            "expires_at": moment + timedelta(seconds=lease_seconds),
+        }
+        try:
+            with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+                known = find_lease(connection, name)
+                if known is None:
+                    connection.execute(insert(LeaseRow).values(name=name, **values))
+                    return None
+                if self._is_held(known):
+                    return known
+                unchanged = (LeaseRow.name == name) & (LeaseRow.token == known.token)
+                if connection.execute(update(LeaseRow).where(unchanged).values(**values)).rowcount == 1:
+                    return None
+        except StorageError as error:
+            if not isinstance(error.__cause__, IntegrityError):
+                raise
+        # Where writers do not wait for each other, another has come between.
+        return self.holder(name)
+
+    def renew(self, name: str, token: str, lease_seconds: float = LEASE_SECONDS) -> bool:
+        """Move the expiry on; return whether the lease is still the one with this token."""
+        moment = self._clock()
+        values = {"heartbeat_at": moment, "expires_at": moment + timedelta(seconds=lease_seconds)}
+        own = (LeaseRow.name == name) & (LeaseRow.token == token)
+        with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+            return connection.execute(update(LeaseRow).where(own).values(**values)).rowcount == 1
+
+    def release(self, name: str, token: str) -> None:
+        """Give the lease back, unless another has it by now."""
+        own = (LeaseRow.name == name) & (LeaseRow.token == token)
+        with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+            connection.execute(delete(LeaseRow).where(own))
+
+    def holder(self, name: str) -> Lease | None:
+        """Return the lease where somebody holds it."""
+        with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
+            return self.held_in(connection, name)
+
+    def held_in(self, connection: Connection, name: str) -> Lease | None:
+        """Return the lease where somebody holds it, as an open transaction sees it."""
+        lease = find_lease(connection, name)
+        return lease if lease is not None and self._is_held(lease) else None
+
+    def _is_held(self, lease: Lease) -> bool:
+        return lease.expires_at > self._clock() and not lease.owner.is_gone()
+
+
+def find_lease(connection: Connection, name: str) -> Lease | None:
+    """Return the lease of this name, expired or not; ``None`` where there is none."""
+    columns: tuple[Any, ...] = (
+        LeaseRow.token,
+        LeaseRow.owner,
+        LeaseRow.host,
+        LeaseRow.machine,
+        LeaseRow.pid,
+        LeaseRow.process_started,
+        LeaseRow.acquired_at,
+        LeaseRow.heartbeat_at,
+        LeaseRow.expires_at,
+    )
+    row = connection.execute(select(*columns).where(LeaseRow.name == name)).first()
+    if row is None:
+        return None
+    token, user, host, machine, pid, started, *times = row
+    return Lease(name, token, Owner(user, host, machine, pid, started), *times)
+
+
+def name_of_study(study: str) -> str:
+    """Return the name of a study's lease."""
+    return f"study {study}"

@@ -1,0 +1,36 @@
+"""Who owns something, and whether that process still runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+from autotune.core.owner import Owner, _started, this_machine, this_owner
+
+
+def owner_of(pid: int) -> Owner:
+    return dataclasses.replace(this_owner(), pid=pid, started=_started(pid) or "")
+
+
+def test_this_process_is_there() -> None:
+    assert not this_owner().is_gone()
+
+
+def test_a_process_is_gone_once_it_was_killed_even_before_its_parent_notices() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    owner = owner_of(child.pid)
+    assert not owner.is_gone()
+    child.kill()
+    child.communicate()
+    assert owner.is_gone()
+
+
+def test_a_later_process_of_the_same_id_is_another() -> None:
+    assert dataclasses.replace(this_owner(), started="1").is_gone()
+
+
+def test_of_another_machine_nothing_is_known() -> None:
+    owner = dataclasses.replace(this_owner(), host="gpu-2", machine=f"{this_machine()}!", pid=2**22 + 1)
+    assert not owner.is_gone()
+    assert owner.describe() == f"process {2**22 + 1} of {owner.user} on gpu-2"
