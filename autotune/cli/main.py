@@ -22,6 +22,7 @@ _COMMANDS = {
     "search": "autotune.cli.search",
     "resume": "autotune.cli.resume",
     "predict": "autotune.cli.predict",
+    "advise": "autotune.cli.advise",
     "show": "autotune.cli.studies",
     "report": "autotune.cli.report",
     "studies": "autotune.cli.studies",

@@ -62,7 +62,7 @@ def predict(
     from autotune.tuning.answers import AnswersBeside
 
     with AnswersBeside(storage) as answers:
-        predicted = predictions(targets, options, answers)
+        predicted = predictions(targets, [options] * len(targets), answers)
     documents = [
         _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
     ]

@@ -42,9 +42,9 @@ def find_named(name: str, known: dict[str, Chip]) -> Chip:
 
 
 def predictions(
-    targets: Sequence[tuple[Chip, int]], options: dict[str, Any], answers: AnswersBeside
+    targets: Sequence[tuple[Chip, int]], options: Sequence[dict[str, Any]], answers: AnswersBeside
 ) -> list[tuple[Prepared, MemoryModel]]:
-    """Return the predictions for each chip and memory; one process makes those that are not stored."""
+    """Return the predictions for each chip with so much memory; one process makes those that are not stored."""
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
@@ -54,8 +54,10 @@ def predictions(
     from autotune.tuning.options import build_workload
     from autotune.tuning.prepare import most_predictions, prepare
 
-    workload = build_workload(options)
-    requests = [_request(workload, chip, limit_bytes, options) for chip, limit_bytes in targets]
+    workload = build_workload(options[0])
+    requests = [
+        _request(workload, chip, limit_bytes, own) for (chip, limit_bytes), own in zip(targets, options, strict=True)
+    ]
     for request in requests:
         request.check()
     cpu = find_device("cpu")

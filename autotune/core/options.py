@@ -18,7 +18,7 @@ from autotune.core.candidate import PRECISIONS
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError
 from autotune.core.training_source import locate_function
-from autotune.core.units import parse_bytes, parse_seconds, parse_share
+from autotune.core.units import parse_bytes, parse_number, parse_seconds, parse_share
 from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
 
 LeverChoice = Literal["auto", "on", "off"]
@@ -188,15 +188,17 @@ SEED = _whole(0)
 BYTES = _quantity("size", parse_bytes, int, 1)
 SECONDS = _quantity("duration", parse_seconds, float)
 SHARE = _quantity("share", parse_share, float)
+NUMBER = _quantity("number", parse_number, float, 1)
 HEADROOM = _quantity("share|size", parse_headroom, Headroom)
 WORDS = words()
 LEVER = _choice(*get_args(LeverChoice))
 
 SEARCH, PREDICT, VERIFY = ("search",), ("predict",), ("verify",)
 BOTH = ("search", "predict")
+ADVISE, PREDICTED, ALL = ("advise",), ("predict", "advise"), ("search", "predict", "advise")
 BUDGET = ("search", "resume")
-STORED = ("search", "predict", "resume", "verify", "show", "studies", "report", "export", "dashboard", "db")
-JSON = ("search", "predict", "resume", "verify", "show", "studies", "devices", "models")
+STORED = ("search", "predict", "advise", "resume", "verify", "show", "studies", "report", "export", "dashboard", "db")
+JSON = ("search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models")
 
 TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
@@ -255,7 +257,7 @@ _DATA: dict[str, Any] = {"section": DATA, "own_code_decides": True}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "model", PATH, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, BOTH,
+        "model", PATH, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, ALL,
         metavar="NAME|FOLDER", own_code_decides=True,
     ),
     Option(
@@ -272,24 +274,26 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "effective_batch", COUNT,
         "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free. "
-        "A Trainer or script of your own keeps its own.", TRAINED, BOTH, request_field="effective_batch",
-        help_in={
-            "predict": "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and "
-            "the batch free."
-        },
+        "A Trainer or script of your own keeps its own.", TRAINED, ALL, request_field="effective_batch",
+        help_in=dict.fromkeys(
+            PREDICTED,
+            "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and "
+            "the batch free.",
+        )
+        | {"advise": "Per-device batch × accumulation, kept exactly."},
     ),
     Option(
-        "task", _choice(*TASKS), f"One of {', '.join(TASKS)} [default: as the architecture says].", TRAINED, BOTH,
+        "task", _choice(*TASKS), f"One of {', '.join(TASKS)} [default: as the architecture says].", TRAINED, ALL,
         metavar="TASK", own_code_decides=True,
     ),
-    Option("seq_len", COUNT, "Tokens a sample [default: 512 or the model's maximum].", TRAINED, BOTH,
+    Option("seq_len", COUNT, "Tokens a sample [default: 512 or the model's maximum].", TRAINED, ALL,
            own_code_decides=True),
     Option(
-        "padding", SHARE, "Mean share of each text sample that is padding, with a real attention_mask.", TRAINED, BOTH,
+        "padding", SHARE, "Mean share of each text sample that is padding, with a real attention_mask.", TRAINED, ALL,
         "0", own_code_decides=True,
     ),
     Option(
-        "dtype", _choice(*DTYPES), "What the weights are stored in; precision is the autocast over it.", TRAINED, BOTH,
+        "dtype", _choice(*DTYPES), "What the weights are stored in; precision is the autocast over it.", TRAINED, ALL,
         "float32", own_code_decides=True,
     ),
     Option(
@@ -298,9 +302,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "peft", _choice(*get_args(PeftName)), "Train LoRA adapters on all linear layers, not the weights.", TRAINED,
-        BOTH, own_code_decides=True,
+        ALL, own_code_decides=True,
     ),
-    Option("lora_rank", COUNT, "Rank of the adapters [default: 16].", TRAINED, BOTH, own_code_decides=True),
+    Option("lora_rank", COUNT, "Rank of the adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
     Option(
         "quantize", _choice(*get_args(QuantizeName)), "Store the frozen weights so, through bitsandbytes.", TRAINED,
         own_code_decides=True,
@@ -327,11 +331,18 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("pad_to_multiple_of", COUNT, "Pad on to a multiple of this.", **_DATA),
     Option("group_by_length", FLAG, "Batches of like lengths: train_sampling_strategy=group_by_length.", **_DATA),
-    Option("gpus", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICT, flag="--gpu"),
+    Option("gpus", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED, flag="--gpu",
+           help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."}),
     Option(
-        "gpu_spec", PATH, "JSON file with the figures of GPUs of your own, to be named with --gpu.", DEVICE, PREDICT,
+        "gpu_spec", PATH, "JSON file with the figures of GPUs of your own, to be named with --gpu.", DEVICE, PREDICTED,
         metavar="FILE",
     ),
+    Option(
+        "price", WORDS, "What GPUs cost an hour, e.g. l4=0.70,h100=2.95 or h100=2.70EUR.", DEVICE, ADVISE,
+        metavar="GPU=PRICE,…",
+    ),
+    Option("prices", PATH, "The same as a JSON file [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
+    Option("samples", NUMBER, "Samples that are trained on in all, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
     Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE, BUDGET,
         metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
@@ -343,27 +354,27 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "headroom", HEADROOM,
-        f"Kept free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", DEVICE, BOTH,
+        f"Kept free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", DEVICE, ALL,
         request_field="headroom",
     ),
     Option("world_size", COUNT, "Do the arithmetic of so many devices.", DEVICE, BOTH, "1",
            request_field="world_size"),
     Option(
-        "precision", words(PRECISIONS), "E.g. bf16,tf32 [default: all that the device has].", TRIED, BOTH,
+        "precision", words(PRECISIONS), "E.g. bf16,tf32 [default: all that the device has].", TRIED, ALL,
         request_field="precisions", recorded_as="precision",
     ),
     Option(
-        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)), "Both ways, always, never.", TRIED, BOTH,
+        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)), "Both ways, always, never.", TRIED, ALL,
         "auto", request_field="gradient_checkpointing",
     ),
     Option(
-        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa if there is one].", TRIED, BOTH,
+        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa if there is one].", TRIED, ALL,
         own_code_decides=True, request_field="attn_implementations", recorded_as="attn_implementation",
     ),
     Option(
         "optim", WORDS,
-        "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", TRIED, BOTH,
-        help_in={"predict": "Values of TrainingArguments.optim [default: adamw_torch_fused]."},
+        "Values of TrainingArguments.optim [default: adamw_torch_fused]. Your own code keeps its own.", TRIED, ALL,
+        help_in=dict.fromkeys(PREDICTED, "Values of TrainingArguments.optim [default: adamw_torch_fused]."),
         request_field="optims", recorded_as="optim",
     ),
     Option(
@@ -386,7 +397,7 @@ OPTIONS: tuple[Option, ...] = (
         default_text="auto", request_field="cpu_affinity", sparse=True,
     ),
     Option(
-        "batch_multiple", COUNT, "Per-device batches are multiples of it [default: 8, then 4, 2, 1].", TRIED, BOTH,
+        "batch_multiple", COUNT, "Per-device batches are multiples of it [default: 8, then 4, 2, 1].", TRIED, ALL,
         request_field="batch_multiple",
     ),
     Option(

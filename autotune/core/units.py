@@ -43,6 +43,17 @@ _MOST_BYTES = 2**60
 _MOST_SECONDS = 365 * 86400.0
 
 
+def parse_number(text: str) -> float:
+    """Parse a number from 1 on, written as ``1000000`` or ``1e6``. Raises ``ValueError`` for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 1e15:
+        raise ValueError(f"{text[:40]!r} is not a number from 1 to 1e15; write it as 1000000 or 1e6")
+    return number
+
+
 def parse_bytes(text: str) -> int:
     """Parse bytes written as ``24GiB``, ``24GB``, ``512 MiB`` or ``1048576``.
 

@@ -1,0 +1,222 @@
+"""``autotune advise``: which GPU to rent for a training job, from predictions alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autotune.cli.options import SectionedCommand, print_json, table_options
+from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, speed_document
+from autotune.cli.table import print_table
+from autotune.core.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from autotune.core.candidate import Arm
+    from autotune.core.workload import Workload
+    from autotune.devices.gpus import Chip
+    from autotune.devices.prices import Prices
+    from autotune.estimate.advice import Offer
+    from autotune.estimate.memory import MemoryModel
+    from autotune.estimate.step_time import StepTime
+    from autotune.tuning.prepare import Prepared
+
+_PLENTY_BYTES = 2**42
+"""Memory of the GPUs that stand for all of their kind: no candidate is left out for want of it."""
+
+
+@click.command(cls=SectionedCommand, short_help="Compare GPUs for a training job: speed, hours, cost.")
+@table_options("advise")
+@click.pass_context
+def advise(
+    ctx: click.Context,
+    /,
+    as_json: bool,
+    gpus: tuple[str, ...] | None,
+    gpu_spec: str | None,
+    price: tuple[str, ...] | None,
+    prices: str | None,
+    samples: float,
+    storage: str,
+    **options: Any,
+) -> None:
+    """Compare GPUs for a training job: what fits, how fast it is, hours and cost. Nothing is run on a GPU.
+
+    Speeds are predicted from specified rates; GPUs whose intervals overlap share a rank. Prices are your own; without
+    any there are a dozen dated examples. Nothing is fetched.
+
+    \b
+      autotune advise --model gpt2-medium --effective-batch 64 --samples 1e6
+      autotune advise --model gpt2-medium --effective-batch 64 --gpu l4,h100 --price l4=0.7,h100=2.95
+    """
+    for name in ("model", "effective_batch"):
+        if options[name] is None:
+            hint = "--" + name.replace("_", "-")
+            raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="option")
+    from autotune.devices.gpus import ALIASES
+    from autotune.devices.prices import read_prices
+    from autotune.tuning.answers import AnswersBeside
+
+    known = known_chips(gpu_spec)
+    chips = list(known.values()) if gpus in (None, ("all",)) else [find_named(name, known) for name in gpus or ()]
+    aliases = {alias: name for alias, name in ALIASES.items() if name in known}
+    paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
+    with AnswersBeside(storage) as answers:
+        prepared, models = _models(chips, options, answers)
+    offers = [_offer(chip, prepared, models, samples, paid.of.get(chip.name)) for chip in chips]
+    workload = prepared.request.workload
+    if as_json:
+        print_json(_document(offers, workload, samples, paid))
+    else:
+        _print(offers, workload, options["effective_batch"], samples, paid)
+
+
+def _models(chips: list[Chip], options: dict[str, Any], answers: Any) -> tuple[Prepared, dict[bool, MemoryModel]]:
+    """What is predicted for GPUs with flash attention, and for those without, which have no bf16 either.
+
+    Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
+    H200.
+    """
+    from dataclasses import replace
+
+    from autotune.devices.gpus import CHIPS
+
+    kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
+    stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
+    wanted = options["precision"]
+    if wanted is not None:
+        # GPUs of a kind that has none of these precisions are told so later.
+        kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)] or kinds
+    only = {kind: _among(wanted, stand_ins[kind].precisions) for kind in kinds}
+    if len(kinds) == 2:
+        # No kind of attention makes a difference to float32, of which both would say the same.
+        only[False] = _among(only[False], ("fp16",)) if wanted else ("fp16",)
+    targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
+    asked = [{**options, "memory_limit": None, "world_size": 1, "precision": only[kind]} for kind in kinds]
+    found = predictions(targets, asked, answers)
+    return found[0][0], {kind: model for kind, (_, model) in zip(kinds, found, strict=True)}
+
+
+def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The wanted precisions that a GPU has; all that are wanted where it has none, which is then refused."""
+    if wanted is None:
+        return None
+    return tuple(precision for precision in wanted if precision in precisions) or wanted
+
+
+def _offer(
+    chip: Chip, prepared: Prepared, models: dict[bool, MemoryModel], samples: float, price: float | None
+) -> Offer:
+    from autotune.core.candidate import Candidate
+    from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
+    from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
+    from autotune.estimate.advice import Offer
+    from autotune.estimate.step_time import StepTimeModel
+
+    if chip.rates is None or chip.memory_bytes is None:
+        return Offer(chip, None, "its rates are not published", samples, price)
+    line_bytes = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, prepared.request.headroom).line_bytes
+    fits_below = line_bytes * (1 - PREDICTION_MARGIN)
+    speeds = StepTimeModel(chip)
+    known: list[StepTime] = []
+    least: int | None = None
+    for arm in prepared.space.arms:
+        model = _model_of(arm, chip, models)
+        operations = model.operations(arm) if model is not None else None
+        if model is None or operations is None or arm.precision not in chip.precisions:
+            continue
+        for batch in batches_of(prepared.space):
+            candidate = Candidate(arm, batch, prepared.space.batches.accumulation(batch))
+            predicted = model.prediction(candidate)
+            if predicted is None:
+                continue
+            least = min(predicted.peak_reserved_bytes, least or predicted.peak_reserved_bytes)
+            if predicted.peak_reserved_bytes <= fits_below:
+                known.append(speeds.predict(operations, candidate))
+    if known:
+        return Offer(chip, min(known, key=lambda step: step.seconds), None, samples, price)
+    why = (
+        "nothing is predicted for it"
+        if least is None
+        else (f"the least needs {format_bytes(least)} of {format_bytes(line_bytes)}")
+    )
+    return Offer(chip, None, why, samples, price)
+
+
+def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
+    """The predictions for the GPU's kind; in float32 those of any, as flash attention is for 16 bits alone."""
+    if arm.precision in ("fp16", "bf16"):
+        return models.get(chip.has_flash_attention)
+    return models.get(True) or models.get(False)
+
+
+def _document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> dict[str, Any]:
+    from autotune.estimate.advice import in_order, pareto_front, rank
+
+    front = pareto_front(offers)
+    return {
+        "predicted": True,
+        "workload": {name: value for name, value in workload.document().items() if name != "config"},
+        "samples": samples,
+        "prices": {"unit": prices.unit, "source": prices.source},
+        "gpus": [_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
+    }
+
+
+def _row(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> dict[str, Any]:
+    rates = offer.chip.rates
+    row: dict[str, Any] = {
+        "gpu": offer.chip.name,
+        "fits": offer.best is not None,
+        "why_not": offer.why_not,
+        "grade": "predicted" if offer.best is not None else None,
+        "rank": place,
+        "is_on_pareto_front": is_on_front,
+        "hours": offer.hours,
+        "hours_interval": offer.interval_hours,
+        "price_per_hour": offer.price_per_hour,
+        "cost": offer.cost,
+        "cost_interval": offer.interval_cost,
+        "samples_per_currency_unit": offer.samples / offer.cost if offer.cost else None,
+        "most_joules_per_sample": offer.most_joules_per_sample,
+        "rates_source": rates.source if rates is not None else None,
+    }
+    if offer.best is not None:
+        row["candidate"] = offer.best.candidate.parameters()
+        row |= speed_document(offer.best, workload)
+    return row
+
+
+def _print(offers: list[Offer], workload: Workload, effective_batch: int, samples: float, prices: Prices) -> None:
+    from autotune.estimate.advice import in_order, pareto_front, rank
+
+    click.echo(
+        f"{workload.model} ({workload.task}, {workload.seq_len} tokens), effective batch {effective_batch}, "
+        f"{samples:,.0f} samples; prices in {prices.unit} an hour ({prices.source})"
+    )
+    front = pareto_front(offers)
+    rows = []
+    for offer in in_order(offers):
+        if offer.best is None:
+            rows.append(["", offer.chip.name, offer.why_not or "", *[""] * 6])
+            continue
+        low, high = offer.best.interval_samples_per_second
+        assert offer.hours is not None
+        cost = offer.interval_cost
+        rows.append(
+            [
+                f"{rank(offer, offers) or ''}{' *' if offer in front else ''}",
+                offer.chip.name,
+                offer.best.candidate.describe(),
+                format_rate(offer.best.samples_per_second),
+                f"{format_rate(low)} to {format_rate(high)}",
+                offer.best.limited_by,
+                format_rate(offer.hours),
+                "" if offer.cost is None else format_rate(offer.cost),
+                "" if cost is None else f"{format_rate(cost[0])} to {format_rate(cost[1])}",
+            ]
+        )
+    head = ["rank", "GPU", "best", "samples/s", "interval", "limited by", "hours", "cost", "interval of cost"]
+    print_table(head, rows)
+    click.echo("* none is both as fast and as cheap. GPUs of one rank may cost the same: their intervals overlap.")
+    click.echo("Predicted from specified rates, not measured.", err=True)

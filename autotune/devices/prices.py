@@ -1,0 +1,91 @@
+"""Prices of GPUs by the hour: examples for comparing, to be replaced by the user's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import InvalidRequestError
+
+EXAMPLES_FROM = "RunPod on demand, as listed by deploybase.ai on 10 March 2026"
+EXAMPLES: Mapping[str, float] = {
+    "rtx-3090": 0.39,
+    "rtx-4090": 0.60,
+    "rtx-5090": 1.22,
+    "rtx-pro-6000": 1.57,
+    "l4": 0.78,
+    "l40": 1.22,
+    "l40s": 1.40,
+    "a100-80gb": 2.45,
+    "h100-pcie": 3.51,
+    "h100-80gb": 4.76,
+    "h200": 6.35,
+    "b200": 10.57,
+}
+"""US dollars an hour and GPU."""
+_HINT = "write it as h100=2.95, the price of one GPU for an hour, or as EUR: h100=2.70EUR"
+_DEFAULT_UNIT = "USD"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What GPUs cost an hour, all in one unit."""
+
+    of: Mapping[str, float]
+    unit: str
+    source: str
+
+
+def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]) -> Prices:
+    """Return the user's prices, or the built-in examples where there are none.
+
+    ``names`` has the GPU of the catalog for every name that may be given. The file is JSON: names to numbers, or to
+    texts with a unit. Raises ``InvalidRequestError`` for what is no price.
+    """
+    if not given and path is None:
+        return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
+    stated: dict[str, tuple[float, str]] = {}
+    for name, value in [*_in_file(path), *(_pair(text) for text in given)]:
+        chip = names.get(name.lower())
+        if chip is None:
+            raise InvalidRequestError(f"a price is given for {name!r}, which is no GPU that is known", _HINT)
+        stated[chip] = _amount(name, value)
+    units = {unit for _, unit in stated.values()}
+    if len(units) > 1:
+        raise InvalidRequestError(f"prices are in {' and in '.join(sorted(units))}", "give all in one unit")
+    return Prices({name: amount for name, (amount, _) in stated.items()}, units.pop(), "as given")
+
+
+def _in_file(path: str | None) -> list[tuple[str, Any]]:
+    if path is None:
+        return []
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"--prices {path}: {error}", 'write e.g. {"h100": 2.95, "l4": 0.7}') from error
+    if not isinstance(document, dict) or not document:
+        raise InvalidRequestError(f"--prices {path} has no prices", 'write e.g. {"h100": 2.95, "l4": 0.7}')
+    return list(document.items())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise InvalidRequestError(f"--price {text!r} has no =", _HINT)
+    return name.strip(), value.strip()
+
+
+def _amount(name: str, value: Any) -> tuple[float, str]:
+    text = str(value).strip()
+    digits = text.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text[len(digits) :] or _DEFAULT_UNIT
+    try:
+        amount = float(digits)
+    except ValueError as error:
+        raise InvalidRequestError(f"the price of {name} is {text!r}, no number", _HINT) from error
+    if not 0 < amount < 1e6:
+        raise InvalidRequestError(f"the price of {name} is {text!r}, not above 0", _HINT)
+    return amount, unit

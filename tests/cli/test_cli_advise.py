@@ -1,0 +1,102 @@
+"""``autotune advise``: which GPU to rent, for a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Run, run_process
+
+from autotune.core.errors import InvalidRequestError
+from autotune.devices.prices import EXAMPLES, read_prices
+
+_SMALL = (
+    "advise",
+    "--model",
+    "bert-tiny",
+    "--seq-len",
+    "64",
+    "--effective-batch",
+    "64",
+    "--gradient-checkpointing",
+    "off",
+)
+NAMES = {"h100": "h100-80gb", "h100-80gb": "h100-80gb", "l4": "l4"}
+
+
+def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path) -> None:
+    few = ("--gpu", "l4,h100,t4,a10g", "--price", "l4=0.70EUR,h100=2.95EUR", "--precision", "bf16,fp16")
+    done = run_process(*_SMALL, *few, "--samples", "1e6", "--json", folder=tmp_path, cold=True)
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["prices"] == {"unit": "EUR", "source": "as given"}
+    by_name = {row["gpu"]: row for row in document["gpus"]}
+    # So small a model waits for the host on either, so that the cheaper one costs less.
+    assert [row["gpu"] for row in document["gpus"]] == ["l4", "h100-80gb", "t4", "a10g"]
+    l4, h100, t4, unknown = by_name["l4"], by_name["h100-80gb"], by_name["t4"], by_name["a10g"]
+    assert l4["candidate"]["precision"] in ("bf16", "fp16")
+    assert l4["hours"] == pytest.approx(1e6 / l4["samples_per_second"] / 3600)
+    assert l4["cost"] == pytest.approx(0.7 * l4["hours"])
+    assert l4["cost_interval"][0] < l4["cost"] < l4["cost_interval"][1]
+    assert l4["rank"] == 1
+    assert h100["rank"] in (1, 2)
+    assert l4["is_on_pareto_front"]
+    # A GPU without bf16, and without a price.
+    assert t4["candidate"]["precision"] == "fp16"
+    assert (t4["cost"], t4["rank"]) == (None, None)
+    assert unknown["fits"] is False
+    assert "not published" in unknown["why_not"]
+    assert l4["grade"] == "predicted"
+
+
+def test_the_prices_of_others_are_said_to_be_examples() -> None:
+    prices = read_prices((), None, NAMES)
+    assert len(EXAMPLES) >= 12
+    assert prices.unit == "USD"
+    assert "examples" in prices.source
+    assert "2026" in prices.source
+
+
+def test_prices_come_from_a_file_and_from_options(tmp_path: Path) -> None:
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps({"h100": 2.5, "l4": 0.7}))
+    prices = read_prices(("h100=2.95",), str(path), NAMES)
+    assert prices.of == {"h100-80gb": 2.95, "l4": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("h100=0", "not above 0"),
+        ("h100", "has no ="),
+        ("h100=cheap", "no number"),
+        ("voodoo-2=3", "no GPU that is known"),
+        ("h100=-2", "not above 0"),
+        ("h100=nan", "not above 0"),
+    ],
+)
+def test_what_is_no_price_is_refused(given: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        read_prices((given,), None, NAMES)
+
+
+def test_prices_have_one_unit() -> None:
+    with pytest.raises(InvalidRequestError, match="EUR and in USD"):
+        read_prices(("h100=2EUR", "l4=1"), None, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("advise", "--effective-batch", "8"), "--model"),
+        (("advise", "--model", "bert-tiny"), "--effective-batch"),
+        ((*_SMALL, "--gpu", "h1000"), "h1000"),
+        ((*_SMALL, "--samples", "0"), "0"),
+        ((*_SMALL, "--price", "h100=0"), "not above 0"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(words: tuple[str, ...], told: str, run: Run) -> None:
+    ran = run(*words)
+    assert ran.code == 2
+    assert told in ran.stderr

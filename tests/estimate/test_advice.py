@@ -1,0 +1,46 @@
+"""GPUs compared for one job: hours, cost, ranks, the Pareto front."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.devices.gpus import CHIPS
+from autotune.estimate.advice import Offer, in_order, pareto_front, rank
+from autotune.estimate.step_time import StepTime
+
+
+def offer(name: str, seconds: float, price: float | None, doubt: float = 1.1) -> Offer:
+    """A GPU that takes so long for a step of 64 samples."""
+    candidate = Candidate(Arm("bf16"), 32, 2)
+    interval = (seconds / doubt, seconds * doubt)
+    step = StepTime(candidate, seconds, interval, seconds, 0.0, {}, 1e12, 1e15)
+    return Offer(CHIPS[name], step, None, 64 * 3600.0, price)
+
+
+def test_hours_and_cost_follow_from_the_step() -> None:
+    known = offer("l4", 2.0, 0.5, doubt=2.0)
+    assert known.hours == pytest.approx(2.0)
+    assert known.cost == pytest.approx(1.0)
+    assert known.interval_cost == pytest.approx((0.5, 2.0))
+    # 72 W for 32 samples a second.
+    assert known.most_joules_per_sample == pytest.approx(72 / 32)
+
+
+def test_offers_whose_intervals_overlap_share_a_rank() -> None:
+    offers = [offer("l4", 2.0, 1.0), offer("a10", 2.1, 1.0), offer("h100-80gb", 1.0, 4.0), offer("h200", 1.0, None)]
+    assert [rank(each, offers) for each in offers] == [1, 1, 3, None]
+    assert [each.chip.name for each in in_order(offers)] == ["l4", "a10", "h100-80gb", "h200"]
+
+
+def test_without_any_price_hours_count() -> None:
+    offers = [offer("l4", 2.0, None), offer("h100-80gb", 1.0, None)]
+    assert [rank(each, offers) for each in offers] == [2, 1]
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    cheap, fast, worse = offer("l4", 4.0, 0.5), offer("h100-80gb", 1.0, 4.0), offer("a10", 4.5, 0.6)
+    none = replace(cheap, best=None, why_not="too small")
+    assert pareto_front([cheap, fast, worse, none]) == [cheap, fast]
