@@ -169,6 +169,32 @@ def read_candidate(text: str) -> Candidate | None:
     return Candidate(arm, int(found[1]), int(found[2]))
 
 
+@dataclass(frozen=True)
+class Published:
+    """A throughput that the vendor published for one GPU."""
+
+    gpu: str
+    subject: Subject
+    candidate: Candidate
+    samples_per_second: float
+    source: str
+
+
+def published() -> list[Published]:
+    """Return the published throughputs.
+
+    They are of NVIDIA's own BERT-large, whose attention is not fused. A head that only sees the masked tokens is
+    taken for one that sees none.
+    """
+    document = json.loads((LANDSCAPES / "published_throughputs.json").read_text(encoding="utf-8"))
+    found = []
+    for gpu, seq_len, precision, batch, accumulation, rate, source in document["rows"]:
+        arm = Arm(precision, attn_implementation="eager")
+        subject = Subject("bert-large-uncased", seq_len)
+        found.append(Published(gpu, subject, Candidate(arm, batch, accumulation), rate, document["sources"][source]))
+    return found
+
+
 def traced_arm(arm: Arm) -> Arm:
     """Return the arm that stands for all with the same operations."""
     twins: dict[str, Any] = {"bf16": "fp16", "tf32": "fp32"}

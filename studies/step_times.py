@@ -1,5 +1,7 @@
 """Compare predicted with measured GPU time and step time, on every step that was recorded on an H200.
 
+Published throughputs of other GPUs are compared as well.
+
     python studies/step_times.py compare
     python studies/step_times.py fit
     python studies/step_times.py trace
@@ -27,12 +29,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recorded_steps import OPERATIONS, Step, Subject, operations_key, recorded_operations, recorded_steps, traced_arm
+from recorded_steps import (
+    OPERATIONS,
+    Published,
+    Step,
+    Subject,
+    operations_key,
+    published,
+    recorded_operations,
+    recorded_steps,
+    traced_arm,
+)
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, Operations, gpu_time
-from autotune.estimate.step_time import HostSpeed, StepTimeModel, step_seconds
+from autotune.estimate.step_time import HostSpeed, StepTime, StepTimeModel, step_seconds
 
 H200 = CHIPS["h200"]
 _RELATIVE_ERROR = 0.03
@@ -75,34 +87,47 @@ def _rates() -> Any:
     return H200.rates
 
 
-def trace() -> None:
-    """Record the operations of each model and arm, each in a forked process: tracing patches torch."""
+def traced(subject: Subject, arm: Arm) -> Document | None:
+    """Return the operations of a step, from a forked process: tracing patches torch. ``None`` where that failed."""
     from autotune.worker.fake.step import FakeTraining
 
-    wanted: dict[str, Step] = {}
-    for step in recorded_steps():
-        wanted.setdefault(operations_key(step.subject, step.candidate.arm), step)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        training = FakeTraining(subject.workload(), traced_arm(arm), H200)
+        training.step()
+        with os.fdopen(writing, "w") as file:
+            json.dump(training.operations, file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text)) if text else None
+
+
+def trace() -> None:
+    """Record the operations of each model and arm."""
+    wanted = {operations_key(step.subject, step.candidate.arm): step for step in recorded_steps()}
+    arms = {key: (step.subject, step.candidate.arm) for key, step in wanted.items()}
+    arms |= {operations_key(p.subject, p.candidate.arm): (p.subject, p.candidate.arm) for p in published()}
     found: dict[str, Any] = recorded_operations() if OPERATIONS.exists() else {}
-    for key, step in wanted.items():
-        if key in found:
-            continue
-        started = time.monotonic()
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            training = FakeTraining(step.subject.workload(), traced_arm(step.candidate.arm), H200)
-            training.step()
-            with os.fdopen(writing, "w") as file:
-                json.dump(training.operations, file)
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as file:
-            text = file.read()
-        os.wait()
-        if text:
-            found[key] = json.loads(text)
-        print(f"{key}: {len(text)} bytes, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    for key, (subject, arm) in arms.items():
+        if key not in found:
+            started = time.monotonic()
+            document = traced(subject, arm)
+            print(f"{key}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+            if document is not None:
+                found[key] = document
     with gzip.open(OPERATIONS, "wt", encoding="utf-8", compresslevel=9) as file:
         json.dump(found, file)
+
+
+def operations_of(subject: Subject, arm: Arm) -> Operations:
+    """Return what a step consists of, recorded or traced now."""
+    document = recorded_operations().get(operations_key(subject, arm)) or traced(subject, arm)
+    assert document is not None
+    return Operations.from_document(document)
 
 
 def known_steps() -> list[tuple[Step, Operations]]:
@@ -237,6 +262,32 @@ def compare() -> None:
     for family in sorted({cell.subject.family for cell, _ in outside}):
         print(error_line(f"  {family}", [error for cell, error in outside if cell.subject.family == family]))
     _compare_steps(steps)
+    _compare_published()
+
+
+def published_predictions() -> list[tuple[Published, StepTime]]:
+    """Return each published throughput with what is predicted for it."""
+    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    found = []
+    for known in published():
+        of_step = operations[operations_key(known.subject, known.candidate.arm)]
+        found.append((known, StepTimeModel(CHIPS[known.gpu]).predict(of_step, known.candidate)))
+    return found
+
+
+def _compare_published() -> None:
+    print("Published throughputs of other GPUs (NVIDIA, BERT-large):")
+    found = published_predictions()
+    errors = [predicted.samples_per_second / known.samples_per_second - 1 for known, predicted in found]
+    print(error_line("  all", errors))
+    for gpu in sorted({known.gpu for known, _ in found}):
+        own = [error for (known, _), error in zip(found, errors, strict=True) if known.gpu == gpu]
+        print(error_line(f"  {gpu}", own))
+    inside = 0
+    for known, predicted in found:
+        low, high = predicted.interval_samples_per_second
+        inside += low <= known.samples_per_second <= high
+    print(f"  in its interval: {inside} of {len(found)}")
 
 
 def _by(known: Sequence[Cell], error: Callable[[Cell], float]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from recorded_steps import Subject, operations_key, recorded_operations
-from step_times import H200, cells, known_steps
+from step_times import H200, cells, known_steps, published_predictions
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices.gpus import ALIASES, CHIPS, find_chip
@@ -40,6 +40,16 @@ def test_intervals_hold_the_recorded_steps_and_those_that_the_gpu_limits_are_nea
     assert sum(inside) / len(inside) > 0.95
     errors = [abs(p.seconds / seconds - 1) for seconds, p in known if p.limited_by == "matrix products"]
     assert statistics.median(errors) < 0.03
+
+
+def test_published_throughputs_of_other_gpus_are_in_their_intervals() -> None:
+    found = published_predictions()
+    assert len(found) >= 20
+    inside = 0
+    for known, predicted in found:
+        low, high = predicted.interval_samples_per_second
+        inside += low <= known.samples_per_second <= high
+    assert inside >= 0.8 * len(found)
 
 
 def test_what_limits_is_told(bert_large: Operations) -> None:
