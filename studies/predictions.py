@@ -9,6 +9,7 @@ that a search asks; needs no GPU. Writes ``studies/landscapes/NAME.predictions.j
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ def record(path: Path) -> Document:
         TrialServer(find_device("cpu"), prepared.request.workload, Path(logs)) as runner,
     ):
         listener = _Listener(runner)
-        forecast = forecast_of(prepared, listener)
+        forecast = forecast_of(prepared, listener, patience_seconds=math.inf)
         assert forecast is not None
         forecast.complete()
     if forecast.unanswered:

@@ -27,10 +27,10 @@ WITHIN = 0.01
 Bounds = tuple[tuple[int, int], tuple[int, int]]
 WITH_PREDICTIONS: dict[str, Bounds] = {
     "Qwen2.5-0.5B": ((2, 1), (4, 2)),
-    "bert-large-uncased": ((2, 0), (4, 0)),
-    "gpt2-medium": ((2, 1), (4, 1)),
-    "roberta-base": ((2, 0), (3, 0)),
-    "vit-large-patch16-224": ((2, 0), (3, 0)),
+    "bert-large-uncased": ((2, 0), (2, 0)),
+    "gpt2-medium": ((2, 1), (3, 1)),
+    "roberta-base": ((2, 0), (2, 0)),
+    "vit-large-patch16-224": ((2, 0), (2, 0)),
 }
 WITHOUT_PREDICTIONS: dict[str, Bounds] = {
     "Qwen2.5-0.5B": ((5, 4), (12, 8)),

@@ -199,6 +199,44 @@ def find_chip(name: str) -> Chip | None:
     return CHIPS.get(ALIASES.get(key, key))
 
 
+_NAMES_OF_DEVICES = {
+    "nvidia geforce rtx 2080 ti": "rtx-2080-ti",
+    "nvidia geforce rtx 3070": "rtx-3070",
+    "nvidia geforce rtx 3090": "rtx-3090",
+    "nvidia geforce rtx 4070": "rtx-4070",
+    "nvidia geforce rtx 4080": "rtx-4080",
+    "nvidia geforce rtx 4090": "rtx-4090",
+    "nvidia geforce rtx 5070 ti": "rtx-5070-ti",
+    "nvidia geforce rtx 5080": "rtx-5080",
+    "nvidia geforce rtx 5090": "rtx-5090",
+    "nvidia rtx a6000": "a6000",
+    "nvidia rtx 6000 ada generation": "rtx-6000-ada",
+    "nvidia rtx pro 6000 blackwell workstation edition": "rtx-pro-6000",
+    "tesla t4": "t4",
+    "tesla v100-sxm2-16gb": "v100-16gb",
+    "tesla v100-sxm2-32gb": "v100-32gb",
+    "nvidia a10": "a10",
+    "nvidia a40": "a40",
+    "nvidia l4": "l4",
+    "nvidia l40": "l40",
+    "nvidia l40s": "l40s",
+    "nvidia a100-sxm4-40gb": "a100-40gb",
+    "nvidia a100-sxm4-80gb": "a100-80gb",
+    "nvidia h100 pcie": "h100-pcie",
+    "nvidia h100 80gb hbm3": "h100-80gb",
+    "nvidia h100 nvl": "h100-nvl",
+    "nvidia gh200 480gb": "gh200-96gb",
+    "nvidia h200": "h200",
+    "nvidia b200": "b200",
+}
+
+
+def chip_of_device(name: str) -> Chip | None:
+    """Return the chip of the catalog that a driver calls by this name; ``None`` where there is none."""
+    key = _NAMES_OF_DEVICES.get(name.lower())
+    return CHIPS[key] if key is not None else None
+
+
 _SPEC_EXAMPLE = (
     'write e.g. {"my-gpu": {"memory": "24GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165, '
     '"tf32_tflops": 83, "fp32_tflops": 83, "gigabytes_per_second": 1008, "watts": 450}}'

@@ -13,6 +13,7 @@ from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, memory_class
 from autotune.estimate.pooling import Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
+from autotune.estimate.step_forecast import StepForecast
 from autotune.space.space import PRECISION_PREFERENCE
 
 
@@ -55,6 +56,8 @@ class History:
     tried: list[Tried] = field(default_factory=list)
     memory: MemoryModel | None = None
     """Predicted peak memory; ``None`` where nothing is predicted."""
+    steps: StepForecast | None = None
+    """Predicted step times; ``None`` where nothing is predicted, or the GPU's rates are not known."""
     pending: list[Candidate] = field(default_factory=list)
     """Candidates whose trials are under way. They count as tried, though nothing is known of them yet."""
     tolerance: float = DEFAULT_TOLERANCE

@@ -23,6 +23,7 @@ from autotune.core.candidate import Arm
 from autotune.core.outcome import Measurement
 from autotune.core.statistics import quantile
 from autotune.core.stop import LeftOut
+from autotune.core.units import format_rate
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space
@@ -220,9 +221,54 @@ class Speeds:
             return f"tf32 takes at least {_TF32_TIMES} times the GPU time measured in bf16: too slow to reach the best"
         if arm.expandable_segments and self._expanding_cannot_help(arm):
             return "expandable segments only help the fastest arm, and only where memory limits its batch"
-        if not arm.gradient_checkpointing:
+        if arm.gradient_checkpointing and (why := self._why_checkpointing_loses(arm)):
+            return why
+        return self._predicted_too_slow(arm)
+
+    def _predictions_held(self) -> bool:
+        """Return whether step times were predicted rightly for all that was measured on this machine."""
+        steps = self._history.steps
+        measured = ((t.candidate, speed_of(t)) for t in self._history.tried if t.measurement is not None)
+        return steps is not None and steps.has_held(measured)
+
+    def _predicted_too_slow(self, arm: Arm) -> str | None:
+        """Return why no batch of an arm can reach the best, by predictions that held so far."""
+        steps, best = self._history.steps, self.best()
+        if steps is None or not best or not self._predictions_held():
             return None
-        return self._why_checkpointing_loses(arm)
+        view = self.view(arm)
+        open_batches = [batch for batch in self._judge.batches_in_reach() if view.open(batch)]
+        most = steps.most(self._space.candidate(arm, batch) for batch in open_batches) if open_batches else None
+        if most is None or most >= best * (1 + self._history.tolerance):
+            return None
+        return (
+            f"predicted to reach {format_rate(most)} samples/s at most, and {format_rate(best)} were measured; "
+            "all that was measured so far was in its predicted interval"
+        )
+
+    def is_predicted_slower(self, view: ArmView, batch: int, than: int) -> bool:
+        """Return whether predictions that held so far say that a batch is slower than another one of its arm."""
+        steps = self._history.steps
+        if steps is None or not self._predictions_held():
+            return False
+        return steps.is_surely_slower(self._space.candidate(view.arm, batch), self._space.candidate(view.arm, than))
+
+    def in_order(self, ladder: Sequence[int]) -> list[Arm]:
+        """Return the arms of the space, those with predicted speeds by the fastest batch that is likely to fit.
+
+        Arms without a prediction keep their places.
+        """
+        expected = {arm: speed for arm in self._space.arms if (speed := self._expected(arm, ladder)) is not None}
+        by_speed = iter(sorted(expected, key=lambda arm: -expected[arm]))
+        return [next(by_speed) if arm in expected else arm for arm in self._space.arms]
+
+    def _expected(self, arm: Arm, ladder: Sequence[int]) -> float | None:
+        steps, memory = self._history.steps, self._history.memory
+        if steps is None or memory is None or self._space.is_last_resort(arm):
+            return None
+        candidates = [self._space.candidate(arm, batch) for batch in ladder]
+        known = [steps.samples_per_second(c) for c in candidates if memory.likely_fits(c)]
+        return max((speed for speed in known if speed is not None), default=None)
 
     def _tf32_is_behind(self, arm: Arm) -> bool:
         """Return whether tf32 is slower than the best even without any waiting, by the GPU time measured in bf16.

@@ -13,8 +13,10 @@ from autotune.core.errors import AutotuneError, StorageError
 from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
+from autotune.devices.gpus import chip_of_device
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
+from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds
 from autotune.execution import Event, Executor, TrialJob
 from autotune.store import Stage, Store, StudyRecord, TrialRecord
@@ -84,7 +86,10 @@ class Search:
         self._interruption = interruption or Interruption()
         self._forecast = forecast
         memory = forecast.model if forecast else None
-        self._history = History(prepared.ceiling, memory=memory, tolerance=prepared.request.tolerance)
+        chip = chip_of_device(prepared.request.device.name)
+        steps = StepForecast(memory, chip) if memory is not None and chip is not None and chip.rates else None
+        tolerance = prepared.request.tolerance
+        self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance)
         self._library: Library | None = None
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock

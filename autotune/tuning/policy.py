@@ -35,9 +35,9 @@ class Policy(Protocol):
 class ThroughputPolicy:
     """Climbs each arm from a batch that is likely to fit to the nearest best.
 
-    Arms are taken in the space's order. A batch is not tried where another arm that is never slower
-    has measured it or a larger one; a larger batch only while it can still gain; a smaller one only
-    next to the best of an arm that is not hopeless.
+    Arms are taken by their predicted speed, those without a prediction in the space's order. A batch is not tried where
+    another arm that is never slower has measured it or a larger one; a larger batch only while it can still gain; a
+    smaller one only next to the best of an arm that is not hopeless, and not where it is predicted to be slower.
     """
 
     def __init__(self, space: Space) -> None:
@@ -49,7 +49,7 @@ class ThroughputPolicy:
         speeds, judge = Speeds(self._space, history), Judge(self._space, history)
         for multiple in self._space.batches.levels():
             ladder = self._space.batches.at_level(multiple)
-            for arm in self._space.arms:
+            for arm in speeds.in_order(ladder):
                 view = speeds.view(arm)
                 if self._space.is_last_resort(arm):
                     batch = None if history.pending else self._compiled_batch(view, ladder)
@@ -87,7 +87,9 @@ class ThroughputPolicy:
             if larger is not None:
                 return larger
         below = [batch for batch in ladder if batch < peak][-1:]
-        return below[0] if below and below[0] in rungs and not speeds.is_hopeless(view, peak) else None
+        if not below or below[0] not in rungs or speeds.is_predicted_slower(view, below[0], peak):
+            return None
+        return None if speeds.is_hopeless(view, peak) else below[0]
 
     def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
         """Near the best of the arms that recompute as this one does; in the middle where there is none.
@@ -99,7 +101,7 @@ class ThroughputPolicy:
             return smaller[len(smaller) // 2]
         fitting = view.predicted_to_fit(rungs)
         if fitting and not self._is_free:
-            return max(fitting)
+            return self._fastest_predicted(view, fitting)
         recomputes = view.arm.gradient_checkpointing
         like = [
             tried
@@ -109,6 +111,16 @@ class ThroughputPolicy:
         middle = _FREE_START if self._is_free else rungs[len(rungs) // 2]
         start = batch_of(max(like, key=speed_of)) if like else middle
         return min(rungs, key=lambda batch: max(batch / start, start / batch))
+
+    def _fastest_predicted(self, view: ArmView, fitting: Sequence[int]) -> int:
+        """The batch that is predicted to be the fastest; the largest where nothing is predicted of speed."""
+        steps = view.history.steps
+
+        def key(batch: int) -> tuple[float, int]:
+            speed = steps.samples_per_second(self._space.candidate(view.arm, batch)) if steps is not None else None
+            return speed or 0.0, batch
+
+        return max(fitting, key=key)
 
     def _may_fit(self, view: ArmView, batch: int, ladder: Sequence[int]) -> bool:
         """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""

@@ -334,7 +334,12 @@ def most_predictions(cores: int, free_bytes: int | None = None) -> int:
 
 
 def forecast_of(
-    prepared: Prepared, submitter: Submitter, kept: Kept | None = None, *, cores: int | None = None
+    prepared: Prepared,
+    submitter: Submitter,
+    kept: Kept | None = None,
+    *,
+    cores: int | None = None,
+    patience_seconds: float = _PATIENCE_SECONDS,
 ) -> Forecast | None:
     """Predictions for every candidate of a search on a GPU, as far as they are not among what was ``kept``.
 
@@ -353,7 +358,7 @@ def forecast_of(
     # A GPU's trial needs a core or two to feed it.
     parallel = most_predictions((cores or usable_cores()) // 2)
     target = Target(prepared.chip, prepared.ceiling, asked)
-    return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=_PATIENCE_SECONDS)
+    return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds)
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
