@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -19,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
 os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
+atexit.register(shutil.rmtree, os.environ["AUTOTUNE_LOCKS"], ignore_errors=True)
 
 # Runners start their servers warm, but within warm.cold(): most of a cold search is imports.
 launch.start_module = warm.start_module
