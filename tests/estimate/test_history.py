@@ -6,44 +6,23 @@ import itertools
 from pathlib import Path
 
 import pytest
+from histories import CAP_BYTES, completed, history_of, ran_out, tried
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory, run_candidate
+from recorded import BATCHES, EFFECTIVE_64, RecordedRunner, fault, out_of_memory, run_candidate
 from searching import ceiling_of
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
-from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.outcome import OutOfMemory
 from autotune.core.units import GIB, MIB
-from autotune.estimate.history import History, Tried, ran_in_full
+from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import memory_class
 
-CAP_BYTES = 20 * GIB
 BF16 = Arm("bf16")
 FP16 = Arm("fp16")
 TF32 = Arm("tf32")
 FP32 = Arm("fp32")
 CHECKPOINTED = Arm("bf16", gradient_checkpointing=True)
-
-
-def history_of(*trials: Tried) -> History:
-    return History(ceiling_of(CAP_BYTES), list(trials))
-
-
-def completed(
-    arm: Arm, batch: int, accumulation: int = 1, *, speed: float = 100.0, peak_bytes: int = GIB, run: int | None = None
-) -> Tried:
-    """A completed trial with so many samples a second."""
-    candidate = Candidate(arm, batch, accumulation)
-    measured = measurement(candidate, candidate.samples_per_step / speed, peak_bytes, peak_bytes, run)
-    return tried(candidate, Completed(measured))
-
-
-def tried(candidate: Candidate, outcome: Outcome) -> Tried:
-    return Tried(f"{candidate.describe()} {outcome.state}", candidate, outcome, ran_in_full(candidate, outcome))
-
-
-def ran_out(arm: Arm, batch: int, accumulation: int = 1) -> Tried:
-    return tried(Candidate(arm, batch, accumulation), out_of_memory(CAP_BYTES))
 
 
 class TestLineAndCap:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from histories import history_of, ran_out
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import ComputedRunner, measurement, out_of_memory, run_policy
 from reported import OLD_FIELDS, report_of
 from searching import BERT_LARGE, Run, ceiling_of, new_store, prepared, request, search
-from test_history import history_of, ran_out
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
@@ -278,7 +278,7 @@ class TestCompiling:
         trials = tuple(replace(report.trials[0], candidate=c, outcome=o) for c, o in outcomes)
         (note,) = compiled_notes(replace(report, trials=trials))
         assert "takes 40.0 s to compile" in note
-        assert "pays after 401 optimizer steps" in note or "pays after 400 optimizer steps" in note
+        assert "pays off after 401 optimizer steps" in note or "pays off after 400 optimizer steps" in note
 
     def test_predictions_are_not_asked_of_what_compiles(self) -> None:
         assert is_predictable(PLAIN, BERT_LARGE)

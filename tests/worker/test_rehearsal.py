@@ -17,7 +17,8 @@ from autotune.core.training_source import find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.meter import CpuMeter
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.user.trainer_trial import _OwnTrial
+from autotune.worker.user.overlay import Overlay
+from autotune.worker.user.trainer_trial import TrainerTrial
 
 
 def batch(*lengths: int) -> dict[str, torch.Tensor]:
@@ -135,7 +136,7 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
         "candidate": Candidate(Arm("fp32"), 2, 2).parameters(),
         "effort": dataclasses.asdict(effort),
         "device_kind": "cuda", "device_uuid": "", "cap_bytes": AMPLE_BYTES, "seed": 0,
-        "output_dir": str(tmp_path),
+        "output_dir": str(tmp_path), "stop_file": str(tmp_path / "stop"),
     }  # fmt: skip
     ended: list[Document] = []
 
@@ -148,8 +149,9 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
         str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to="none",
         disable_tqdm=True, use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
     )  # fmt: skip
-    trial = _OwnTrial(job, lambda record: None, finish)
+    trial = TrainerTrial(job, lambda record: None, finish)
     trial._meter = CpuMeter()
+    trial._overlay = Overlay(str(tmp_path), tuned={}, shortened=None, on_cpu=True)
     model = Model()
     trainer = Trainer(model, arguments, train_dataset=samples)
     trial._prepare(trainer)
