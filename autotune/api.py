@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
+from autotune.core.messages import Progress
 from autotune.core.options import (
     BY_NAME,
     CheckpointingChoice,
@@ -172,7 +173,7 @@ class _Lines:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         pass
 
-    def progress(self, number: int, record: Document) -> None:
+    def progress(self, number: int, progress: Progress) -> None:
         pass
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_for
 
 from autotune.core.candidate import Document
+from autotune.core.messages import Answer
 from autotune.devices import find_device
 from autotune.execution import TrialServer
 from autotune.tuning.prepare import forecast_of
@@ -37,11 +38,11 @@ class _Listener:
         self._asked[job_id] = {name: value for name, value in details.items() if name != "chip"}
         self._runner.submit(job_id, kind, details, timeout_seconds)
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         ended = self._runner.ended(wait_seconds)
         for job_id, answer in ended.items():
-            if "result" in answer:
-                self.answers.append({"question": self._asked[job_id], "result": answer["result"]})
+            if answer.result is not None:
+                self.answers.append({"question": self._asked[job_id], "result": answer.result})
         return ended
 
 

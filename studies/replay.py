@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
@@ -141,7 +142,7 @@ class SimulatedRunner:
         if len(placements) >= len(self.slots) or (job.placement is not None and job.placement in placements):
             raise RuntimeError("no slot is free")
         self.jobs.append(job)
-        self._events.append((job.trial_id, Event({"phase": "train"})))
+        self._events.append((job.trial_id, Event(Progress("train"))))
         outcome: Outcome | BaseException
         if self.faults.get(job.candidate):
             outcome, seconds = self.faults[job.candidate].pop(0), OOM_SECONDS
@@ -338,7 +339,7 @@ class RecordedPredictions:
     def __init__(self, path: Path, runner: SimulatedRunner, ready_seconds: float) -> None:
         answers = json.loads(path.read_text(encoding="utf-8"))["answers"] if path.exists() else []
         self._answers = {_key(answer["question"]): answer["result"] for answer in answers}
-        self._submitted: dict[str, Document] = {}
+        self._submitted: dict[str, Answer] = {}
         self._there_at = 0.0
         self._runner = runner
         self._ready_seconds = ready_seconds if answers else 0.0
@@ -347,9 +348,9 @@ class RecordedPredictions:
         """See ``autotune.estimate.memory_jobs.Submitter``."""
         result = self._answers.get(_key(details))
         self._there_at = self._runner.seconds + self._ready_seconds
-        self._submitted[job_id] = {"exit_code": 1} if result is None else {"result": result}
+        self._submitted[job_id] = Answer(exit_code=1) if result is None else Answer(result)
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """See ``autotune.estimate.memory_jobs.Submitter``. Nothing ends before somebody waits for it."""
         if wait_seconds <= 0:
             return {}

@@ -21,6 +21,7 @@ from autotune import api
 from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
 from autotune.core.ceiling import Ceiling
+from autotune.core.messages import Answer, Progress
 from autotune.core.options import OPTIONS
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.schema import VERSION, json_schema
@@ -56,6 +57,8 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "request": ("A recorded request: the options of a search.", (recorded_type(),)),
     "workload": ("What is trained: sent to trial processes and recorded.", (Workload,)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
+    "progress": ("What a job under way sends.", (Progress,)),
+    "answer": ("How a job ended, with its result; a trial's result is an outcome.", (Answer,)),
     "outcome": ("How a trial ended: sent by its process and recorded.", (Completed, OutOfMemory, Failed)),
 }
 """Every type of document that is printed, stored or sent, by the name of its schema's file."""

@@ -12,6 +12,7 @@ from typing import Any
 from recorded import ComputedRunner, RecordedRunner
 
 from autotune.core.candidate import Arm, Candidate, Document, Precision
+from autotune.core.messages import Progress
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
@@ -118,7 +119,7 @@ class RecordingObserver:
 
     begun: int = 0
     started: list[tuple[int, Candidate, Stage]] = field(default_factory=list)
-    records: list[Document] = field(default_factory=list)
+    records: list[Progress] = field(default_factory=list)
     ended: list[TrialRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     on_end: Callable[[TrialRecord], None] | None = None
@@ -129,8 +130,8 @@ class RecordingObserver:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         self.started.append((number, candidate, stage))
 
-    def progress(self, number: int, record: Document) -> None:
-        self.records.append(record)
+    def progress(self, number: int, progress: Progress) -> None:
+        self.records.append(progress)
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         self.ended.append(trial)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
@@ -56,10 +57,10 @@ class View:
         self._begin_table()
         self._running[number] = candidate.describe(), "starting"
 
-    def progress(self, number: int, record: Document) -> None:
+    def progress(self, number: int, progress: Progress) -> None:
         """Show the phase or the step."""
         what, _ = self._running.get(number, ("", ""))
-        self._running[number] = what, str(record.get("phase") or f"step {record.get('step', '?')}")
+        self._running[number] = what, progress.describe()
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """Print the trial's line."""

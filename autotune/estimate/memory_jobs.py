@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.core.candidate import Arm, Document
+from autotune.core.messages import Answer
 from autotune.devices import Ceiling
 from autotune.devices.gpus import Chip
 from autotune.estimate.memory import MemoryModel, Question, prediction_class
@@ -24,7 +25,7 @@ class Submitter(Protocol):
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
         """Start a job without waiting for it."""
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the answers of submitted jobs that ended since the last call, by job id."""
 
 
@@ -157,10 +158,10 @@ class Forecast:
             inquiry = self._asked.pop(job_id, None)
             if inquiry is None:
                 continue
-            if "result" in answer:
-                _file(inquiry, answer["result"])
+            if answer.result is not None:
+                _file(inquiry, answer.result)
                 if self._kept is not None:
-                    self._kept.keep(inquiry.identity, answer["result"])
+                    self._kept.keep(inquiry.identity, answer.result)
             else:
                 self.unanswered += [question for _, question in inquiry.askers]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate
+from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
@@ -35,9 +36,9 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class Event:
-    """What a trial under way says of itself: the ``phase`` that it entered, or the ``step`` that it ended."""
+    """What a trial under way says of itself."""
 
-    record: Document
+    progress: Progress
 
 
 class Executor(Protocol):
@@ -109,9 +110,9 @@ class LocalExecutor:
             raise RuntimeError("no trial is under way")
         while True:
             for trial_id, running in self._running.items():
-                record = running.server.progress_of(trial_id)
-                if record is not None:
-                    return trial_id, Event(record)
+                progress = running.server.progress_of(trial_id)
+                if progress is not None:
+                    return trial_id, Event(progress)
                 answer = running.server.end_of(trial_id)
                 if answer is not None:
                     del self._running[trial_id]
@@ -150,7 +151,7 @@ class _Running:
     kills_before: int | None
     """How many processes the kernel had ended for want of host memory."""
 
-    def outcome(self, answer: Document) -> Outcome:
+    def outcome(self, answer: Answer) -> Outcome:
         """Return the outcome that the job's end stands for."""
         outcome = outcome_of(answer, self.job.timeout_seconds, self.job.log_path)
         now = oom_kills()
@@ -162,7 +163,7 @@ class _Running:
         return outcome
 
 
-def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Document], None] = lambda _: None) -> Outcome:
+def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
     """Run one trial on an executor that runs nothing else, and wait for its end."""
     try:
         executor.submit(job)
@@ -170,13 +171,13 @@ def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Document],
             _, report = executor.wait()
             if not isinstance(report, Event):
                 return report
-            progress(report.record)
+            progress(report.progress)
     except BaseException:
         # Who stops waiting for a trial must not leave it running.
         executor.close()
         raise
 
 
-def run_trial(server: TrialServer, job: TrialJob, progress: Callable[[Document], None] = lambda _: None) -> Outcome:
+def run_trial(server: TrialServer, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
     """Run one trial on a server and wait for its end; whatever happens to it is an outcome."""
     return run_to_end(LocalExecutor([server]), job, progress)

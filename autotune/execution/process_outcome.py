@@ -6,8 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from autotune.core.candidate import Document
 from autotune.core.errors import TrainingSourceError
+from autotune.core.messages import Answer
 from autotune.core.outcome import Failed, Outcome, outcome_from_document
 from autotune.core.placement import rank_log
 
@@ -24,18 +24,18 @@ def tail(path: str | Path, lines: int = 3) -> str:
     return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
 
 
-def check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds: float) -> None:
+def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: float) -> None:
     """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training."""
-    result = answer.get("result", {})
+    result = answer.result if isinstance(answer.result, dict) else {}
     if "source_error" in result:
         message, hint = result["source_error"], result.get("source_hint", "")
-    elif "result" in answer or answer.get("lost") or "refused" in answer:
+    elif answer.result is not None or answer.lost or answer.refused is not None:
         return
-    elif answer.get("timed_out"):
+    elif answer.timed_out:
         message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
         hint = "give it more time with --trial-timeout"
-    elif answer.get("signal"):
-        message, hint = f"{name} was killed by {_signal_name(answer['signal'])} before it called Trainer.train", ""
+    elif answer.signal:
+        message, hint = f"{name} was killed by {_signal_name(answer.signal)} before it called Trainer.train", ""
     else:
         message, hint = f"{name} ended its process before it called Trainer.train", "run it by itself to see why"
     last = tail(log_path)
@@ -43,20 +43,20 @@ def check_own_code(name: str, answer: Document, log_path: Path, timeout_seconds:
     raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
 
 
-def how_it_ended(answer: Document, log_path: str) -> str:
+def how_it_ended(answer: Answer, log_path: str) -> str:
     """Say in a few words how a process that gave no result ended."""
-    if "refused" in answer:
-        return str(answer["refused"])
-    if answer.get("overdue"):
+    if answer.refused is not None:
+        return answer.refused
+    if answer.overdue:
         return "the trial server did not answer"
-    if answer.get("lost"):
+    if answer.lost:
         return "the trial server died"
-    if answer.get("timed_out"):
+    if answer.timed_out:
         return "it was still at work when its time limit was over"
-    if answer.get("signal"):
-        return f"killed by {_signal_name(answer['signal'])}"
-    last = tail(rank_log(log_path, answer.get("rank", 0)))
-    return f"its process ended with exit code {answer.get('exit_code')}{f'; its last words: {last}' if last else ''}"
+    if answer.signal:
+        return f"killed by {_signal_name(answer.signal)}"
+    last = tail(rank_log(log_path, answer.rank or 0))
+    return f"its process ended with exit code {answer.exit_code}{f'; its last words: {last}' if last else ''}"
 
 
 def _signal_name(number: int) -> str:
@@ -66,25 +66,25 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def outcome_of(answer: Document, timeout_seconds: float, log_path: str) -> Outcome:
+def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome:
     """Return the outcome of a job by what its process said, else by how it ended."""
-    if "result" in answer:
+    if answer.result is not None:
         try:
-            return outcome_from_document(answer["result"])
+            return outcome_from_document(answer.result)
         except ValueError as error:
             return Failed("malformed", str(error))
-    during = answer.get("during", "")
-    if "refused" in answer:
-        return Failed("error", str(answer["refused"]), during)
-    if answer.get("timed_out"):
+    during = answer.during
+    if answer.refused is not None:
+        return Failed("error", answer.refused, during)
+    if answer.timed_out:
         return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
-    if answer.get("lost"):
+    if answer.lost:
         return Failed("lost", "the trial server died during the trial", during)
     # Of several ranks: the one that failed first.
-    rank = f"rank {answer['rank']}: " if "rank" in answer else ""
-    if answer.get("signal"):
-        hint = ", perhaps by the kernel for want of host memory" if answer["signal"] == signal.SIGKILL else ""
-        return Failed("killed", f"{rank}killed by {_signal_name(answer['signal'])}{hint}", during)
-    if "malformed" in answer:
-        return Failed("malformed", f"{rank}not a result: {answer['malformed']!r}", during)
+    rank = f"rank {answer.rank}: " if answer.rank is not None else ""
+    if answer.signal:
+        hint = ", perhaps by the kernel for want of host memory" if answer.signal == signal.SIGKILL else ""
+        return Failed("killed", f"{rank}killed by {_signal_name(answer.signal)}{hint}", during)
+    if answer.malformed is not None:
+        return Failed("malformed", f"{rank}not a result: {answer.malformed!r}", during)
     return Failed("error", rank + how_it_ended(answer, log_path), during)

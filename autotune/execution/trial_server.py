@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +13,9 @@ from typing import Self
 from autotune.core.candidate import Document
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.messages import Answer, Progress
 from autotune.core.placement import Placement
+from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
@@ -35,9 +37,9 @@ class _Job:
     deadline: float
     is_beside: bool
     """Whether it was submitted to run beside the trials; ``TrialServer.ended`` tells of its end."""
-    answer: Document = field(default_factory=dict)
-    """What is known of it so far: its result, what it was doing, and in the end how its process ended."""
-    progress: deque[Document] = field(default_factory=deque)
+    answer: Answer = field(default_factory=Answer)
+    """What is known of it so far."""
+    progress: deque[Progress] = field(default_factory=deque)
     has_ended: bool = False
 
 
@@ -157,12 +159,12 @@ class TrialServer:
             self._lose_jobs(overdue=True)
         return bool(messages)
 
-    def progress_of(self, job_id: str) -> Document | None:
+    def progress_of(self, job_id: str) -> Progress | None:
         """Return the next thing that a job said of its progress, in order; ``None`` where there is nothing new."""
         progress = self._jobs[job_id].progress
         return progress.popleft() if progress else None
 
-    def end_of(self, job_id: str) -> Document | None:
+    def end_of(self, job_id: str) -> Answer | None:
         """Return what a job came to, once: its ``result``, if any, and how its process ended; ``None`` before that."""
         job = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
@@ -172,23 +174,34 @@ class TrialServer:
         if job is None or job.has_ended:
             return
         if "ended" in message:
-            job.answer.update(message)
+            job.answer = job.answer.after(message)
             job.has_ended = True
         elif "progress" in message:
-            job.answer["during"] = message["progress"].get("phase", job.answer.get("during", ""))
-            if not job.is_beside:
-                job.progress.append(message["progress"])
+            self._take_progress(job, message["progress"])
         else:
-            job.answer.update(message)
+            job.answer = job.answer.after(message)
+
+    @staticmethod
+    def _take_progress(job: _Job, record: object) -> None:
+        try:
+            progress = decode(record, Progress)
+        except ValueError:
+            # The user's own code may write into the pipe.
+            job.answer = replace(job.answer, malformed=str(record)[:200])
+            return
+        if progress.phase is not None:
+            job.answer = replace(job.answer, during=progress.phase)
+        if not job.is_beside:
+            job.progress.append(progress)
 
     def _lose_jobs(self, *, overdue: bool) -> None:
         """Note that nobody will report the ends of the jobs under way any more."""
         for job in self._jobs.values():
             if not job.has_ended:
-                job.answer.update(lost=True, overdue=overdue)
+                job.answer = replace(job.answer, lost=True, overdue=overdue)
                 job.has_ended = True
 
-    def _run_to_end(self, job: Document) -> Document:
+    def _run_to_end(self, job: Document) -> Answer:
         """Run a job and wait; what it came to."""
         self.begin(job)
         try:
@@ -216,11 +229,8 @@ class TrialServer:
         }
         self._begin(job, is_beside=True)
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
-        """Return the submitted jobs that have ended since the last call, waiting at most so long for the first.
-
-        ``result`` is in what each said if it got that far.
-        """
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
+        """Return the submitted jobs that have ended since the last call, waiting at most so long for the first."""
         deadline = time.monotonic() + wait_seconds
         while self._beside(has_ended=False) and not self._beside(has_ended=True):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
@@ -276,13 +286,13 @@ class TrialServer:
                 "log_path": str(log_path),
             }
         )
-        if "result" not in answer:
+        if answer.result is None:
             raise TrialServerError(
                 f"the data could not be read: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
-        if "error" in answer["result"]:
-            raise InvalidRequestError(*answer["result"]["error"])
+        if "error" in answer.result:
+            raise InvalidRequestError(*answer.result["error"])
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
@@ -302,15 +312,15 @@ class TrialServer:
             **self.placement.document(),
         }
         answer = self._run_to_end(job)
-        is_answered = "result" in answer or answer.get("timed_out") or answer.get("overdue")
-        if not is_answered and (answer.get("signal") or answer.get("lost")):
+        is_answered = answer.result is not None or answer.timed_out or answer.overdue
+        if not is_answered and (answer.signal or answer.lost):
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_to_end(job)
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, log_path, timeout_seconds)
-        if "result" not in answer:
+        if answer.result is None:
             raise TrialServerError(
                 f"the device {self.placement.label} could not be inspected: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
-        return merged(answer["result"], self._gpu.finish() if of_gpu is None else of_gpu)
+        return merged(answer.result, self._gpu.finish() if of_gpu is None else of_gpu)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError, StorageError
+from autotune.core.messages import Progress
 from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
@@ -43,7 +44,7 @@ class Observer(Protocol):
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """A trial was handed to the executor."""
 
-    def progress(self, number: int, record: Document) -> None:
+    def progress(self, number: int, progress: Progress) -> None:
         """A trial under way entered a ``phase`` or ended a ``step``."""
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
@@ -278,7 +279,7 @@ class Search:
         """Wait for the next event or outcome of the trials under way, and take it down."""
         trial_id, report = self._executor.wait()
         if isinstance(report, Event):
-            self._observer.progress(self._running[trial_id].record.number, report.record)
+            self._observer.progress(self._running[trial_id].record.number, report.progress)
             return
         trial = self._running.pop(trial_id)
         seconds = self._clock() - trial.started_seconds

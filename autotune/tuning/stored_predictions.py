@@ -7,6 +7,7 @@ from typing import Protocol
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import AutotuneError
+from autotune.core.messages import Answer
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.estimate.memory import MemoryPrediction
@@ -33,7 +34,7 @@ class _Nobody:
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
         """Start nothing."""
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Nothing has ended."""
         return {}
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from autotune.cli.view import View
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.messages import Progress
 from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.units import GIB
@@ -131,8 +132,8 @@ def test_the_status_line_stays_one_line(columns: int) -> None:
     shown = Shown(columns, terminal=True)
     shown.ends(BF16, 32, completed(310.7, 22.1))
     shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")
-    shown.view.progress(1, {"phase": "train"})
-    shown.view.progress(1, {"step": 7})
+    shown.view.progress(1, Progress("train"))
+    shown.view.progress(1, Progress(step=7))
     console = Console(file=io.StringIO(), width=columns, force_terminal=True)
     rows = console.render_lines(shown.view)
     text = "".join(segment.text for segment in rows[0])

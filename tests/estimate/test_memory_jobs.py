@@ -11,6 +11,7 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS, Chip
@@ -51,15 +52,15 @@ class Answers:
         self._running[job_id] = details
         self.most_at_once = max(self.most_at_once, len(self._running))
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         ended = {job_id: self._answer(details) for job_id, details in self._running.items()}
         self._running = {}
         return ended
 
-    def _answer(self, details: Document) -> Document:
+    def _answer(self, details: Document) -> Answer:
         if self._failing:
             self._failing -= 1
-            return {"exit_code": 1}
+            return Answer(exit_code=1)
         arm = details["arm"]
         precision = {"bf16": "fp16", "tf32": "fp32"}.get(arm["precision"], arm["precision"])
 
@@ -79,12 +80,12 @@ class Answers:
             }
 
         fitting = [b for b in range(8, 1024, 8) if document(b, 1)["fits"]] if details["multiple"] else []
-        return {
-            "result": {
+        return Answer(
+            {
                 "batches": [document(batch, steps) for batch, steps in details["batches"]],
                 "largest_batch": max(fitting, default=0) if details["multiple"] else None,
             }
-        }
+        )
 
 
 def prepared(**options: Any) -> Prepared:
@@ -203,7 +204,7 @@ def test_a_search_whose_predictions_were_made_asks_for_none_and_goes_the_same_wa
 class Slow(Answers):
     """Answers once somebody waits."""
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         return super().ended(wait_seconds) if wait_seconds > 0 else {}
 
     @property

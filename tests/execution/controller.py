@@ -15,7 +15,12 @@ from autotune.execution import TrialServer
 def main() -> None:
     """``python controller.py LOG_FOLDER``; prints a line for every progress record."""
     with TrialServer(find_device("cpu"), tiny_workload("bert-tiny"), Path(sys.argv[1])) as runner:
-        run_trial(runner, effort=ENDLESS, timeout_seconds=300, progress=lambda record: print(record, flush=True))
+        run_trial(
+            runner,
+            effort=ENDLESS,
+            timeout_seconds=300,
+            progress=lambda progress: print(progress.describe(), flush=True),
+        )
 
 
 if __name__ == "__main__":

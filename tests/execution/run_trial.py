@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tiny import AMPLE_BYTES, QUICK
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.messages import Progress
 from autotune.core.outcome import Effort, Outcome
 from autotune.execution import TrialJob, TrialServer
 from autotune.execution import run_trial as run_on
@@ -23,7 +24,7 @@ def run_trial(
     effort: Effort = QUICK,
     cap_bytes: int = AMPLE_BYTES,
     timeout_seconds: float = 120.0,
-    progress: Callable[[Document], None] = lambda record: None,
+    progress: Callable[[Progress], None] = lambda record: None,
     log_path: Path | None = None,
 ) -> Outcome:
     """Run one trial to its end; its log is beside the server's unless named."""

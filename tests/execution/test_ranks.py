@@ -12,7 +12,8 @@ from processes import all_gone, children
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory
 from autotune.core.placement import Placement, rank_log
 from autotune.core.units import MIB
@@ -80,14 +81,14 @@ def test_ranks_that_hang_are_ended_at_the_time_limit(ranks: TrialServer, tmp_pat
 
 def test_ranks_find_the_variables_of_torchrun(ranks: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
-    records: list[Document] = []
+    records: list[Progress] = []
     run_trial(ranks, "variables, complete | variables, complete", log_path=log, progress=records.append)
     told = [json.loads(Path(rank_log(str(log), rank)).read_text()) for rank in (0, 1)]
     assert [(each["RANK"], each["LOCAL_RANK"]) for each in told] == [("0", "0"), ("1", "1")]
     assert all(each["WORLD_SIZE"] == "2" and each["OMP_NUM_THREADS"] == "1" for each in told)
     assert told[0]["MASTER_PORT"] == told[1]["MASTER_PORT"] == "4711"
     # Of the first rank only.
-    assert records == [{"phase": "train"}]
+    assert records == [Progress("train")]
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +126,8 @@ def test_ranks_out_of_memory_leave_the_server_fit(trainers: TrialServer) -> None
 
 
 def test_a_rank_that_is_killed_in_full_swing_ends_the_trial(trainers: TrialServer) -> None:
-    def kill(record: Document) -> None:
-        if record == {"step": 2}:
+    def kill(record: Progress) -> None:
+        if record == Progress(step=2):
             os.kill(max(under_way(trainers)), 9)
 
     outcome = run_trial(trainers, effort=ENDLESS, progress=kill)

@@ -18,8 +18,8 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload
 
-from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement
 from autotune.devices import Device
@@ -54,6 +54,7 @@ def descendants_in(log: Path) -> list[int]:
         ("write null", "malformed", "'null'"),
         ('write {"result":{"state":"splendid"}}', "malformed", "unknown state 'splendid'"),
         ('write {"result":{"state":"completed"}}', "malformed", "malformed Completed"),
+        ('write {"progress":5}', "malformed", "'5'"),
         ('write {"result":7}', "malformed", "it is no document"),
         ("half", "error", "its process ended with exit code 0"),
         ("close", "error", "its process ended with exit code 0"),
@@ -101,10 +102,10 @@ def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: TrialSe
 
 
 def test_progress_comes_in_order_and_complete(stand_in_runner: TrialServer) -> None:
-    records: list[Document] = []
+    records: list[Progress] = []
     # More than a pipe holds.
     assert isinstance(run_trial(stand_in_runner, "progress 5000, complete", progress=records.append), Completed)
-    assert records == [{"phase": "train"}, *({"step": step} for step in range(5000))]
+    assert records == [Progress("train"), *(Progress(step=step) for step in range(5000))]
 
 
 def test_descendants_of_a_trial_end_with_it(stand_in_runner: TrialServer, tmp_path: Path) -> None:
@@ -118,8 +119,8 @@ def test_descendants_of_a_trial_end_with_it(stand_in_runner: TrialServer, tmp_pa
 def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
 
-    def stop_once_there_are_descendants(record: Document) -> None:
-        if "step" in record:
+    def stop_once_there_are_descendants(record: Progress) -> None:
+        if record.step is not None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +134,7 @@ def test_closing_in_the_middle_of_a_trial_leaves_no_process(stand_in_runner: Tri
 
 
 def test_a_server_that_is_killed_loses_its_trial_and_no_other(stand_in_runner: TrialServer, tmp_path: Path) -> None:
-    def kill_server(record: Document) -> None:
+    def kill_server(record: Progress) -> None:
         (trial,) = children(server())
         os.kill(server(), signal.SIGKILL)
         # The runner waits for this function: the trial ends without its help.
@@ -154,8 +155,8 @@ def test_a_server_that_dies_between_two_trials_loses_none(stand_in_runner: Trial
 
 
 def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: TrialServer, tmp_path: Path) -> None:
-    def ask(record: Document) -> None:
-        if "step" in record:
+    def ask(record: Progress) -> None:
+        if record.step is not None:
             os.kill(server(), signal.SIGTERM)
 
     log = tmp_path / "trial.log"
@@ -331,13 +332,13 @@ def test_no_file_is_left_of_a_trial_however_it_ends(
     assert list(temporary.iterdir()) == []
 
 
-def _kill_server(record: Document) -> None:
-    if "step" in record:
+def _kill_server(record: Progress) -> None:
+    if record.step is not None:
         os.kill(server(), signal.SIGKILL)
 
 
-def _interrupt(record: Document) -> None:
-    if "step" in record:
+def _interrupt(record: Progress) -> None:
+    if record.step is not None:
         raise KeyboardInterrupt
 
 

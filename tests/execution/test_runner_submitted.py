@@ -31,8 +31,9 @@ def test_a_submitted_job_tells_its_result_once(stand_in_runner: TrialServer) -> 
     assert stand_in_runner.ended() == {}
     stand_in_runner.submit("complete", "predict", {}, 30)
     answer = collect(stand_in_runner, 1)["complete"]
-    assert answer["result"]["state"] == "completed"
-    assert answer["exit_code"] == 0
+    assert answer.result is not None
+    assert answer.result["state"] == "completed"
+    assert answer.exit_code == 0
     assert stand_in_runner.ended() == {}
 
 
@@ -41,9 +42,9 @@ def test_several_run_beside_a_trial(stand_in_runner: TrialServer) -> None:
         stand_in_runner.submit(name, "predict", {}, 30)
     assert isinstance(run_trial(stand_in_runner, "descend, complete"), Completed)
     answers = collect(stand_in_runner, 3)
-    assert "result" in answers["complete"]
-    assert answers["signal SIGKILL"]["signal"] == signal.SIGKILL
-    assert (answers["raise"]["exit_code"], "result" in answers["raise"]) == (1, False)
+    assert answers["complete"].result is not None
+    assert answers["signal SIGKILL"].signal == signal.SIGKILL
+    assert (answers["raise"].exit_code, answers["raise"].result) == (1, None)
 
 
 def test_a_trial_that_ends_with_descendants_spares_the_job_beside_it(
@@ -58,13 +59,13 @@ def test_a_trial_that_ends_with_descendants_spares_the_job_beside_it(
     assert is_alive(beside)
     stand_in_runner.close()
     assert all_gone([server, beside])
-    assert stand_in_runner.ended()["hang"]["lost"] is True
+    assert stand_in_runner.ended()["hang"].lost is True
 
 
 def test_its_time_limit_is_its_own(stand_in_runner: TrialServer) -> None:
     stand_in_runner.submit("hang", "predict", {}, 0.3)
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
-    assert collect(stand_in_runner, 1)["hang"]["timed_out"] is True
+    assert collect(stand_in_runner, 1)["hang"].timed_out is True
 
 
 def test_a_killed_server_ends_it_without_a_result(stand_in_runner: TrialServer) -> None:
@@ -76,5 +77,5 @@ def test_a_killed_server_ends_it_without_a_result(stand_in_runner: TrialServer) 
 
     outcome = run_trial(stand_in_runner, "complete, hang", progress=kill_server)
     assert isinstance(outcome, Completed | Failed)
-    assert stand_in_runner.ended()["hang"]["lost"] is True
+    assert stand_in_runner.ended()["hang"].lost is True
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)

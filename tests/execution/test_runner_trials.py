@@ -15,7 +15,8 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import ENDLESS, tiny_workload
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.units import MIB
 from autotune.devices import Device
@@ -66,13 +67,13 @@ def trial_of(server: int) -> int:
 
 
 def test_a_trial_completes_alone_although_launched_among_others(runner: TrialServer, tmp_path: Path) -> None:
-    records: list[Document] = []
+    records: list[Progress] = []
     log = tmp_path / "trial.log"
     outcome = run_trial(runner, candidate=Candidate(Arm(), 4, 2), progress=records.append, log_path=log)
     assert isinstance(outcome, Completed), outcome
     assert outcome.measurement.samples_per_second == pytest.approx(8 / outcome.measurement.step_seconds)
-    assert [record["phase"] for record in records if "phase" in record] == ["device", "model", "trainer", "train"]
-    assert {"step": 1} in records
+    assert [record.phase for record in records if record.phase] == ["device", "model", "trainer", "train"]
+    assert Progress(step=1) in records
     assert "train_runtime" in log.read_text()
 
 
@@ -92,9 +93,9 @@ def test_an_error_keeps_traceback_and_log(runner: TrialServer, tmp_path: Path) -
 
 
 def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporary: Path) -> None:
-    records: list[Document] = []
+    records: list[Progress] = []
     outcome = run_trial(runner, effort=ENDLESS, timeout_seconds=3.0, progress=records.append)
-    phase = [record["phase"] for record in records if "phase" in record][-1]
+    phase = [record.phase for record in records if record.phase][-1]
     assert outcome == Failed("timeout", "stopped after the time limit of 3 s", phase)
     # torch makes a cache for all processes of a user where nothing has told it of another.
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
@@ -105,8 +106,8 @@ def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporar
 def test_a_trial_that_is_killed_from_outside_says_by_what(runner: TrialServer, servers: Servers, name: str) -> None:
     (server,) = servers()
 
-    def kill(record: Document) -> None:
-        if record == {"step": 2}:
+    def kill(record: Progress) -> None:
+        if record == Progress(step=2):
             os.kill(trial_of(server), signal.Signals[name])
 
     outcome = run_trial(runner, effort=ENDLESS, progress=kill)
@@ -128,8 +129,8 @@ def test_a_second_runner_disturbs_neither(
         assert wait_until(lambda: len(servers()) == 2, 10)
         first, second = servers()
 
-        def in_between(record: Document) -> None:
-            if record == {"step": 1}:
+        def in_between(record: Progress) -> None:
+            if record == Progress(step=1):
                 outcomes.append(run_trial(other, candidate=Candidate(Arm(), 2)))
 
         outcomes: list[object] = []
@@ -161,8 +162,8 @@ def test_a_lost_server_is_replaced_and_closing_leaves_no_process(runner: TrialSe
     (server,) = servers()
     pids = [server]
 
-    def kill(record: Document) -> None:
-        if record == {"step": 1}:
+    def kill(record: Progress) -> None:
+        if record == Progress(step=1):
             pids.append(trial_of(server))
             os.kill(server, signal.SIGKILL)
 

@@ -19,6 +19,7 @@ from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOA
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import NothingFitsError
+from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.stop import LeftOut
 from autotune.core.units import GIB, format_bytes, format_rate
@@ -336,16 +337,16 @@ class _Predicting:
     """Answers prediction jobs at once: every batch of an arm needs the same."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, Document] = {}
+        self._answers: dict[str, Answer] = {}
 
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
         batches = [
             dataclasses.asdict(MemoryPrediction(*batch, 0, 21 * GIB, 22 * GIB, False, True, ANATOMY))
             for batch in details["batches"]
         ]
-        self._answers[job_id] = {"result": {"batches": batches, "largest_batch": None}}
+        self._answers[job_id] = Answer({"batches": batches, "largest_batch": None})
 
-    def ended(self, wait_seconds: float = 0.0) -> dict[str, Document]:
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         answers, self._answers = self._answers, {}
         return answers
 

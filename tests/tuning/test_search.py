@@ -11,6 +11,7 @@ from searching import interrupt_after, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.core.messages import Progress
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, MIB
@@ -61,7 +62,7 @@ class TestFromEndToEnd:
         assert all(trial.outcome is not None for trial in run.trials)
         assert sum(trial.seconds or 0 for trial in run.trials) == pytest.approx(runner.seconds)
         assert run.study.request == request().document()
-        assert run.observer.records == [{"phase": "train"}] * len(run.trials)
+        assert run.observer.records == [Progress("train")] * len(run.trials)
         assert run.observer.begun == 1
 
     def test_every_trial_gets_the_cap_the_seed_and_the_time_limit(self, store: Store) -> None:

@@ -1,0 +1,52 @@
+"""Describe what the process of a job tells the controller: its progress, and in the end its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.schema import decode
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a job under way says of itself: the phase that it entered, or the step that it ended."""
+
+    phase: str | None = None
+    step: int | None = None
+
+    def describe(self) -> str:
+        """Return ``train`` or ``step 7``."""
+        return self.phase or f"step {'?' if self.step is None else self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a job came to: its result, if it gave one, and how its process ended."""
+
+    result: Any = None
+    """Of a trial its outcome, of other kinds of jobs what they found out; checked by who asked for it."""
+    during: str = ""
+    """The phase that it entered last."""
+    malformed: str | None = None
+    """The beginning of a line that is no message."""
+    refused: str | None = None
+    """Why no process could be started."""
+    exit_code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    rank: int | None = None
+    """Of several ranks, the one that failed first."""
+    lost: bool = False
+    """The trial server died or was given up."""
+    overdue: bool = False
+    """The trial server said nothing beyond the time limit of the job."""
+
+    def after(self, message: dict[str, Any]) -> Answer:
+        """Return the answer with what a message of the trial server adds; a line that is no message is noted."""
+        fields = {name: value for name, value in message.items() if name not in ("id", "ended", "progress")}
+        try:
+            return decode({**dataclasses.asdict(self), **fields}, Answer)
+        except ValueError:
+            return dataclasses.replace(self, malformed=str(message)[:200])
