@@ -3,27 +3,89 @@
 from __future__ import annotations
 
 import pytest
+from kernel_times import kind_of_kernel
+from recorded import measurement
 from recorded_steps import Subject, operations_key, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS, chip_of_device
+from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.estimate.step_forecast import StepForecast
+from autotune.estimate.throughput import Speeds
+from autotune.space.space import Batches, Space
 
 BF16, CHECKPOINTED, TF32 = Arm("bf16"), Arm("bf16", True), Arm("tf32")
 
 
+BATCHES = (8, 16, 32, 64)
+
+
 @pytest.fixture(scope="module")
-def forecast() -> StepForecast:
-    """BERT-large at 512 tokens on an H200; nothing is known of its memory."""
+def memory() -> MemoryModel:
+    """BERT-large at 512 tokens, of which every batch fits."""
     recorded = recorded_operations()
-    memory = MemoryModel(Ceiling(None, 139 * GIB, 0))
+    model = MemoryModel(Ceiling(None, 139 * GIB, 0))
     for arm in (BF16, CHECKPOINTED, TF32):
         operations = recorded[operations_key(Subject("bert-large-uncased", 512), arm)]
-        memory.add(Question(arm, (), None), {"batches": [], "largest_batch": None, "operations": operations})
+        rows = [
+            {
+                "per_device_train_batch_size": batch,
+                "gradient_accumulation_steps": 64 // batch,
+                "micro_batch_bytes": 0,
+                "peak_allocated_bytes": batch * GIB,
+                "peak_reserved_bytes": batch * GIB,
+                "runs_out": False,
+                "fits": True,
+                "anatomy": {},
+            }
+            for batch in BATCHES
+        ]
+        model.add(Question(arm, (), None), {"batches": rows, "largest_batch": None, "operations": operations})
+    return model
+
+
+@pytest.fixture(scope="module")
+def forecast(memory: MemoryModel) -> StepForecast:
+    """The same on an H200."""
     return StepForecast(memory, CHIPS["h200"])
+
+
+def speeds(memory: MemoryModel, forecast: StepForecast | None, *measured: tuple[Candidate, float]) -> Speeds:
+    """After trials with so many samples a second."""
+    history = History(Ceiling(None, 139 * GIB, 0), memory=memory, steps=forecast)
+    for candidate, samples_per_second in measured:
+        outcome = Completed(measurement(candidate, 64 / samples_per_second, GIB, GIB))
+        history.tried.append(Tried(f"{len(history.tried)}", candidate, outcome))
+    return Speeds(Space((TF32, CHECKPOINTED, BF16, Arm("bf16", torch_compile=True)), Batches(64)), history)
+
+
+def test_arms_come_by_predicted_speed_and_others_keep_their_places(memory: MemoryModel, forecast: StepForecast) -> None:
+    compiled = Arm("bf16", torch_compile=True)
+    assert speeds(memory, forecast).in_order(BATCHES) == [BF16, CHECKPOINTED, TF32, compiled]
+    assert speeds(memory, None).in_order(BATCHES) == [TF32, CHECKPOINTED, BF16, compiled]
+
+
+def test_an_arm_is_left_out_by_a_prediction_that_held(memory: MemoryModel, forecast: StepForecast) -> None:
+    held = speeds(memory, forecast, (Candidate(BF16, 32, 2), 297.0))
+    why = held.left_out(CHECKPOINTED)
+    assert why is not None
+    assert "predicted to reach" in why
+    assert "297.0 were measured" in why
+    assert held.is_predicted_slower(held.view(BF16), 16, than=32)
+    # Its own batches without accumulation may still be faster.
+    assert held.left_out(BF16) is None
+
+
+def test_where_predictions_are_wrong_everything_is_measured(memory: MemoryModel, forecast: StepForecast) -> None:
+    wrong = speeds(memory, forecast, (Candidate(BF16, 32, 2), 500.0))
+    assert wrong.left_out(CHECKPOINTED) is None
+    assert not wrong.is_predicted_slower(wrong.view(BF16), 16, than=32)
+    unknown = speeds(memory, None, (Candidate(BF16, 32, 2), 297.0))
+    assert unknown.left_out(CHECKPOINTED) is None
 
 
 def test_arms_are_ordered_as_they_were_measured(forecast: StepForecast) -> None:
@@ -69,3 +131,21 @@ def test_chips_are_known_by_what_drivers_call_them() -> None:
     assert chip_of_device("NVIDIA H200") is CHIPS["h200"]
     assert chip_of_device("NVIDIA A100-SXM4-80GB") is CHIPS["a100-80gb"]
     assert chip_of_device("Voodoo 2") is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix_product"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention_backward"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(...)", "attention"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "normalisation"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>", "softmax"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>", "fused_update"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
+        ("Memset (Device)", "fill"),
+    ],
+)
+def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
+    assert kind_of_kernel(kernel) == kind
