@@ -1,4 +1,7 @@
-"""Read and write lines over pipes to other processes, without blocking and with any number of open files."""
+"""Read and write lines over pipes to other processes, without blocking and with any number of open files.
+
+``multiprocessing.connection`` would not do: it blocks within a message, where its writer stalls or its reader is slow.
+"""
 
 from __future__ import annotations
 
