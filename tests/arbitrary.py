@@ -1,4 +1,4 @@
-"""Candidates and outcomes of every kind, for tests of what holds for all of them."""
+"""Generate candidates and outcomes of every kind, for property tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files the project consists of: those that git keeps, or all where this is no checkout."""
+"""List the files of the project: those in git, or all files outside of a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share; this file also makes the helper modules beside it importable."""
+"""Share fixtures among all tests, and make the helper modules in this folder importable."""
 
 from __future__ import annotations
 

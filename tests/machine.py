@@ -1,4 +1,4 @@
-"""A machine whose GPUs are those of a stand-in NVML library, asked in child processes."""
+"""Simulate a machine with the GPUs of a stand-in NVML library, asked in child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data as users have it, made on the spot: texts of any length, a tokenizer trained on them, images."""
+"""Make datasets as users have them: texts of any length, a tokenizer trained on them, images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at real processes through /proc: who descends from whom, and who is still alive."""
+"""Look at real processes through /proc: their descendants, and which are still running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of studies as the store would hold them: of one winner, and of a few trials on an H200."""
+"""Make reports of studies as the store returns them: of one winner, and of a few trials on an H200."""
 
 from __future__ import annotations
 

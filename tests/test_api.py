@@ -1,4 +1,4 @@
-"""The search as a function: light to import, the command's options, a result that trains."""
+"""Test the Python function: a light import, the options of the command, and a result that trains."""
 
 from __future__ import annotations
 

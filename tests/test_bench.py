@@ -1,4 +1,4 @@
-"""What searches of recorded landscapes cost today, so that a change that makes them dearer is seen."""
+"""Test the cost of searches on recorded landscapes, so that an increase is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``pip install`` brings: a wheel with its migrations and its catalog, which works far from the checkout."""
+"""Test the installed package: a wheel with its migrations and its catalog, away from the checkout."""
 
 from __future__ import annotations
 

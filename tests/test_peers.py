@@ -1,4 +1,4 @@
-"""The live comparison with other batch finders, as far as that goes without a GPU."""
+"""Test the comparison with other batch finders, as far as possible without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small file of labelled texts, for scripts that learn from one."""
+"""Write a small file of labelled texts, for scripts that train on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads and efforts small enough to run real trials of on two busy cores."""
+"""Define workloads and efforts small enough for real trials on two busy cores."""
 
 from __future__ import annotations
 

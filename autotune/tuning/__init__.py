@@ -1,1 +1,1 @@
-"""The search: prepare, propose, run, record, repeat."""
+"""Search for the best configuration: prepare, propose, run trials, record them, repeat what is uncertain."""

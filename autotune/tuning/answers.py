@@ -1,7 +1,7 @@
-"""What trial processes say, asked once and then remembered in the database.
+"""Store what trial processes answer, so that each question is asked once.
 
-Asking takes a process that imports torch. Each answer is kept under a key of all that it depends on,
-none of which needs torch to be known; so whoever is told everything by earlier ones starts no process.
+An answer needs a process that imports torch. It is stored under a key of everything that it depends on, and no part of
+the key needs torch. So a command whose answers are all stored starts no process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from autotune.store import Store
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", "numpy", "tokenizers", "peft")
-# With what a step is traced on fake tensors.
+# Libraries with which a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
-# What the worker uses besides itself to predict; a test compares this with its imports.
+# Packages besides the worker that predictions use; a test compares this with the worker's imports.
 PREDICTING_MODULES = (
     "core/candidate.py",
     "core/ceiling.py",
@@ -44,14 +44,14 @@ PREDICTING_MODULES = (
     "models/tasks.py",
 )
 
-# Whoever predicts does not stand in line behind a search that writes.
+# Short, since a lookup should not wait for a search that writes.
 _LOCK_TIMEOUT_SECONDS = 2.0
 
 
 def inspection_key(device: Device, workload: Workload) -> str | None:
-    """The same exactly while ``autotune.worker.facts.inspect`` would say the same; ``None`` for code of the user's.
+    """Return a key that is equal while ``autotune.worker.facts.inspect`` would answer the same.
 
-    What that imports and reads is not known without running it.
+    ``None`` for the user's own code: what that imports and reads is not known without running it.
     """
     if workload.source is not None:
         return None
@@ -61,7 +61,7 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
             "worker": _code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py"),
             "workload": workload.document(),
             "libraries": library_versions(),
-            # Where other builds of cuDNN and cuBLAS may be loaded from.
+            # Folders from which other builds of cuDNN and cuBLAS may be loaded.
             "searched": [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")],
             **_installed(_PACKAGES),
         }
@@ -69,9 +69,9 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
 
 
 def prediction_key(question: Document, workload: Workload) -> str:
-    """The same exactly while ``autotune.worker.fake.predict`` would answer the same.
+    """Return a key that is equal while ``autotune.worker.fake.predict`` would answer the same.
 
-    ``question`` is all that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
+    ``question`` is everything that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
     """
     return _digest(
         {
@@ -84,7 +84,7 @@ def prediction_key(question: Document, workload: Workload) -> str:
 
 
 def _what_is_traced(workload: Workload) -> Document:
-    """The part of a workload that the bytes of a step follow from: of its data only how long it gets."""
+    """Return the part of a workload that determines the memory of a step: of its dataset only the lengths."""
     worst = workload.at_its_worst()
     lengths = worst.data.facts.lengths if worst.data and worst.data.facts else None
     traced = replace(worst, model="", weights=None, data=None).document()
@@ -95,7 +95,7 @@ def _installed(packages: Sequence[str]) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        # Builds of one version differ in the CUDA that they were made for; torch writes it here.
+        # Builds of one version for different CUDA versions; torch writes its CUDA version here.
         "torch": _torch_build(),
     }
 
@@ -115,7 +115,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _torch_build() -> str:
-    """torch's own note of how it was built; empty where it has none."""
+    """Return torch's file about its own build; empty where there is none."""
     found = importlib.util.find_spec("torch")
     for folder in (found.submodule_search_locations or ()) if found else ():
         try:
@@ -127,7 +127,7 @@ def _torch_build() -> str:
 
 @functools.cache
 def _code_digest(*patterns: str) -> str:
-    """The code that is asked."""
+    """Return a hash of the code that answers."""
     package = Path(autotune.__file__).parent
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in package.glob(pattern)}):
@@ -136,19 +136,19 @@ def _code_digest(*patterns: str) -> str:
 
 
 class _Answers(Protocol):
-    """Where answers are kept."""
+    """Stores answers."""
 
     def find(self, key: str) -> Document | None:
-        """The answer that was kept under this key, if any."""
+        """Return the answer stored under this key; ``None`` where there is none."""
 
     def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
-        """Keeps an answer."""
+        """Store an answer."""
 
 
 class KeptPredictions:
     """The predictions of one workload among the answers; see ``autotune.estimate.memory_jobs.Kept``.
 
-    A database that cannot be read or written is no reason to fail: it is then asked no more.
+    A database that cannot be read or written is no error: it is not used any more.
     """
 
     def __init__(self, answers: _Answers, workload: Workload) -> None:
@@ -157,14 +157,14 @@ class KeptPredictions:
         self._is_usable = True
 
     def find(self, question: Document) -> Document | None:
-        """What was predicted, if anything was."""
+        """Return the stored prediction; ``None`` where there is none."""
         if self._is_usable:
             with self._giving_up():
                 return self._answers.find(prediction_key(question, self._workload))
         return None
 
     def keep(self, question: Document, prediction: Document) -> None:
-        """Keeps what was predicted."""
+        """Store a prediction."""
         if self._is_usable:
             with self._giving_up():
                 self._answers.keep(prediction_key(question, self._workload), "prediction", prediction)
@@ -178,10 +178,10 @@ class KeptPredictions:
 
 
 class AnswersBeside:
-    """The answers in a database that may be missing, locked or of no use: then nothing is found, and nothing kept.
+    """The answers in a database that may be missing, locked or damaged: then nothing is found, and nothing is stored.
 
-    A context manager. The database is made or upgraded when the first answer is kept, so that whoever is told
-    everything, or fails before, leaves it as it was.
+    A context manager. The database is created or upgraded when the first answer is stored. So a command that finds
+    every answer, or fails before, does not change it.
     """
 
     def __init__(self, storage: str) -> None:
@@ -189,7 +189,7 @@ class AnswersBeside:
         self._reading: Answers | None = None
         self._store: Store | None = None
         self.problem: StorageError | None = None
-        """Why nothing is kept, once that was tried."""
+        """Why nothing is stored; ``None`` unless storing failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -202,18 +202,18 @@ class AnswersBeside:
                 opened.close()
 
     def find(self, key: str) -> Document | None:
-        """The answer that was kept under this key, if any."""
-        # An older database has no table of answers; the first one that is kept brings it up to date.
+        """Return the answer stored under this key; ``None`` where there is none."""
+        # An older database has no table of answers. Storing the first one upgrades it.
         with contextlib.suppress(StorageError):
             self._reading = self._reading or open_answers(self._storage, _LOCK_TIMEOUT_SECONDS)
             return self._reading.find(key) if self._reading is not None else None
         return None
 
     def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
-        """Keeps an answer where that is possible."""
+        """Store an answer where that is possible."""
         if self.problem is not None:
             return
-        # Imports Alembic and Optuna, which reading does without.
+        # Imports Alembic and Optuna, which reading does not need.
         from autotune.store import open_store
 
         try:

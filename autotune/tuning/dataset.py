@@ -1,4 +1,4 @@
-"""The user's own samples before a search: read, and checked to be enough for a step of it."""
+"""Prepare the user's own dataset before a search, and check that it is large enough for a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autotune.tuning.request import SearchRequest
 
 
 def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Callable[[str], None]) -> SearchRequest:
-    """The request with what its data has shown, read in a process for trials; the same where it has no data.
+    """Return the request with the facts of its dataset, which a worker process reads; unchanged without a dataset.
 
-    Raises ``InvalidRequestError`` where the data is no good, too little, or padded to more than the model can take.
+    Raises ``InvalidRequestError`` where the dataset is not valid, too small, or padded beyond what the model allows.
     """
     data = request.workload.data
     if data is None:
@@ -41,7 +41,7 @@ def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Cal
 
 
 def _check_read(request: SearchRequest, facts: DataFacts) -> None:
-    """Raise where what was read is too little for one step, or padded beyond what the model can take."""
+    """Raise ``InvalidRequestError`` where the dataset is too small for one step, or padded beyond the model's limit."""
     workload = request.workload
     data = workload.data
     assert data is not None
@@ -69,7 +69,7 @@ def _too_few(who: str, samples: int, asked: str, enough: str) -> InvalidRequestE
 
 
 def check_own_samples(request: SearchRequest, samples: int | None) -> None:
-    """Raise where the user's own data is too little for one step."""
+    """Raise ``InvalidRequestError`` where the user's own dataset is too small for one step."""
     source = request.workload.source
     if source is None or samples is None:
         return

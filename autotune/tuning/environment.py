@@ -35,20 +35,20 @@ _FIRST_VARIABLES = frozenset(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
     }
 )
-"""Those that environments without ``host`` were recorded with."""
+"""The variables that environments without ``host`` recorded."""
 _VARIABLES = _FIRST_VARIABLES | {
     "CUBLASLT_WORKSPACE_SIZE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_MODULE_LOADING",
-    # Which C library's allocator serves the host, and with what settings.
+    # The memory allocator of the C library, and its settings.
     "GLIBC_TUNABLES",
     "LD_PRELOAD",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    # Whether transformers replaces layers by kernels of the package ``kernels``.
+    # Whether transformers replaces layers with kernels of the package ``kernels``.
     "USE_HUB_KERNELS",
 }
 _VARIABLE_PREFIXES = ("DNNL_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "TORCHINDUCTOR_")
-# Where compiled code is kept; a trial that compiles starts from an empty folder of its own.
+# Where compiled code is cached; a trial that compiles starts with its own empty folder.
 _NOT_MEASURED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 
 # Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels

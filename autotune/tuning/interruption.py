@@ -1,4 +1,4 @@
-"""Let a signal end a search: Ctrl-C after the running trial, a second one, SIGTERM or SIGHUP at once."""
+"""End a search on a signal: Ctrl-C after the running trial; a second Ctrl-C, SIGTERM or SIGHUP at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search: keep the executor's slots busy with the plan's next trials, and take down what comes of each."""
+"""Run the search: keep the executor's slots busy with the plan's next trials, and record how each ends."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from autotune.tuning.studies import no_result, open_study
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is told what happens, as it happens; nothing it does changes the search."""
+    """Is told what happens during a search, and does not influence it."""
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """The first trial is about to start."""
+        """Called before the first trial."""
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """A trial was handed to the executor."""
+        """Called when a trial was given to the executor."""
 
     def progress(self, number: int, progress: Progress) -> None:
         """A trial under way entered a ``phase`` or ended a ``step``."""
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """The trial ended and is recorded."""
+        """Called when a trial has ended and is recorded."""
 
     def note(self, text: str) -> None:
-        """Something a person should know."""
+        """Called with a note for the user."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A trial under way."""
+    """A running trial."""
 
     asked: Asked
     record: TrialRecord
@@ -65,7 +65,7 @@ class _Running:
 
 
 class Search:
-    """One run of a search, new or continued. Made for a single call of ``run``."""
+    """One run of a search, new or continued, for a single call of ``run``."""
 
     def __init__(
         self,
@@ -98,10 +98,10 @@ class Search:
         self._running: dict[str, _Running] = {}
 
     def run(self) -> StudyRecord:
-        """Search to the end; return the study as it stands then.
+        """Search to the end; return the study.
 
-        Raises ``NothingFitsError`` when no candidate stays under the ceiling and ``NoResultError``
-        when none completed for other reasons; what was tried is recorded all the same.
+        Raises ``NothingFitsError`` where no candidate fits under the ceiling, and ``NoResultError`` where none
+        completed for other reasons. The trials are recorded in either case.
         """
         self._open()
         self._observer.begins(self._prepared, self._records.study)
@@ -118,7 +118,7 @@ class Search:
     # The study
 
     def _open(self) -> None:
-        """Open the study, new or recorded, and learn from what is known already."""
+        """Open the study, new or recorded, and learn from its trials."""
         opened = open_study(self._prepared, self._store)
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
@@ -129,7 +129,7 @@ class Search:
             self._plan.take(trial)
         for note in opened.notes:
             self._observer.note(note)
-        # Code of the user's may import and read what has changed since.
+        # The user's own code may import and read files that have changed since.
         if not request.fresh and request.workload.source is None:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
@@ -157,13 +157,13 @@ class Search:
         )
 
     def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
-        """Return which arms had no trial, and why, where the search ended because nothing was worth one."""
+        """Return which arms had no trial and why, where the search ended because nothing was worth one."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
         return Speeds(self._prepared.space, self._history).left_out_arms()
 
     def _stop_after(self, error: BaseException) -> None:
-        """End the trials under way after an error or a signal, and record what can be recorded.
+        """End the running trials after an error or a signal, and record what can be recorded.
 
         An error of the database must not hide the error or the Ctrl-C that came before it.
         """
@@ -190,9 +190,9 @@ class Search:
             self._react()
 
     def _fill_slots(self) -> Stop | None:
-        """Start trials while slots are free; return why the search starts no further one.
+        """Start trials while slots are free; return why the search starts no more.
 
-        ``None`` where that depends on the trials under way.
+        ``None`` where that depends on running trials.
         """
         while (placement := self._free_slot()) is not None:
             stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
@@ -213,7 +213,7 @@ class Search:
         return free[0] if free else None
 
     def _take_step(self, step: Step, placement: Placement) -> None:
-        # What the policy proposes, Optuna's sampler proposes too, since it asks the same plan.
+        # Optuna's sampler proposes what the policy proposed, since it asks the same plan.
         asked = self._records.ask(None if step.proposed else step.candidate, step.stage)
         candidate = step.candidate
         if candidate is None:
@@ -227,7 +227,7 @@ class Search:
         self._try(asked, candidate, step.stage, placement)
 
     def _say_level(self, candidate: Candidate) -> None:
-        """Tell the observer that the search goes down to a smaller multiple, and why."""
+        """Tell the observer that the search continues at a smaller multiple, and why."""
         batches = self._prepared.space.batches
         level = batches.level(candidate.per_device_train_batch_size)
         if level >= self._level:
@@ -238,7 +238,7 @@ class Search:
         self._level = level
 
     def _try(self, asked: Asked, candidate: Candidate, stage: Stage, placement: Placement) -> None:
-        """Take the candidate's outcome from an earlier trial where one tells it; else start a trial."""
+        """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
         study = self._records.study
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
@@ -276,7 +276,7 @@ class Search:
         )
 
     def _react(self) -> None:
-        """Wait for the next event or outcome of the trials under way, and take it down."""
+        """Wait for the next event or outcome of the running trials, and record it."""
         trial_id, report = self._executor.wait()
         if isinstance(report, Event):
             self._observer.progress(self._running[trial_id].record.number, report.progress)
@@ -290,7 +290,7 @@ class Search:
         self._observer.trial_ends(ended, self._history)
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """Return what a trial would show, where earlier studies tell. A second measurement is a process of its own."""
+        """Return what a trial would show, if earlier studies tell. A second measurement is always a new process."""
         if self._library is None:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}

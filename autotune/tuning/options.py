@@ -1,4 +1,4 @@
-"""A search's options, as the command and the function take them, made into a workload and a request."""
+"""Turn the options of the command line and of the Python function into a workload and a request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
 def build_request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:
-    """The options as a request; every error that needs no process to be seen is raised here or by its ``check``.
+    """Return the request of the options; raises every error that can be found without starting a process.
 
-    ``given`` are the names of those that were given, not filled in.
+    ``given`` are the names of the options that the user gave, as opposed to defaults.
     """
     own = _own_workload(options, given)
     workload = own or build_workload(options)
@@ -35,12 +35,12 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
 
 
 def _as_in_environment(device: Device) -> LeverChoice:
-    """Segments expand in the trials where they would in the training that the environment is set for."""
+    """Return whether trials use expandable segments: as the environment sets them for training."""
     return "on" if device.kind == "cuda" and segments_expand(os.environ) else "off"
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """From ``model``, ``task``, ``seq_len`` and the other options of what is trained, those that are there."""
+    """Return the workload of ``model``, ``task``, ``seq_len`` and the other options about it that are given."""
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)
@@ -61,7 +61,7 @@ def build_workload(options: dict[str, Any]) -> Workload:
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise for options that would silently do nothing with the others."""
+    """Raise ``InvalidRequestError`` for options that would have no effect with the others."""
     if task == "image-classification" and options["seq_len"] is not None:
         raise InvalidRequestError(
             f"--seq-len {options['seq_len']} means nothing to {task}, whose samples are images", "leave --seq-len out"
@@ -81,7 +81,7 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
 
 
 def _weights(source: ModelSource) -> str:
-    """Where the model's weights are; an error where there are none to load."""
+    """Return where the model's weights are; raises an error where there are none to load."""
     found = source.repository or source.path
     if found is None:
         raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
@@ -89,7 +89,7 @@ def _weights(source: ModelSource) -> str:
 
 
 def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:
-    """The data that the options name; ``None`` where samples are made up. Nothing is read yet."""
+    """Return the dataset that the options name; ``None`` for synthetic samples. Nothing is read yet."""
     name = options.get("dataset")
     if name is None:
         for option in names(DATA):
@@ -122,7 +122,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
 
 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise for what does not go with data, or not with this task."""
+    """Raise ``InvalidRequestError`` for options that do not suit the dataset, or a dataset unsuited to the task."""
     name = options["dataset"]
     if task == "speech-seq2seq":
         raise InvalidRequestError(f"--dataset {name}: speech is measured with samples that are made up", "leave it out")
@@ -143,7 +143,7 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
 
 
 def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
-    """From ``trainer``, ``loop`` or ``script``: the user's own code; ``None`` where a model is named instead.
+    """Return the user's own code from ``trainer``, ``loop`` or ``script``; ``None`` where a model is named instead.
 
     Raises ``InvalidRequestError`` where not exactly one of them is there, or beside options (``given`` on the
     command line) that would do nothing.

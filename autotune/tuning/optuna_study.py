@@ -1,4 +1,4 @@
-"""One Optuna study, asked and told: parameters, value, constraint and flat attributes of each trial."""
+"""Record a search in an Optuna study by ask and tell: parameters, value, constraint and attributes of each trial."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id
 from autotune.store.records import OBJECTIVE_NAMES
 from autotune.tuning.sampler import params_of
 
-# In GiB over the line that a feasible trial stays under; feasible when it is 0 or less.
+# The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
 CONSTRAINT = "memory_over_line_gib"
 _THIS_MODULE = re.escape(__name__) + r"\Z"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A trial that Optuna has proposed and is waiting to be told about."""
+    """A trial that Optuna proposed, and that has not been told yet."""
 
     optuna_trial: optuna.Trial
     trial_id: str
 
     @property
     def number(self) -> int:
-        """Optuna's number of it within the study."""
+        """Optuna's number of the trial within the study."""
         return self.optuna_trial.number
 
     @property
     def params(self) -> dict[str, Any]:
-        """What was proposed."""
+        """The proposed candidate."""
         return self.optuna_trial.params
 
 
 class OptunaStudy:
-    """The ask and tell of one study; created where it does not exist."""
+    """Ask and tell of one study, which is created if it does not exist."""
 
     def __init__(
         self,
@@ -76,18 +76,17 @@ class OptunaStudy:
 
     @staticmethod
     def exists(name: str, store: Store) -> bool:
-        """Whether Optuna knows a study of this name."""
+        """Return whether Optuna has a study with this name."""
         with storage_errors(store.label):
             return name in optuna.get_all_study_names(store.optuna)
 
     def settle(self, trials: Mapping[str, TrialRecord]) -> None:
-        """Tell of what an earlier, killed search left running or waiting: nobody else will.
+        """Tell trials that an earlier, killed search left running or waiting, since nobody else will.
 
-        A trial whose end is among ``trials`` (by id) was killed just before it could be told, the
-        others during it.
+        A trial whose end is among ``trials`` (by id) was killed just before it was told, the others while they ran.
         """
         with storage_errors(self._label):
-            # Asked of the database itself: Optuna's cache would read every trial of the study for it.
+            # Read from the database directly: Optuna's cache would read every trial of the study.
             study_id = self._storage.get_study_id_from_name(self._study.study_name)
             unfinished = self._storage.get_all_trials(study_id, False, (TrialState.RUNNING, TrialState.WAITING))
             for left in (trial for trial in unfinished if trial.state is TrialState.RUNNING):
@@ -100,7 +99,7 @@ class OptunaStudy:
                 self._study.tell(self._study.ask(), state=TrialState.FAIL)
 
     def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
-        """The next proposal, or ``forced`` as if it had been proposed."""
+        """Return the next proposal, or ``forced`` as if it had been proposed."""
         self._check_lease()
         with storage_errors(self._label):
             if forced is not None:
@@ -112,7 +111,7 @@ class OptunaStudy:
             return Asked(trial, trial_id)
 
     def describe(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
-        """Set the attributes and the constraint of a trial that ended; ``tell`` is all that is then left to do."""
+        """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
         self._check_lease()
         with storage_errors(self._label):
             for name, value in _attributes(candidate, outcome).items():
@@ -122,7 +121,7 @@ class OptunaStudy:
                 _constrain(asked.optuna_trial, excess)
 
     def tell(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
-        """How it ended. Out of memory is PRUNED with its constraint and no made-up value; a fault is FAIL."""
+        """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
         self._tell(asked.number, candidate, outcome)
 
     def _tell(self, number: int, candidate: Candidate, outcome: Outcome) -> None:
@@ -138,7 +137,7 @@ class OptunaStudy:
             self._study.tell(number, value, state)
 
     def skip(self, asked: Asked, why: str, known: Outcome | None = None) -> None:
-        """Tell that a proposal was not run, because what it would show is ``known`` or it is not wanted."""
+        """Tell that a proposal was not run, because its result is ``known`` or it is not wanted."""
         self._check_lease()
         with storage_errors(self._label):
             asked.optuna_trial.set_user_attr("skipped", why)
@@ -157,9 +156,9 @@ def _constrain(trial: optuna.Trial, excess: float) -> None:
 
 
 def _ignore_warnings() -> None:
-    """Have two warnings of Optuna's not shown where this module causes them, from now on.
+    """Suppress two warnings of Optuna that this module causes, from now on.
 
-    ``warnings.catch_warnings`` would end that again, but it changes what all threads of the process are shown.
+    Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
     """
     warnings.filterwarnings("ignore", category=ExperimentalWarning, module=_THIS_MODULE)
     # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
@@ -169,9 +168,9 @@ def _ignore_warnings() -> None:
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """How far a trial's peak lies over the line, in GiB; ``None`` for a fault, which says nothing.
+    """Return how far a trial's peak is above the line, in GiB; ``None`` for a fault, which says nothing.
 
-    A trial that ran out wanted more than the cap, so it was over by the headroom at least.
+    A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
     """
     if isinstance(outcome, Completed):
         return (outcome.measurement.judged_bytes(arm or Arm()) - ceiling.line_bytes) / GIB
@@ -181,7 +180,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
 
 
 def _attributes(candidate: Candidate, outcome: Outcome) -> dict[str, float | str]:
-    """Flat numbers, which dashboards can plot, and where they come from if not from this study."""
+    """Return flat numbers, which dashboards can plot, and the earlier trial they are from, if any."""
     attributes: dict[str, float | str] = {
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
         "dataloader_num_workers": candidate.arm.dataloader_num_workers,

@@ -1,6 +1,6 @@
-"""Decide what a search runs next, from what is known: the baseline, what the policy proposes, what is measured again.
+"""Plan what a search runs next: the baseline, the policy's proposals, repeated measurements.
 
-No processes, no database and no Optuna: ``autotune.tuning.loop`` carries out what is decided here.
+Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries the plan out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another
 
-# Optuna's samplers propose what is known again and again; after so many in a row there is nothing new in them.
+# After this many refused proposals in a row, Optuna's sampler is taken to have nothing new. A choice.
 _MOST_REFUSALS = 64
 
 
@@ -31,13 +31,13 @@ class Step:
 
     stage: Stage
     candidate: Candidate | None = None
-    """``None`` leaves it to one of Optuna's samplers, whose proposals are then judged."""
+    """``None`` lets one of Optuna's samplers propose; its proposal is then checked."""
     proposed: bool = False
-    """Whether the policy proposed it, rather than the plan asking for it on its own account."""
+    """Whether the policy proposed it; otherwise the plan itself asks for it."""
 
 
 class Plan:
-    """The decisions of one search. ``policy`` is ``None`` where one of Optuna's samplers proposes."""
+    """Plans one search. ``policy`` is ``None`` where one of Optuna's samplers proposes."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class Plan:
     # What is known
 
     def begin(self, trial: TrialRecord) -> None:
-        """Take into account that a trial is under way."""
+        """Record that a trial was started."""
         self.pending[trial.id] = trial
         self.history.begin(trial.candidate)
 
     def take(self, trial: TrialRecord) -> None:
-        """Take a trial into account, unless it says nothing of its candidate and will be run again."""
+        """Record a trial that ended, unless it says nothing about its candidate and is repeated."""
         if self.pending.pop(trial.id, None) is not None:
             self.history.end(trial.candidate)
         if self._refused_while_pending:
-            # What was refused may be wanted by now.
+            # A candidate that was refused may be worth a trial now.
             self._refusals, self._refused_while_pending = 0, False
         self.records[trial.id] = trial
         counts = self._again.take(trial) if trial.outcome is not None else None
@@ -101,7 +101,7 @@ class Plan:
         return next((t for t in reversed(tried) if t.measurement), None)
 
     def elapsed_seconds(self) -> float:
-        """Return the seconds that this search has taken, earlier runs of it included."""
+        """Return the seconds that this search has taken, with earlier runs of it."""
         return self._spent_seconds + self._clock() - self._started
 
     # What is next
@@ -127,9 +127,9 @@ class Plan:
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
     def next(self) -> Step | None:
-        """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` tells.
+        """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` returns.
 
-        With trials under way, ``None`` may also mean that they decide it.
+        With trials running, ``None`` may also mean that their results are needed first.
         """
         forced = self._forced()
         if forced is not None:
@@ -142,7 +142,7 @@ class Plan:
         return Step("search", candidate, proposed=True) if candidate is not None else None
 
     def done(self) -> Stop | None:
-        """Return why the policy or the sampler has nothing more to propose; ``None`` where it may have."""
+        """Return why the policy or the sampler has nothing more to propose; ``None`` if it may have."""
         if self._waits:
             return None
         if self._policy is not None:
@@ -152,10 +152,10 @@ class Plan:
         return None
 
     def upcoming(self) -> Candidate | None:
-        """Return what the policy proposes next; ``None`` where it is done or where there is no policy."""
+        """Return the policy's next proposal; ``None`` where it has none or there is no policy."""
         if self._policy is None:
             return None
-        # What is predicted may have come since: it changes what fits.
+        # Predictions may have arrived since, and change what fits.
         memory = self.history.memory
         version = memory.version if memory is not None else 0
         key = len(self.history.tried), version, frozenset(self.pending)
@@ -164,7 +164,7 @@ class Plan:
         return self._upcoming[1]
 
     def judge(self, candidate: Candidate | None) -> Refusal | None:
-        """Return why a sampler's proposal need not be run, and count refusals in a row."""
+        """Return why a sampler's proposal is not run, and count refusals in a row."""
         refusal = Judge(self._space, self.history).refusal(candidate)
         self._refusals = 0 if refusal is None else self._refusals + 1
         self._refused_while_pending = refusal is not None and bool(self.pending)
@@ -172,17 +172,20 @@ class Plan:
 
     @property
     def _waits(self) -> bool:
-        """Whether a trial under way may change what is worth a trial; the final ones are no candidates of their own."""
+        """Return whether a running trial may change what is worth a trial, which final trials do not."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
     @property
     def _is_last(self) -> bool:
-        """Whether the budget allows one more trial and no other."""
+        """Return whether the budget allows exactly one more trial."""
         most = self._request.most_trials
         return most is not None and self.trials_spent == most - 1
 
     def _forced(self) -> Step | None:
-        """What is owed another trial; the baseline; at the end what may improve the winner or is measured again."""
+        """Return the next trial that is due.
+
+        A repeat, the baseline or, at the end, a variant or repeat of the winner.
+        """
         for stage, candidate in self._again.owed:
             if candidate not in self.history.pending:
                 return Step(stage, candidate)
@@ -203,15 +206,15 @@ class Plan:
         if self._is_last:
             if self._waits:
                 return None
-            # The last trial is the winner's, where it is owed one on its own account.
+            # The last trial of the budget is used for the winner, if it has to be measured again.
             return Step("final", best.candidate) if needs_another(self.history, best) else None
         owed = finals(self.history, self.in_space) if self.done() else []
         return Step("final", owed[0]) if owed else None
 
     def _next_loader(self, best: Tried) -> Candidate | None:
-        """The winner with more loading processes, once all else is done, where it waits for data.
+        """Return the winner with more data loader workers, once all else is done, if it waits for data.
 
-        Not where the user's own code streams its data: each process might then bring all of it.
+        Not if the user's own code streams its data: each worker might then load all of it.
         """
         workload, model = self._request.workload, self._prepared.model
         if workload.source is not None and not model.get("interface", {}).get("tunes_loader", True):
@@ -224,7 +227,7 @@ class Plan:
         return more if more is not None and self.done() else None
 
     def _next_pinned(self, best: Tried) -> Candidate | None:
-        """The winner with its threads on one core, once all else is done, where the GPU waits for the host."""
+        """Return the winner pinned to one core, once all else is done, if it is host-bound."""
         candidate = best.candidate
         if not self._space.pins_winner or candidate.arm.cpu_affinity or not self.history.is_host_bound(candidate):
             return None

@@ -1,8 +1,7 @@
-"""Choose the next candidate from what is known: pure decisions, no Optuna, no processes.
+"""Choose the next candidate from what is known, without Optuna or processes.
 
-With several trials under way a policy is asked while some have not ended. Those count as tried. What may only be
-decided once all is known (that nothing at a multiple fits, that nothing else is left) waits for them: the policy then
-proposes nothing.
+With several trials running, those that have not ended count as tried. A decision that needs all results (that nothing
+at a multiple fits, that nothing else is left) waits for them: the policy then proposes nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from autotune.estimate.memory import memory_class
 from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
 from autotune.space.space import LARGEST_FREE_BATCH, Space
 
-# Where a free batch starts when nothing is known: fits most models on most cards, and is no crawl.
+# First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.
 _FREE_START = 32
-# Trials of an arm that run at the same time before one of them tells whether the arm is worth it.
+# Most trials of an arm at the same time before one of them shows whether the arm is worth it. A choice.
 _MOST_UNKNOWN = 2
 
 
@@ -29,15 +28,16 @@ class Policy(Protocol):
     """Proposes candidates until it has seen enough."""
 
     def next(self, history: History) -> Candidate | None:
-        """Return the next candidate to run; ``None`` when none is worth it, or none before a trial under way ends."""
+        """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
 
 
 class ThroughputPolicy:
-    """Climbs each arm from a batch that is likely to fit to the nearest best.
+    """Climbs each arm from a batch that is likely to fit to its best batch.
 
     Arms are taken by their predicted speed, those without a prediction in the space's order. A batch is not tried where
-    another arm that is never slower has measured it or a larger one; a larger batch only while it can still gain; a
-    smaller one only next to the best of an arm that is not hopeless, and not where it is predicted to be slower.
+    another arm that is never slower was measured at it or at a larger one. A larger batch is tried only while it can
+    still gain, a smaller one only next to the best of an arm that is not hopeless, and only if it is not predicted to
+    be slower.
     """
 
     def __init__(self, space: Space) -> None:
@@ -45,7 +45,7 @@ class ThroughputPolicy:
         self._is_free = space.batches.effective_batch is None
 
     def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``. A lower multiple is only looked at when nothing above it fits."""
+        """See ``Policy.next``. Smaller multiples are searched only where nothing above fits."""
         speeds, judge = Speeds(self._space, history), Judge(self._space, history)
         for multiple in self._space.batches.levels():
             ladder = self._space.batches.at_level(multiple)
@@ -62,9 +62,9 @@ class ThroughputPolicy:
         return judge.last_resort()
 
     def _compiled_batch(self, view: ArmView, ladder: Sequence[int]) -> int | None:
-        """The winner's batch, once nothing else is left to try; the next smaller one where that ran over.
+        """Return the batch at which to compile the winner: its own, or the next smaller one if that did not fit.
 
-        A trial that compiles takes a minute, so that only the winner's own arm is worth one.
+        ``None`` for other arms, since a trial that compiles takes a minute.
         """
         plain = dataclasses.replace(view.arm, torch_compile=False)
         uncompiled = [t.candidate for t in view.history.tried if not t.candidate.arm.torch_compile]
@@ -92,9 +92,9 @@ class ThroughputPolicy:
         return None if speeds.is_hopeless(view, peak) else below[0]
 
     def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
-        """Near the best of the arms that recompute as this one does; in the middle where there is none.
+        """Return a batch near the best of arms with the same checkpointing; the middle one where there is none.
 
-        After a failure, which may be a matter of the batch, halfway between it and the smallest.
+        After a failure, which may depend on the batch, it is halfway between that batch and the smallest.
         """
         smaller = [batch for batch in rungs if view.failed and batch < min(view.failed)]
         if smaller:
@@ -113,7 +113,7 @@ class ThroughputPolicy:
         return min(rungs, key=lambda batch: max(batch / start, start / batch))
 
     def _fastest_predicted(self, view: ArmView, fitting: Sequence[int]) -> int:
-        """The batch that is predicted to be the fastest; the largest where nothing is predicted of speed."""
+        """Return the batch with the highest predicted speed; the largest where no speed is predicted."""
         steps = view.history.steps
 
         def key(batch: int) -> tuple[float, int]:
@@ -123,7 +123,10 @@ class ThroughputPolicy:
         return max(fitting, key=key)
 
     def _may_fit(self, view: ArmView, batch: int, ladder: Sequence[int]) -> bool:
-        """Not far above what ran over. Only where nothing accumulates can a larger batch need less than that."""
+        """Return whether a batch may fit, given the smallest one that did not.
+
+        Only a batch without accumulation can need less memory than a smaller one, so larger ones are not tried.
+        """
         over = [b for b, tried in view.tried.items() if view.history.is_over(tried) and b < batch]
         if not over:
             return True
@@ -131,9 +134,11 @@ class ThroughputPolicy:
         return batch <= max(following, 2 * min(over))
 
     def _between(self, speeds: Speeds, view: ArmView, peak: int) -> int | None:
-        """Return a free batch about halfway to the smallest that will not do, while that is an eighth or more away.
+        """Return a free batch about halfway to the smallest one that is ruled out.
 
-        That one is known or predicted not to fit, or failed.
+        ``None`` where that is less than an eighth away.
+
+        Ruled out means known or predicted not to fit, or failed.
         """
         if not self._is_free:
             return None
@@ -148,18 +153,18 @@ class ThroughputPolicy:
         if (limit - peak) * 8 <= peak:
             return None
         middle = (peak + limit) // 2 // multiple * multiple
-        # One that failed says nothing of those beside it.
+        # A failed batch says nothing about its neighbours.
         near = (middle + away * multiple for away in (0, -1, 1, -2, 2))
         inside = [batch for batch in near if peak < batch < limit and view.open(batch)]
         return next((batch for batch in inside if not speeds.is_beaten(view, batch)), None)
 
 
 class MaxBatchPolicy:
-    """Finds the largest batch that stays under the line and proves it: the next one does not.
+    """Finds the largest batch that stays under the line, and shows that the next one does not.
 
-    Arms that recompute come first, since they need least; later arms are only asked whether they
-    can beat the largest batch so far. Between a batch that fits and one that does not, peak memory
-    is nearly affine in the batch, so the boundary is aimed at rather than bisected.
+    Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
+    batch so far. Between a batch that fits and one that does not, peak memory is nearly affine in the batch, so the
+    search aims at the boundary instead of bisecting.
     """
 
     def __init__(self, space: Space) -> None:
@@ -177,13 +182,13 @@ class MaxBatchPolicy:
                 view = ArmView(self._space, arm, history)
                 if not view.doubtful:
                     if not view.failed:
-                        # Where this arm fails for other reasons than memory, another of its class may not.
+                        # This arm may fail for reasons other than memory, where another of its memory class does not.
                         seen.add(memory_class(arm))
                     batch = self._next_batch(view, multiple)
                     if batch is not None:
                         return self._space.candidate(arm, batch)
                     if view.pending:
-                        # Whether other arms can beat this one is known once it is.
+                        # Whether other arms can beat this one is known only after it is.
                         return None
             if history.pending or judge.fits_at(multiple):
                 return None
@@ -198,7 +203,7 @@ class MaxBatchPolicy:
             return rungs[len(rungs) // 2] if rungs else None
         over = view.history.smallest_over(view.arm, accumulates=False)
         if len(view.failed) > 1:
-            # Failures at several batches are taken for a limit of another kind.
+            # Failures at several batches are treated as a limit other than memory.
             over = min([*view.failed, over or LARGEST_FREE_BATCH + 1])
         least = (floor // multiple + 1) * multiple
         most = self._space.batches.most
@@ -209,26 +214,26 @@ class MaxBatchPolicy:
         if predicted and not view.tried:
             aimed = max(predicted, least)
         elif predicted and view.feasible and over is None and max(view.feasible) <= predicted:
-            # The prediction says that the next one does not fit, which is to be shown.
+            # The prediction says that the next batch does not fit; a trial has to show it.
             aimed = least
         elif view.feasible:
             aimed = self._aim(view, multiple, max(view.feasible), over)
         elif predicted and over is not None:
-            # A miss of one that was aimed at: the boundary is near, and nearer than the next miss.
+            # A batch that was aimed at did not fit: the boundary is near.
             aimed = over - (multiple << (len(view.tried) - 1))
         elif floor:
             aimed = least
         else:
             aimed = max(multiple, _FREE_START) if over is None else over // 2
         aimed = max(least, min(aimed // multiple * multiple, most))
-        # A batch that failed says nothing of memory, so one beside it is asked instead. Beside one that is under way,
-        # the larger one: where the batch aimed at fits, the next has to be shown not to.
+        # A failed batch says nothing about memory, so a neighbour is tried instead. Next to a running trial it is the
+        # larger neighbour: if the running one fits, the next has to be shown not to.
         beside = (1, -1, 2, -2) if aimed in view.pending else (-1, 1, -2, 2)
         near = (aimed + away * multiple for away in (0, *beside))
         return next((b for b in near if least <= b <= most and b not in view.tried and b not in view.pending), None)
 
     def _aim(self, view: ArmView, multiple: int, fits: int, over: int | None) -> int:
-        """Where the line through two known batches meets the ceiling's."""
+        """Return the batch at which the line through two measured peaks meets the ceiling's line."""
         known: dict[int, int] = {
             b: t.measurement.judged_bytes(view.arm) for b, t in view.tried.items() if t.measurement
         }
@@ -245,13 +250,13 @@ class MaxBatchPolicy:
             return min(aimed, fits * 4)
         if aimed < over:
             return aimed
-        # A near miss: the boundary lies closer below it than the middle does.
+        # A near miss: the boundary is just below it, nearer than the middle.
         missed = sum(view.history.is_over(tried) for tried in view.tried.values())
         return max(middle, over - (max(multiple, (over - fits) // 8) << max(0, missed - 1)))
 
 
 class ExhaustivePolicy:
-    """Every candidate of the first level that holds any, in order, less what is known not to fit."""
+    """Yields every candidate of the largest multiple that has any, in order, except those known not to fit."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -271,7 +276,7 @@ class ExhaustivePolicy:
 
 
 def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
-    """Return the policy of a sampler's name; ``None`` for Optuna's own samplers, which have none."""
+    """Return the policy of a sampler's name; ``None`` for Optuna's samplers, which have none."""
     if sampler in ("tpe", "random"):
         return None
     if sampler == "grid":

@@ -1,4 +1,4 @@
-"""From a request and what a trial process says of the machine to everything a search needs to begin."""
+"""Prepare a search: combine the request with the inspected machine and model, and build the search space."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from autotune.tuning.request import SearchRequest, differences
 
 @dataclass(frozen=True)
 class Prepared:
-    """A search that can begin."""
+    """A search that is ready to start."""
 
     request: SearchRequest
     space: Space
     baseline: Candidate
     ceiling: Ceiling
     environment: Document
-    """Device, driver and library versions; what a measurement depends on."""
+    """Device, driver and library versions, on which a measurement depends."""
     model: Document
     """Facts about the model: ``parameters``, ``class``, ``attn_implementations`` …"""
 
     chip: Chip | None = None
-    """What of the GPU decides about memory; ``None`` on a CPU, for which nothing is predicted."""
+    """The GPU's properties that determine memory; ``None`` on a CPU, for which nothing is predicted."""
 
     @property
     def environment_fingerprint(self) -> str:
-        """The same for two environments exactly when a measurement in one holds in the other."""
+        """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
         return environment_fingerprint(self.environment)
 
 
-# Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. Others
-# keep less; what they keep is left out, since only what is certain may refuse a request.
+# Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. The state of others, which
+# is smaller, is not counted, since a request may only be refused for what is certain.
 _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
 
 
 def _measurement_revision(request: SearchRequest) -> int:
-    """Return a number that grows with every change of the worker which changes the speed or peak of a candidate.
+    """Return a number that grows with every change of the worker that changes a candidate's speed or peak.
 
     2: on a GPU, steps of padded lengths that were new to it are no longer timed.
     3: on a GPU, ``tf32`` is left at its default but for the precision of that name.
@@ -88,7 +88,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         request = _without_what_is_not_read(request, model)
     context_bytes = int(facts["context_bytes"])
     if request.workload.source is None:
-        # Its own Trainer may have another optimizer, and weights of fewer bits.
+        # The user's own Trainer may have another optimizer, and quantized weights.
         _check_training_state_fits(request, model, context_bytes)
     ceiling = Ceiling.on_device(request.device, request.memory_limit_bytes, context_bytes, request.headroom)
     _check_optims(request, facts.get("optims") or request.optims)
@@ -100,7 +100,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         request.optims,
         model_checkpoints=bool(model["gradient_checkpointing"]),
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
-        # The largest batch that fits is what it is without a compiler.
+        # Compiling does not change the largest batch that fits.
         torch_compile="off" if request.objective == "max-batch" else request.torch_compile,
         liger=request.liger,
         pinned=request.pins == "on",
@@ -126,7 +126,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
 
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
-    """The request with what the user's own code was seen to use, where nothing else was asked for."""
+    """Return the request with the settings that the user's own code was seen to use, where none were asked for."""
     own: Document = model.get("own", {"optim": OWN_OPTIM})
     effective_batch = request.effective_batch
     if effective_batch is None and request.objective == "throughput" and "own" in model:
@@ -190,7 +190,7 @@ def _without_what_is_not_read(request: SearchRequest, model: Document) -> Search
 
 
 def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoice:
-    """What of checkpointing is to be searched; always on where the user's own code turns it on by itself."""
+    """Return what to search of checkpointing; always on where the user's own code turns it on itself."""
     source = request.workload.source
     if source is None or not model.get("always_checkpoints"):
         return request.gradient_checkpointing
@@ -204,7 +204,7 @@ def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoi
 
 
 def _batches(request: SearchRequest, model: Document) -> Batches:
-    """The batches of the space; none is larger than what there are samples for."""
+    """Return the batches of the space; none is larger than the dataset."""
     if request.workload.source is None:
         return request.batches
     return replace(request.batches, samples=model.get("samples"), only=_only_batch(request, model))
@@ -251,14 +251,14 @@ def _own_baseline(model: Document) -> Candidate | None:
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
-    """What keeps a recorded study from being continued by this search, as ``name: recorded, now asked``."""
+    """Return what keeps this search from continuing a recorded study, as ``name: recorded, now asked``."""
     asked = {
         **prepared.request.workload.recorded_document(),
         **prepared.request.document(),
         **comparable_environment(prepared.environment, environment),
     }
-    # Measurements do not depend on whose weights they are, and workloads that differ in them alone share one record.
-    # Of weights in few bits, though, loading decides which layers are; that has been recorded as long as the host has.
+    # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
+    # With quantized weights, loading decides which layers are quantized; that is recorded as long as the host is.
     tells_apart = workload.get("quantize") is not None and records_host(environment)
     if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
         asked["weights"] = workload["weights"]
@@ -266,7 +266,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     workload = {**workload, "source": _as_asked(workload.get("source"))}
     asked["source"] = _as_asked(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
-    # Through JSON, as the recorded ones: what is equal must look equal.
+    # Converted to JSON and back, as the recorded ones were, so that equal values compare equal.
     return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
 
 
@@ -292,16 +292,16 @@ def _as_far_as_known(data: Document | None, recorded: Document | None) -> Docume
     return data if is_known else {**data, "content": recorded["content"]}
 
 
-# Of data and code: what is in the files rather than how they are used.
+# Fields about the content of files, rather than how they are used.
 _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
 def _in_short(recorded: Document, asked: Document) -> list[str]:
-    """The differences, of which data and code of the user's are told by name."""
+    """Return the differences; those of the user's data and code by name only."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
         before, now = recorded.get(name), asked.get(name)
-        # A tokenizer is known by its content, wherever it lies.
+        # A tokenizer is identified by its content, wherever it is.
         if before == now or (before and now and {**before, "tokenizer": None} == {**now, "tokenizer": None}):
             continue
         if before and now and before[key] == now[key]:
@@ -310,24 +310,24 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
             named += how or [f"{now[key]} has changed since"]
         else:
             named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
-    # What a model's config says of labels comes from the data.
+    # The labels in a model's config come from the dataset.
     own = {"data", "data_at", "source", *(["config"] if named else [])}
     told = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
     return named + differences(*told)
 
 
-# Each prediction takes a core for a few seconds and about 1 GiB of host memory.
+# A prediction takes a core for a few seconds, and about 1 GiB of host memory.
 _MOST_PARALLEL = 8
 _PREDICTION_BYTES = GIB
-# Trials that were timed beside predictions were wrong by 10 % and more where images are fed, so a search waits for
-# them; no longer than this in all, though.
+# Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
+# predictions there, in total no longer than this.
 _PATIENCE_SECONDS = 20.0
-# A step in the ladder of a free batch doubles it; no GPU holds more than this many doublings of 8.
+# Free batches double from 8; no GPU has memory for more doublings than this.
 _MOST_RUNGS = 12
 
 
 def most_predictions(cores: int, free_bytes: int | None = None) -> int:
-    """How many predictions may run at once on so many cores; the host's free memory is looked up when left out."""
+    """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
     free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
     most = _MOST_PARALLEL if free_bytes is None else free_bytes // _PREDICTION_BYTES
     return max(1, min(_MOST_PARALLEL, cores, most))
@@ -341,10 +341,10 @@ def forecast_of(
     cores: int | None = None,
     patience_seconds: float = _PATIENCE_SECONDS,
 ) -> Forecast | None:
-    """Predictions for every candidate of a search on a GPU, as far as they are not among what was ``kept``.
+    """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
 
-    At most half the ``cores`` predict at once; those that this process may use, when left out. ``None`` on a CPU,
-    whose memory is another, and for the user's own code, which cannot run on fake tensors.
+    At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
+    which nothing is predicted, and for the user's own code, which cannot run on fake tensors.
     """
     if prepared.chip is None or prepared.request.workload.source is not None:
         return None
@@ -355,14 +355,14 @@ def forecast_of(
     known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
-    # A GPU's trial needs a core or two to feed it.
+    # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or usable_cores()) // 2)
     target = Target(prepared.chip, prepared.ceiling, asked)
     return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds)
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
-    """Raise for an optimizer that the installed transformers has no name for."""
+    """Raise ``InvalidRequestError`` for an optimizer that the installed transformers does not have."""
     for optim in request.optims:
         if optim not in known and optim != OWN_OPTIM:
             near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
@@ -386,17 +386,17 @@ def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:
 
 
 def training_state_bytes(request: SearchRequest, model: Document) -> int:
-    """Bytes that any step of this workload needs at least: weights, gradients, optimizer state."""
+    """Return the least memory of any step of this workload: weights, gradients, optimizer state."""
     moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
     trained, frozen = int(model["trainable_parameters"]), int(model["parameters"]) - int(model["trainable_parameters"])
     element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
-    # Layers that stay as they are weigh more than this; at least so much is certain.
+    # Layers that are not quantized take more; this is a lower bound.
     bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
     return trained * (2 + moments) * element_bytes + frozen * bits // 8
 
 
 def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
-    """The smallest memory limit whose line is not below the training state."""
+    """Return the smallest memory limit whose line is not below the training state."""
     if headroom.size_bytes is not None:
         return state_bytes + headroom.size_bytes + context_bytes
     return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
@@ -412,7 +412,7 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
         return
     where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"
     beside = "CUDA context and headroom" if context_bytes else "headroom"
-    # Rounded up, so that what is asked for is enough.
+    # Rounded up, so that the limit is large enough.
     unit, name = (GIB, "GiB") if least_bytes >= GIB else (MIB, "MiB")
     needed = f"{math.ceil(least_bytes / unit * 100) / 100:g}"
     enough = f"--memory-limit {needed}{name}" if least_bytes <= free_bytes else f"a device with {needed} {name} free"

@@ -1,8 +1,8 @@
 """Decide how long a trial measures, and which candidates are measured again before a search ends.
 
-Each measurement is a process of its own. The winner and what may be faster are measured in alternation, so that a
-drift of the machine affects them alike, until measuring on is worth less than the tolerance or each has had its share
-of processes.
+Each measurement is a new process. The winner and candidates that may be faster are measured in alternation, so that a
+drift of the machine affects them alike, until the expected gain of choosing another one is below the tolerance, or each
+was measured in its share of processes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from autotune.space.features import compiles
 from autotune.store import Stage
 from autotune.tuning.request import SearchRequest
 
-# A speed-up need not be known to the per cent, and the defaults are often the slowest trial of all.
+# Target half-width of the baseline: a speed-up need not be exact, and the defaults are often the slowest trial.
 _BASELINE_SPREAD = 0.03
-# A candidate slower than this fraction of the best is measured no further, where processes differ by less than that.
+# A candidate slower than this fraction of the best is not measured further, where processes deviate by less than that.
 _BEHIND = 0.85
-# What a search promises in the end may take so many times longer to measure where the machine is noisy; where it is
-# quiet, a few steps are enough as before. Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
+# Final trials may take this many times longer where the machine is noisy; where it is quiet, a few steps are enough.
+# Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
 _FINAL_TIMES = 3
-# A step of a final that would take longer than this is not run whole: its micro-steps are added up.
+# A final trial whose step would take longer than this does not run every micro-step; the time of the others is added.
 _LONGEST_FINAL_STEP_SECONDS = 6.0
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
-# What a trial's steps may take, times what they are expected to: machines slow down, and new shapes compile kernels.
+# Factor by which a trial's steps may exceed their expected time: machines slow down, and new shapes compile kernels.
 _TIMEOUT_TIMES = 4.0
 
 _MOST_RIVALS = 2
-# Processes for each of winner and rivals. The error of a mean falls with the square root of their number.
+# Processes for each of winner and rivals. The error of a mean falls with the square root of their number. A choice.
 _MOST_PROCESSES = 3
-# A winner that waits for the host is measured in two processes at least: one says nothing of how much they differ.
+# A host-bound winner is measured in at least two processes, since one does not show how much processes differ.
 _HOST_BOUND_PROCESSES = 2
-# Half the interval of a winner's own mean, relative, above which it is measured once more.
+# Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 
 
@@ -50,7 +50,7 @@ def effort_of(
     """Return the effort of the next trial, with ``best`` as the one to beat."""
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
-        # What compiles is measured so at once: a second trial would compile again.
+        # A candidate that compiles is measured so at once, since a second trial would compile again.
         effort = replace(
             effort,
             max_steps=_FINAL_TIMES * effort.max_steps,
@@ -73,9 +73,9 @@ def effort_of(
 
 
 def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, history: History) -> Effort:
-    """Have the GPU's share of a step measured where it is not known: rules and the report depend on it.
+    """Ask for the GPU's share of a step where it is not known, since rules and the report depend on it.
 
-    A smaller batch keeps the GPU no busier than a larger one of the same arm, and is seldom the winner.
+    Not for a smaller batch than one measured: it keeps the GPU no busier, and is seldom the winner.
     """
     if request.device.kind != "cuda":
         return effort
@@ -88,7 +88,7 @@ def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, hist
 
 
 def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -> int:
-    """Return how many micro-steps of a step to run: all, or as many as take no longer than a final's step should."""
+    """Return how many micro-steps to run: all, or as many as take no longer than a final trial's step should."""
     speed = history.speed(candidate)
     whole = candidate.gradient_accumulation_steps
     if speed is None:
@@ -98,7 +98,7 @@ def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -
 
 
 def timeout_seconds(request: SearchRequest, candidate: Candidate, effort: Effort, history: History) -> float:
-    """Return when to give a trial up: the request's limit, and what its steps are expected to take beyond that."""
+    """Return the trial's timeout in seconds: the request's limit plus the expected time of its steps."""
     limit = request.trial_timeout_seconds + (_COMPILE_SECONDS if compiles(candidate.arm) else 0.0)
     speed = history.speed(candidate)
     if speed is None:
@@ -110,14 +110,14 @@ def timeout_seconds(request: SearchRequest, candidate: Candidate, effort: Effort
 
 
 def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
-    """Return what is still to be measured once more, next first."""
+    """Return the candidates that are still to be measured again, the next one first."""
     among = set(among)
     winner = history.winner(among)
     if winner is None:
         return []
     rivals = _rivals(history, winner, among)
     contenders = [winner.candidate, *rivals] if rivals else []
-    # Trials that did not end well count, too: a failing one is not tried for ever.
+    # Failed trials count as well, so that a failing candidate is not repeated forever.
     owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
     if owed:
         return sorted(owed, key=history.attempts)
@@ -125,9 +125,9 @@ def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
-    """Candidates that are worth measuring again, since choosing them may gain more than the tolerance on average.
+    """Return the candidates worth measuring again: choosing one may gain more than the tolerance on average.
 
-    What compiles would compile again.
+    Compiled candidates are left out, since they would compile again.
     """
     gains = {
         tried.candidate: history.expected_gain(tried.candidate, winner.candidate)
@@ -139,7 +139,7 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 
 
 def needs_another(history: History, winner: Tried) -> bool:
-    """Return whether the winner is owed one more process on its own account."""
+    """Return whether the winner has to be measured in one more process."""
     candidate = winner.candidate
     done = history.attempts(candidate)
     if candidate.arm.torch_compile or done >= _MOST_PROCESSES:

@@ -1,4 +1,4 @@
-"""One search as it was asked for, checked as far as that is possible without starting anything."""
+"""Define the request of a search, and check it as far as possible without starting a process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from autotune.estimate.history import DEFAULT_TOLERANCE
 from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require
 from autotune.space.space import Batches, choose_precisions
 
-# What TrainingArguments itself defaults to.
+# Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
-# A trial that takes longer is no candidate for the fastest; it also bounds a hang.
+# A trial that takes longer is no candidate for the fastest, and may hang. A choice.
 DEFAULT_TRIAL_TIMEOUT_SECONDS = 180.0
 DEFAULT_SEED = 42
-# The boundary of memory is what counts, so one measured step after the two that memory needs.
+# Only the peak matters here, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
-# Batches of real data differ, so more of them stand for an epoch.
+# Batches of real data differ in size, so more of them are needed to represent an epoch.
 DATA_EFFORT = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
 
 _FOREIGN_TRIALS = 32
@@ -48,7 +48,7 @@ _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Everything that decides the outcome of a search, the machine's state aside."""
+    """Everything that determines the result of a search, except the state of the machine."""
 
     workload: Workload
     device: Device
@@ -57,33 +57,33 @@ class SearchRequest:
     batch_multiple: int | None = None
     objective: Objective = "throughput"
     precisions: tuple[Precision, ...] | None = None
-    """``None``: all that the device has."""
+    """``None`` means all memory of the device."""
     gradient_checkpointing: CheckpointingChoice = "auto"
     attn_implementations: tuple[str, ...] | None = None
-    """``None``: sdpa where the model has it, else eager, as transformers chooses."""
+    """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
     expandable_segments: LeverChoice = "off"
-    """``auto``: where memory keeps the best from a larger batch."""
+    """``auto`` tries it where memory keeps the best arm from a larger batch."""
     torch_compile: LeverChoice = "off"
-    """``auto``: the best candidate alone, once all else is known."""
+    """``auto`` tries it with the best candidate, once all else is known."""
     liger: LeverChoice = "off"
     cpu_affinity: LeverChoice = "auto"
-    """``auto``: the best candidate alone, where it waits for the host."""
+    """``auto`` tries it with the best candidate if that is host-bound."""
     memory_limit_bytes: int | None = None
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
-    """At most so many; ``None``: as many as it takes."""
+    """Most trials; ``None`` means no limit."""
     time_budget_seconds: float | None = None
     sampler: SamplerName = "autotune"
     seed: int = DEFAULT_SEED
     trial_timeout_seconds: float = DEFAULT_TRIAL_TIMEOUT_SECONDS
     measure_baseline: bool = True
     fresh: bool = False
-    """Measure everything anew, whatever earlier studies have measured."""
+    """Measure everything again, instead of reusing trials of earlier studies."""
     tolerance: float = DEFAULT_TOLERANCE
-    """A gain in samples a second that is not worth a trial, as a fraction."""
+    """Relative gain in speed that is not worth a trial."""
     study: str | None = None
-    """The study's name; ``None`` makes one up."""
+    """The study's name; ``None`` generates one."""
 
     def __post_init__(self) -> None:
         if self.trials is not None and self.trials < 1:
@@ -93,31 +93,31 @@ class SearchRequest:
 
     @property
     def most_trials(self) -> int | None:
-        """The budget of trials; Optuna's samplers never know that they are done, so they always have one."""
+        """The budget of trials. Optuna's samplers never finish by themselves, so they always have one."""
         return _FOREIGN_TRIALS if self.trials is None and self.sampler in ("tpe", "random") else self.trials
 
     @property
     def batches(self) -> Batches:
-        """The batches of the space; raises ``InvalidRequestError`` where they cannot be."""
+        """Return the batches of the space; raises ``InvalidRequestError`` where they are not possible."""
         data = self.workload.data
         samples = data.facts.samples if data is not None and data.facts is not None else None
         return Batches(self.effective_batch, self.world_size, self.batch_multiple, samples)
 
     @property
     def chosen_precisions(self) -> tuple[Precision, ...]:
-        """What will be searched; raises where the device or the weights cannot do what was asked."""
+        """Return the search space; raises an error where the device or the weights do not allow it."""
         device = self.device
         return choose_precisions(self.precisions, device.precisions, f"{device.label} ({device.name})", self.workload)
 
     @property
     def effort(self) -> Effort:
-        """How long each trial measures."""
+        """Return how long each trial measures."""
         if self.objective == "max-batch":
             return MAX_BATCH_EFFORT
         return Effort() if self.workload.data is None else DATA_EFFORT
 
     def check(self) -> None:
-        """Raise for everything that can be known to be wrong before a process is started."""
+        """Raise an error for everything that is known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
         self._check_levers()
         if self.device.memory_free_bytes == 0:
@@ -125,7 +125,7 @@ class SearchRequest:
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
 
     def document(self) -> Document:
-        """As JSON-ready data: two searches with the same document and environment are the same search."""
+        """Return it as JSON-ready data; searches with the same document and environment are the same search."""
         document = with_version({"model": self.workload.model})
         for option, default in _recorded_options():
             value = getattr(self, option.request_field or "")
@@ -136,7 +136,7 @@ class SearchRequest:
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
 
     def _check_levers(self) -> None:
-        """Raise for a lever whose package is not installed or that the device does not have."""
+        """Raise an error for an option whose package is not installed, or that the device does not support."""
         for optim in self.optims:
             package = optim_package(optim)
             if package is not None:
@@ -162,7 +162,7 @@ class SearchRequest:
             require("flash-attn", f"--attn {FLASH_ATTENTION}")
 
     def _why_not_pinned(self) -> str | None:
-        """What keeps a trial from running on one core, in words; ``None`` where nothing does."""
+        """Return why a trial cannot be pinned to one core; ``None`` where it can."""
         if self.device.kind == "cpu":
             return "a training on the CPU needs all its cores"
         if self.world_size > 1:
@@ -171,11 +171,11 @@ class SearchRequest:
 
     @property
     def pins(self) -> LeverChoice:
-        """What is really tried of ``cpu_affinity``; the largest batch that fits does not depend on it."""
+        """Return the effective ``cpu_affinity``; the largest batch that fits does not depend on it."""
         return "off" if self.objective == "max-batch" or self._why_not_pinned() else self.cpu_affinity
 
     def named(self, study: str) -> SearchRequest:
-        """The same request under a study name."""
+        """Return the same request with a study name."""
         return replace(self, study=study)
 
 
@@ -209,13 +209,13 @@ def recorded_type() -> type[Any]:
 
 
 def request_from_document(document: Document, workload: Workload, device: Device, study: str) -> SearchRequest:
-    """The inverse of ``SearchRequest.document``; ``ValueError`` on anything malformed.
+    """Return the request of a document from ``SearchRequest.document``; raises ``ValueError`` where it is malformed.
 
-    ``InvalidRequestError`` for values that no request can have.
+    Raises ``InvalidRequestError`` for values that no request can have.
     """
     kind, document = recorded_type(), without_version(document)
     known = set(kind.__struct_fields__)
-    # An option of a later autotune that is off changes nothing.
+    # An option of a later autotune that is off has no effect.
     said = {name: value for name, value in document.items() if name in known or value not in (None, False)}
     recorded = fields_of(decode(said, kind))
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
@@ -230,9 +230,9 @@ _MAY_DIFFER = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """What keeps a request from continuing a recorded one, as ``name: recorded, now asked``.
+    """Return what keeps a request from continuing a recorded one, as ``name: recorded, now asked``.
 
-    Also for other documents, of which a nested one's differences are named ``outer.inner``.
+    Works for other documents as well; differences in nested ones are named ``outer.inner``.
     """
     found: list[str] = []
     for key in sorted({*recorded, *asked} - _MAY_DIFFER):
@@ -251,7 +251,7 @@ def _shown(value: Any) -> str:
 
 
 def check_study_name(name: str) -> None:
-    """Raise ``InvalidRequestError`` for a name that would not do as a folder's or on a command line."""
+    """Raise ``InvalidRequestError`` for a name that cannot be a folder's name or a command-line argument."""
     if not _STUDY_NAME.fullmatch(name) or name.endswith((" ", ".")):
         raise InvalidRequestError(
             f"{name[:120]!r} is not a study name", "use up to 100 letters, digits and any of _ . + = @ - or spaces"

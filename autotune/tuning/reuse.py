@@ -1,21 +1,20 @@
-"""What earlier studies say of a candidate, on the same environment with the same workload.
+"""Answer candidates from trials of earlier studies with the same environment and workload.
 
-A measurement taken once is not paid for twice, but only where it is what a trial would show now:
-under this search's ceiling, with as many steps as this search asks for. What carries over:
+A trial is reused only where it is what a new trial would show: under this search's ceiling, with as many steps as this
+search asks for. The rules:
 
-- The allocator behaves the same under any cap that it never meets. So a trial that completed without
-  retried allocations counts under every cap at or above its peak, and under a smaller one only as
-  proof that it does not fit, where its *allocated* bytes alone exceed the line: reserved memory may
-  hold segments that could be given back.
-- Running out of memory under a cap says that more than that cap is needed, so it counts while this
-  search's line is not above that cap. It rules out what needs as much or more (``History.ruled_out_by``).
-- With gradients accumulated, a step is accumulation × micro-step + optimizer, and peak memory grows by the inputs of
-  each micro-step, which the trial counted: so one accumulation speaks of every other of 2 or more. That is derived,
-  and counts as measured in part: a winner is run in full. Records in which those inputs were not counted say nothing
-  of candidates that they did not run every micro-step of.
+- The allocator behaves the same under any cap that it never meets. So a trial that completed without retried
+  allocations counts under every cap at or above its peak. Under a lower cap it only shows that its candidate does not
+  fit, if its *allocated* bytes alone exceed the line: reserved memory may include segments that could be freed.
+- Running out of memory under a cap shows that more than that cap is needed. So it counts while this search's line is
+not   above that cap, for every candidate that needs as much or more (``History.ruled_out_by``).
+- With accumulation, a step takes accumulation × micro-step + optimizer, and peak memory grows by the inputs of each
+  micro-step, which the trial counted. So a trial at one accumulation gives the result at every other of 2 or more. Such
+  a result is derived, and counts as measured in part: a winner is run in full. Records that did not count those inputs
+  are only used for candidates whose every micro-step they ran.
 
-Faults and disturbed trials say nothing. A candidate that is measured a second time must not get the same earlier
-trial again: whoever asks names the trials that may not answer.
+Faults and disturbed trials are not reused. A second measurement must not reuse the same earlier trial again, so the
+caller names the trials to leave out.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
 from autotune.store import PastTrial
 
-# The seconds of a trial's steps are worked out here where micro-steps were added up, to about this.
+# Tolerance with which the seconds of a trial's steps are recomputed where micro-steps were added.
 _SECONDS_KNOWN_TO = 0.95
 
 
 class Library:
-    """Answers for candidates under one ceiling, from trials of earlier studies.
+    """Answers candidates under one ceiling from trials of earlier studies.
 
-    A ``memory`` learns from all that completed, whether it answers anything or not.
+    ``memory`` learns from all that completed, whether or not they are reused.
     """
 
     def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling, memory: MemoryModel | None = None) -> None:
@@ -57,7 +56,7 @@ class Library:
             return
         past_ceiling, arm = Ceiling.from_document(past.ceiling), trial.candidate.arm
         if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
-            # That it ran under this very line is what proves that it fits.
+            # It ran under this very line, which shows that it fits.
             return
         cap_bytes = cap_of(arm, past_ceiling)
         self._sources[trial.id] = past
@@ -71,7 +70,7 @@ class Library:
     def answer(
         self, candidate: Candidate, effort: Effort, *, in_full: bool = False, not_from: Collection[str] = ()
     ) -> Outcome | None:
-        """Return what a trial of the candidate with this effort would show; ``None`` where one has to be run.
+        """Return what a trial of the candidate with this effort would show; ``None`` where it has to be run.
 
         ``in_full`` asks for a measurement of whole steps, micro-step for micro-step. ``not_from`` names trials that
         may not answer: for a second measurement, those that the candidate's outcomes so far are from (see
@@ -91,7 +90,7 @@ class Library:
         )
 
     def _exact(self, candidate: Candidate) -> list[Completed]:
-        """Measurements of exactly this candidate, the oldest first."""
+        """Return the measurements of exactly this candidate, the oldest first."""
         return [
             dataclasses.replace(outcome, source=_source(past, derived=False), phase_seconds={})
             for past, outcome in self._alike(candidate)
@@ -99,7 +98,7 @@ class Library:
         ]
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
-        """The latest measurement of another accumulation, worked out for this one."""
+        """Return the latest measurement at another accumulation, converted to this one."""
         found: Completed | None = None
         for past, outcome in self._alike(candidate):
             other = past.trial.candidate
@@ -118,7 +117,7 @@ class Library:
             yield past, past.trial.outcome
 
     def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
-        """Return an out-of-memory of this candidate, or, unless it is a second answer, of one that needs no more."""
+        """Return an out-of-memory of this candidate or, for a first answer, of one that needs no more memory."""
         same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
         tried = same[-1] if same else None if not_from else self._over.ruled_out_by(candidate)
         if tried is None or not isinstance(tried.outcome, OutOfMemory):
@@ -131,10 +130,10 @@ class Library:
 
 
 def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:
-    """Whether a trial that was measured under a cap would be judged the same under the ceiling."""
+    """Return whether a trial measured under a cap would be judged the same under the ceiling."""
     reserved_bytes, line_bytes = measurement.peak_reserved_bytes, ceiling.line_bytes
     if measurement.allocation_retries:
-        # It met its cap and gave segments back, which takes time and lowers the peak.
+        # It met its cap and freed segments, which takes time and lowers the peak.
         is_over = reserved_bytes > line_bytes and ceiling.cap_bytes >= cap_bytes
         return is_over or ceiling.cap_bytes == cap_bytes or measurement.peak_allocated_bytes > line_bytes
     if reserved_bytes <= ceiling.cap_bytes:
@@ -143,9 +142,9 @@ def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> b
 
 
 def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
-    """A measurement of one accumulation as one of another.
+    """Convert a measurement at one accumulation to another.
 
-    ``None`` where its optimizer was not timed apart, or the inputs of a micro-step were not counted.
+    ``None`` where its optimizer was not timed separately, or the inputs of a micro-step were not counted.
     """
     optimizer, micro_batch_bytes = measurement.optimizer_seconds, measurement.micro_batch_bytes
     if optimizer is None or not 0 <= optimizer < min(measurement.step_seconds_each, default=0.0):
@@ -180,7 +179,7 @@ def _more(size_bytes: int | None, more_bytes: int) -> int | None:
 
 
 def _speaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: Ceiling) -> bool:
-    """Whether the peaks are those of whole steps, and would be judged the same under the ceiling."""
+    """Return whether the peaks are those of whole steps, and would be judged the same under the ceiling."""
     measurement = outcome.measurement
     is_partial = measurement.micro_steps_run < candidate.gradient_accumulation_steps
     if is_partial and measurement.micro_batch_bytes is None:
@@ -189,7 +188,7 @@ def _speaks(candidate: Candidate, outcome: Completed, cap_bytes: int, ceiling: C
 
 
 def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:
-    """Whether a trial of this effort would have stopped measuring by then too."""
+    """Return whether a trial with this effort would have stopped measuring by then, too."""
     measurement = outcome.measurement
     each = measurement.step_seconds_each
     behind = effort.behind_step_seconds
@@ -203,14 +202,14 @@ def _says_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bo
 
 
 def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
-    """How long the measured steps took as they were run, without the micro-steps that were added up."""
+    """Return the seconds of the measured steps as they were run, without the micro-steps that were added."""
     optimizer = measurement.optimizer_seconds or 0.0
     share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
 
 
 def _was_disturbed(outcome: Outcome) -> bool:
-    """Whether the record says that something else was going on meanwhile."""
+    """Return whether the record says that the trial was disturbed."""
     return bool(getattr(outcome, "disturbed", ()))
 
 

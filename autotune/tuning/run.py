@@ -40,11 +40,10 @@ _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 def run_search(
     request: SearchRequest, storage: str, observer: Observer, *, wait: bool = False
 ) -> tuple[StudyRecord, Report]:
-    """Run the search to its end; return the study as it stands then, and its report.
+    """Run the search to its end; return the study and its report.
 
-    A database that is there is opened first, so that one that is no good costs no start of a
-    process. One that is not there is made last, when the request is known to be one that can be
-    run: after an error nothing is there that was not before.
+    An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
+    created last, when the request is known to be valid: an error leaves no new file behind.
     """
     location = resolve_location(storage)
     path = location.path
@@ -60,13 +59,13 @@ def run_search(
 
             nonlocal store
             if store is None and path is not None and path.exists():
-                # Another search has made it since.
+                # Another search has created it since.
                 store = _opened(stack, storage)
             if store is None:
                 return False
             return store.study(name) is not None or store.leases.holder(name_of_study(name)) is not None
 
-        # Two names of one file are the same study; a URL may have a password in it, which its label leaves out.
+        # Two names of one file are the same study. A URL may contain a password, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
         name = request.study or functools.partial(free_names, request)
         turn = stack.enter_context(
@@ -78,14 +77,14 @@ def run_search(
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
         if has_waited:
-            # What another search held is free by now.
+            # The memory that another search held may be free by now.
             request = replace(request, device=find_device(request.device.uuid))
         stack.enter_context(_LogFolder(folder))
         starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
         server = TrialServer(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
         stack.enter_context(server)
         if store is None or request.fresh:
-            # Nothing is remembered, so it is needed, and its imports take longer than those that follow here.
+            # No answers are stored, so the server is needed, and its imports take longer than those that follow here.
             server.start(inspects=True)
 
         def make_store() -> Store:
@@ -104,7 +103,7 @@ def _prepare_and_search(
     observer: Observer,
     folder: Path,
 ) -> tuple[StudyRecord, Report]:
-    """Read the data, inspect the machine and the model, and search; return the study at its end and its report.
+    """Read the data, inspect the machine and the model, and search; return the study and its report.
 
     Where there is no ``store`` yet, ``make_store`` makes it once the request is known to be one that can be run. Logs
     are kept in ``folder``.
@@ -130,7 +129,7 @@ def _prepare_and_search(
 
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Document:
-    """Return what a process with torch says of the machine and the model; the user's own code runs up to training."""
+    """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     source = request.workload.source
     if source is None:
         return server.inspect()
@@ -141,7 +140,7 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
 def _search(
     prepared: Prepared, server: TrialServer, store: Store, observer: Observer, folder: Path, presence: Presence
 ) -> StudyRecord:
-    """Search; where that ends without a result, say where the recorded trials are."""
+    """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
     from autotune.tuning.answers import KeptPredictions
     from autotune.tuning.loop import Search
@@ -171,13 +170,13 @@ def _opened(stack: contextlib.ExitStack, storage: str) -> Store:
 
 
 def log_folder(storage: str, study: str) -> Path:
-    """Where the logs of a study's processes are: beside its database."""
+    """Return the folder with the logs of a study's processes, beside its database."""
     path = resolve_location(storage).path
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
 def free_names(request: SearchRequest) -> Iterator[str]:
-    """Make up short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
+    """Yield short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
     model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
     if request.workload.source is not None:
         model = model.replace(".py", "")
@@ -191,7 +190,7 @@ def free_names(request: SearchRequest) -> Iterator[str]:
 
 
 def _check_can_be_made(path: Path, label: str) -> None:
-    """``StorageError`` where a database that is not there yet cannot be made."""
+    """Raise ``StorageError`` where a missing database cannot be created."""
     try:
         folder = next(parent for parent in path.parents if parent.exists())
     except OSError as error:

@@ -15,19 +15,19 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import SamplerName
 from autotune.space.space import Space
 
-# Optuna's own samplers draw a free batch from here; beyond it nearly all draws would be out of memory.
+# Optuna's samplers draw free batches up to this; nearly all larger ones would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024
-# With a large strict multiple that would leave them little to choose from.
+# With a large multiple, that would leave them few values.
 _FOREIGN_FEWEST_FREE_BATCHES = 16
 
 _LEVERS = ("expandable_segments", "torch_compile", "use_liger_kernel")
 
 
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
-    """The Optuna search space: the same for every trial of a study, the baseline included.
+    """Return the Optuna search space, which is the same for every trial of a study, the baseline included.
 
-    Accumulation is no parameter of its own: the effective batch fixes it, and Optuna has no way to
-    say so. It is recorded as a user attribute.
+    Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. It is recorded as a
+    user attribute.
     """
     arms = (*space.arms, baseline.arm)
     batches = space.batches
@@ -36,7 +36,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         own = sampler in ("autotune", "grid")
         step = 1 if own else batches.levels()[0]
         most = batches.most if own else max(_FOREIGN_LARGEST_FREE_BATCH, _FOREIGN_FEWEST_FREE_BATCHES * step)
-        # Trimmed here, since Optuna warns where the step does not lead to the end.
+        # Trimmed, since Optuna warns where the step does not lead exactly to the end.
         batch = IntDistribution(step, min(most, batches.most) // step * step, step=step)
     else:
         rungs = {b for level in batches.levels() for b in batches.at_level(level)}
@@ -52,12 +52,12 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
 
 
 def _levers(arms: tuple[Arm, ...]) -> tuple[str, ...]:
-    """Names of parameters that are on or off. One that is tried with the winner alone is none of Optuna's."""
+    """Return the names of parameters that are on or off, without those that are tried with the winner only."""
     return (*_LEVERS, *(["cpu_affinity"] if any(arm.cpu_affinity for arm in arms) else []))
 
 
 def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:
-    """The candidate that Optuna's parameters stand for; ``None`` where the space does not hold it."""
+    """Return the candidate of Optuna's parameters; ``None`` where the space does not contain it."""
     batch = int(params["per_device_train_batch_size"])
     if not space.batches.valid(batch):
         return None
@@ -66,7 +66,7 @@ def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:
 
 
 def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-    """The inverse: a candidate as Optuna's parameters."""
+    """Return a candidate as Optuna's parameters."""
     parameters = candidate.parameters()
     return {name: parameters[name] for name in names}
 
@@ -74,7 +74,7 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
 class PolicySampler(BaseSampler):
     """An Optuna sampler that proposes what the plan of the search wants next.
 
-    ``propose`` tells the next candidate, or ``None`` when there is none: ask it before ``study.ask``.
+    ``propose`` returns the next candidate, or ``None`` where there is none: call it before ``study.ask``.
     """
 
     def __init__(self, propose: Callable[[], Candidate | None], search_space: dict[str, BaseDistribution]) -> None:
@@ -82,13 +82,13 @@ class PolicySampler(BaseSampler):
         self._search_space = search_space
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Always the whole space."""
+        """Return the whole space."""
         return self._search_space
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Return the plan's candidate as parameters; nothing for a trial that was enqueued."""
+        """Return the plan's candidate as parameters; nothing for an enqueued trial."""
         if "fixed_params" in trial.system_attrs:
             return {}
         candidate = self._propose()
@@ -99,7 +99,7 @@ class PolicySampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Never reached by this project: every parameter is in the relative space."""
+        """Raise an error: never called, since every parameter is in the relative space."""
         raise RuntimeError(f"{param_name} is no parameter of this search")
 
 
@@ -113,8 +113,8 @@ def make_sampler(
 ) -> BaseSampler:
     """Return Optuna's sampler of that name, or one that follows ``propose``.
 
-    Optuna's samplers are not persisted, so a search that goes on needs another ``seed``. ``is_parallel`` has TPE keep
-    away from trials that are under way.
+    Optuna's samplers are not stored, so a resumed search needs another ``seed``. ``is_parallel`` makes TPE avoid the
+    candidates of running trials.
     """
     if propose is not None:
         return PolicySampler(propose, search_space)

@@ -1,4 +1,4 @@
-"""Look up what was predicted of a recorded study's memory, without asking any process."""
+"""Look up stored memory predictions of a recorded study, without starting a process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from autotune.tuning.request import request_from_document
 
 
 class Answers(Protocol):
-    """Where answers of trial processes are kept."""
+    """Stores answers of trial processes."""
 
     def find(self, key: str) -> Document | None:
-        """The answer that was kept under this key, if any."""
+        """Return the answer stored under this key; ``None`` where there is none."""
 
     def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
-        """Keeps an answer."""
+        """Store an answer."""
 
 
 class _Nobody:
-    """Runs no jobs: what is not stored stays unknown."""
+    """Runs no jobs, so predictions that are not stored stay unknown."""
 
     def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
         """Start nothing."""
@@ -40,10 +40,10 @@ class _Nobody:
 
 
 def stored_prediction(report: Report, candidate: Candidate, answers: Answers) -> MemoryPrediction | None:
-    """Return what the study's search was told about a candidate's memory.
+    """Return the prediction of a candidate's memory that the study's search used.
 
-    ``None`` where nothing is stored: on a CPU, for code of the user's own, and where the answers were given by other
-    versions of torch, transformers or autotune than are installed here.
+    ``None`` where none is stored: on a CPU, for the user's own code, and where other versions of torch, transformers or
+    autotune made the predictions than are installed.
     """
     try:
         workload = Workload.from_document(report.workload)
@@ -52,17 +52,17 @@ def stored_prediction(report: Report, candidate: Candidate, answers: Answers) ->
         facts = answers.find(key) if key is not None else None
         if facts is None:
             return None
-        # The study's own ceiling: what is free on the device may have been another when it was resumed.
+        # The study's own ceiling: the free memory may have changed when it was resumed.
         prepared = replace(prepare(request, facts), ceiling=report.ceiling)
         forecast = forecast_of(prepared, _Nobody(), KeptPredictions(answers, workload))
     except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
-        # Records of another version or a damaged answer; the rest of a report does not depend on it.
+        # Records of another version, or a damaged answer. The rest of a report does not need it.
         return None
     return forecast.model.prediction(candidate) if forecast is not None else None
 
 
 def _device_of(report: Report) -> Device:
-    """Return the device as it was when the study began."""
+    """Return the device in the state it was in when the study began."""
     environment = report.environment
     capability = environment.get("device_capability")
     return Device(

@@ -33,29 +33,29 @@ from autotune.tuning.request import SearchRequest, request_from_document
 
 @dataclass(frozen=True)
 class Opened:
-    """A study that a search goes on with."""
+    """A study to search in, with what is recorded of it."""
 
     study: StudyRecord
     prepared: Prepared
-    """Under the ceiling that the study's verdicts are relative to."""
+    """The ceiling that the study's verdicts are relative to."""
     trials: tuple[TrialRecord, ...] = ()
-    """What is recorded already, in order."""
+    """The trials recorded so far, in order."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Notes for the user."""
 
 
 def open_study(prepared: Prepared, store: Store) -> Opened:
-    """The study that the request names, recorded anew or continued.
+    """Return the study that the request names, created or continued.
 
-    Raises ``InvalidRequestError`` where the name is taken: by another request, workload or
-    machine, or by a study that is not autotune's.
+    Raises ``InvalidRequestError`` where the name is taken by another request, workload or machine, or by a study that
+    is not autotune's.
     """
     request = prepared.request
     assert request.study is not None, "a search runs under a name"
     known = store.study(request.study)
     if known is not None:
         return _continue(known, prepared, store)
-    # Imports Optuna, which a request that is only read does without.
+    # Imports Optuna, which commands that only read a request do not need.
     from autotune.tuning.optuna_study import OptunaStudy
 
     if OptunaStudy.exists(request.study, store):
@@ -91,7 +91,7 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
     notes.append(f"{beginning}, {plural(len(trials), 'trial')} recorded")
     study = replace(known, state="running", ended_at=None)
     store.update_study(study)
-    # Verdicts under two ceilings cannot be compared: the study keeps its own.
+    # Verdicts under two ceilings cannot be compared, so the study keeps its own.
     return Opened(study, replace(prepared, ceiling=recorded), trials, tuple(notes))
 
 
@@ -109,7 +109,7 @@ def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent when a study goes on; ``None`` leaves it as it was recorded."""
+    """Return the budget of a continued study; ``None`` keeps the recorded one."""
 
     trials: int | None = None
     time_budget_seconds: float | None = None
@@ -119,10 +119,10 @@ class Budget:
 def recorded_request(
     store: Store, study: str, device: str | None = None, budget: Budget | None = None
 ) -> SearchRequest:
-    """The request that continues the study of this name on the device that it ran on, or on ``device``.
+    """Return the request that continues the study with this name, on the device that it ran on, or on ``device``.
 
-    Raises ``UnknownStudyError``, ``DeviceError`` where there is no such device here, ``StorageError`` for a record
-    that makes no request, and ``InvalidRequestError`` where the user's code or data is gone or has changed.
+    Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
+    malformed record; and ``InvalidRequestError`` where the user's code or dataset is gone or has changed.
     """
     record = store.existing_study(study)
     try:
@@ -146,7 +146,7 @@ def recorded_request(
 
 
 def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
-    """Raise ``InvalidRequestError`` where values of the script's options were not recorded."""
+    """Raise ``InvalidRequestError`` where values of the script's options were masked in the record."""
     masked = masked_options(source.argv)
     if masked:
         raise InvalidRequestError(
@@ -156,7 +156,7 @@ def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
 
 
 def _device_of(environment: Document, study: str) -> Device:
-    """The very device that the study ran on, else another of its name."""
+    """Return the device that the study ran on, else another with the same name."""
     devices = list_devices()
     uuid, name = environment.get("device_uuid"), environment.get("device_name")
     like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
@@ -191,14 +191,14 @@ def no_result(history: History, request: SearchRequest, stop: Stop, *, log_folde
 
 
 def _how_many(tried: Sequence[Tried]) -> str:
-    """``26 trials were run``, ``4 trials were run, 22 reused``."""
+    """Return ``26 trials were run`` or ``4 trials were run, 22 reused``."""
     reused = sum(source_of(t.outcome) is not None for t in tried)
     run = len(tried) - reused
     return f"{plural(run, 'trial')} {'was' if run == 1 else 'were'} run" + (f", {reused} reused" if reused else "")
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
-    """What a person whose search found nothing that fits has not done yet."""
+    """Return what the user can still do after a search in which nothing fits."""
     workload = request.workload
     ways = [
         ("search on with the same --study and more --trials or --time-budget", not is_certain),

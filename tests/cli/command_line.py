@@ -1,4 +1,4 @@
-"""Running the command line: within this process, in a process forked from a warm one, or from a cold start."""
+"""Run the command line: within this process, in a process forked from a warm one, or from a cold start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One real search, which many tests look at, and a quick way to run a command."""
+"""Share one real search among tests, and run commands quickly."""
 
 from __future__ import annotations
 

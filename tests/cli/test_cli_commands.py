@@ -1,4 +1,4 @@
-"""The commands that show what is there and what was found."""
+"""Test the commands that list devices, models and studies, and show results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches on the user's own data: what they say, what they refuse, and that the winner survives an epoch."""
+"""Test searches on the user's own dataset: output, errors, and that the winner survives an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: one line that names the value, one that says what to do, an exit code, and nothing left behind."""
+"""Test errors: one line with the value, one with the next step, an exit code, and no files left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is typed, the answer is an orderly one: never a traceback."""
+"""Test random command lines: never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says of itself, and how soon."""
+"""Test the help of the command line, and how fast it is shown."""
 
 from __future__ import annotations
 

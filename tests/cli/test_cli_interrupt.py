@@ -1,4 +1,4 @@
-"""Ctrl-C, as the terminal sends it: to a real search with real trials under way."""
+"""Test Ctrl-C, as a terminal sends it, during a real search with real trials."""
 
 from __future__ import annotations
 

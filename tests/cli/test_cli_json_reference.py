@@ -1,4 +1,4 @@
-"""The page that describes ``--json`` names every field, and none that is not there."""
+"""Test that the JSON reference names every field of ``--json``, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches over Trainers and scripts of one's own: what is printed, exported, continued, refused."""
+"""Test searches with the user's own Trainers and scripts: output, exports, resuming, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autotune predict``, for a small model and GPUs that are not here."""
+"""Test ``autotune predict`` with a small model and GPUs that are not in this machine."""
 
 from __future__ import annotations
 

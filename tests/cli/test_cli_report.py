@@ -1,4 +1,4 @@
-"""``autotune report``: a page in a file or on stdout, text without."""
+"""Test ``autotune report``: an HTML page in a file or on stdout, or text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autotune resume``: by the name alone, with the options that were recorded."""
+"""Test ``autotune resume``: with the name alone and the recorded options."""
 
 from __future__ import annotations
 

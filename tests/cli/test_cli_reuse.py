@@ -1,4 +1,4 @@
-"""A search that is repeated starts no process, and corners that it meets on its way: full disks, odd names, no home."""
+"""Test a repeated search, which starts no process, with full disks, odd names and no home folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search prints: one document or a few sentences on stdout, everything else on stderr."""
+"""Test the output of a search: a document or a summary on stdout, everything else on stderr."""
 
 from __future__ import annotations
 

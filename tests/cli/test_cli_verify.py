@@ -1,4 +1,4 @@
-"""``autotune verify``: a real stock run of a tiny model, files, and studies that cannot be verified here."""
+"""Test ``autotune verify``: a real stock run of a tiny model, files, and studies that cannot be verified here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view over a made-up study: every kind of line, in narrow and wide terminals."""
+"""Test the progress view with an invented study: every kind of line, in narrow and wide terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is used of Optuna and optuna-dashboard beyond their documented interfaces, as installed."""
+"""Test the private names of Optuna and optuna-dashboard that are used, in the installed versions."""
 
 from __future__ import annotations
 

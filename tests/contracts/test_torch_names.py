@@ -1,4 +1,4 @@
-"""What is used of torch beyond its documented interface, as installed."""
+"""Test the private names of torch that are used, in the installed version."""
 
 from __future__ import annotations
 

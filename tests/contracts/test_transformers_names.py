@@ -1,4 +1,4 @@
-"""What is used of transformers, accelerate and datasets beyond their documented interfaces, as installed."""
+"""Test the private names of transformers, accelerate and datasets that are used, in the installed versions."""
 
 from __future__ import annotations
 

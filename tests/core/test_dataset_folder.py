@@ -1,4 +1,4 @@
-"""Folders of data that was read: published whole, never taken from those who use them."""
+"""Test folders of prepared datasets: published whole, and never removed while in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a command line with launchers to the one script that it runs, or to the command that would work."""
+"""Test how launchers are removed from a command line, or refused with the command that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets on a script's command line: not recorded, given to the script all the same."""
+"""Test secrets on a script's command line: passed to the script, but not recorded."""
 
 from __future__ import annotations
 

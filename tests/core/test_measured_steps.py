@@ -1,4 +1,4 @@
-"""When a trial has measured enough steps, and what they say."""
+"""Test when a trial has measured enough steps, and the step time estimated from them."""
 
 from __future__ import annotations
 

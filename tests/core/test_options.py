@@ -1,4 +1,4 @@
-"""The table of options against what is written beside it: the function's signature, the request, the command line."""
+"""Test the table of options against the function's signature, the request and the command line."""
 
 from __future__ import annotations
 

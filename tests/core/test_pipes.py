@@ -1,4 +1,4 @@
-"""Lines between processes: whole, bounded, and without waiting for a reader."""
+"""Test lines over pipes: whole, bounded, and written without waiting for a reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of processes that run jobs."""
+"""Test the temporary folders of processes that run jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals: against scipy where it is installed, and by how often they cover the truth of what made the values."""
+"""Test intervals: against scipy where it is installed, and by their coverage in simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a command line to the user's own code, which is found but not run."""
+"""Test how a command line names the user's own code, which is found but not run."""
 
 from __future__ import annotations
 

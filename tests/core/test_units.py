@@ -1,4 +1,4 @@
-"""Bytes, seconds, counts and rates: what people write is read, what is written can be read."""
+"""Test parsing and formatting of bytes, seconds, counts and rates."""
 
 from __future__ import annotations
 

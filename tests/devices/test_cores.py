@@ -1,4 +1,4 @@
-"""Which core a pinned training process gets."""
+"""Test the choice of the core for a pinned training process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs: a stand-in NVML library, asked in real child processes through both of pynvml's distributions."""
+"""Test reading GPUs from a stand-in NVML library, in real child processes, with both distributions of pynvml."""
 
 from __future__ import annotations
 

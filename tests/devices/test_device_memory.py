@@ -1,4 +1,4 @@
-"""The CPU and its memory from recorded /proc and control group files; the ceiling and its headroom."""
+"""Test the CPU and its memory on recorded /proc and control group files, and the ceiling with its headroom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches on one CPU: who notices whom, and what becomes of what they measured meanwhile."""
+"""Test how searches on one CPU notice each other, and what happens to their measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of the documentation and the README, and the blocks in them."""
+"""Parse the pages of the documentation and the README into blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference against the code: pages that follow from it, commands that parse, names that exist."""
+"""Test the reference against the code: generated pages, commands that parse, names that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, asks no other host for anything, and the README stays short."""
+"""Test that the documentation builds without warnings or foreign requests, and that the README stays short."""
 
 from __future__ import annotations
 

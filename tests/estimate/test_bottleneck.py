@@ -1,4 +1,4 @@
-"""What limits a step: the shares, their kind, and what the report says of it."""
+"""Test what limits a step: shares, kinds, and the lines of the report."""
 
 from __future__ import annotations
 

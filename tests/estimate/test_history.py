@@ -1,4 +1,4 @@
-"""What a search concludes from its trials: what cannot fit, what is the best."""
+"""Test what a search concludes from its trials: what cannot fit, and what is best."""
 
 from __future__ import annotations
 

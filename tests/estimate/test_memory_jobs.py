@@ -1,4 +1,4 @@
-"""Predictions beside the trials: asked a few at a time, corrected by what is measured, used by the search."""
+"""Test predictions beside trials: asked a few at a time, corrected by measurements, used by the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted peaks against peaks that were measured on an H200, without a GPU."""
+"""Test predicted peaks against peaks measured on an H200, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted GPU times and step times, against those that were recorded on an H200. No GPU, no torch."""
+"""Test predicted GPU times and step times against those recorded on an H200, without GPU or torch."""
 
 from __future__ import annotations
 

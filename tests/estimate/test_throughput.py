@@ -1,4 +1,4 @@
-"""What measured step times say of those that were not measured."""
+"""Test the bounds that measured step times set for candidates that were not measured."""
 
 from __future__ import annotations
 

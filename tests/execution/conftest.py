@@ -1,4 +1,4 @@
-"""Runners: around real trials, and around a server whose jobs do as they are told."""
+"""Start trial servers around real trials, and around jobs that behave as told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search's controller in miniature: starts one endless trial and waits for it; a test kills it meanwhile."""
+"""Run a minimal controller: start one endless trial and wait for it, until a test kills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every executor promises, checked on one with two slots."""
+"""Test the contract of every executor, on one with two slots."""
 
 from __future__ import annotations
 

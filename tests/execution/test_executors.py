@@ -1,4 +1,4 @@
-"""Executors with two slots: simulated ones, servers whose jobs do as they are told, and real training."""
+"""Test executors with two slots: simulated ones, servers with scripted jobs, and real training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a process that uses the GPU can tell is asked beside the trial server."""
+"""Test the inspection of the GPU in a process beside the trial server."""
 
 from __future__ import annotations
 

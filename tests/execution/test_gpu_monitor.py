@@ -1,4 +1,4 @@
-"""Neighbours, throttled clocks and lost GPUs: trials on a GPU of the stand-in library, which changes while they run."""
+"""Test neighbours, throttled clocks and lost GPUs, with a stand-in NVML library that changes during trials."""
 
 from __future__ import annotations
 

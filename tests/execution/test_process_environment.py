@@ -1,4 +1,4 @@
-"""The environment that a trial server starts in."""
+"""Test the environment variables of a trial server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of several ranks: real ones that train together on the CPU, and ranks that misbehave."""
+"""Test trials of several ranks: real ones that train together on the CPU, and ranks that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a trial process does, the runner makes an outcome of it, goes on, and leaves nothing behind."""
+"""Test misbehaving trial processes: each becomes an outcome, and nothing of it is left."""
 
 from __future__ import annotations
 

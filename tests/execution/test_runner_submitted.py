@@ -1,4 +1,4 @@
-"""Jobs that are submitted beside the trials: their ends are told, and neither disturbs the other."""
+"""Test jobs beside the trials: their ends are reported, and neither disturbs the other."""
 
 from __future__ import annotations
 

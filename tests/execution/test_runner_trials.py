@@ -1,4 +1,4 @@
-"""A local runner around real trials of a tiny model on the CPU."""
+"""Test a trial server with real trials of a tiny model on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The undisturbed search that all others are compared with, and the table at the end."""
+"""Run the undisturbed search that others are compared with, and print the table at the end."""
 
 from __future__ import annotations
 

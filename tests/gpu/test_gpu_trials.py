@@ -1,4 +1,4 @@
-"""Real trials on a real GPU; ``make test-gpu`` runs them."""
+"""Test real trials on a real GPU; ``make test-gpu`` runs them."""
 
 from __future__ import annotations
 

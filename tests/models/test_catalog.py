@@ -1,4 +1,4 @@
-"""The catalog: its names, its facts against real models, and what ``workload`` makes of every entry."""
+"""Test the catalog: names, facts against real models, and the workload of every entry."""
 
 from __future__ import annotations
 

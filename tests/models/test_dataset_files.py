@@ -1,4 +1,4 @@
-"""Where data is, what it is, and what a workload says of it; nothing of it is read."""
+"""Test how datasets are found and identified, without reading samples."""
 
 from __future__ import annotations
 

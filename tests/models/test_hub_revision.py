@@ -1,4 +1,4 @@
-"""Datasets on the hub are known by name and commit; the hub is a server of the tests' own."""
+"""Test datasets on the hub, identified by name and commit, with a local server as the hub."""
 
 from __future__ import annotations
 

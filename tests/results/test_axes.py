@@ -1,4 +1,4 @@
-"""Scales, ticks and labels of charts."""
+"""Test scales, ticks and labels of charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard, asked over HTTP by a real client: it shows the truth and changes nothing."""
+"""Test the dashboard over HTTP with a real client: correct and read-only."""
 
 from __future__ import annotations
 

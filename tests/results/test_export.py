@@ -1,4 +1,4 @@
-"""Exports of winners of several kinds load into the installed transformers and train."""
+"""Test that exports of several kinds of winners load into the installed transformers, and train."""
 
 from __future__ import annotations
 

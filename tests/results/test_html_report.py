@@ -1,4 +1,4 @@
-"""The HTML report: one page that is well-formed, complete, escaped, and makes no request."""
+"""Test the HTML report: well-formed, complete, escaped, and without requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a study, where matplotlib is installed."""
+"""Test the plot of a study, where matplotlib is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a study: verdicts, the document, the summary and how far its numbers reach."""
+"""Test the report of a study: verdicts, JSON document, summary and notes."""
 
 from __future__ import annotations
 

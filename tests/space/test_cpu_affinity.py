@@ -1,4 +1,4 @@
-"""One core for the whole training process: a lever of its own that no byte of memory depends on."""
+"""Test pinning to one core as an option that memory does not depend on."""
 
 from __future__ import annotations
 

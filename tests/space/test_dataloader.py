@@ -1,4 +1,4 @@
-"""Which settings of the data loader are tried where a candidate waits for its data."""
+"""Test which data loader settings are tried where a candidate waits for data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levers beside the fields of ``TrainingArguments``: the allocator's segments, from the command line to the export."""
+"""Test optional features, such as expandable segments, from the command line to the export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search space: batches times accumulation is exact, levels share the divisors out, precisions go with dtypes."""
+"""Test the search space: exact effective batches, multiples, and precisions for each weight dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A candidate becomes ``TrainingArguments`` fields under the names that the installed transformers has."""
+"""Test the translation of a candidate to fields of the installed ``TrainingArguments``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real SQLite file for every test, and records to put into it."""
+"""Make a real SQLite file for every test, and records to put into it."""
 
 from __future__ import annotations
 

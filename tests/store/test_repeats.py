@@ -1,4 +1,4 @@
-"""Trials that say nothing of their candidate: which they are, how often they are run again, what counts in the end."""
+"""Test which trials are repeated, how often, and which one counts in the end."""
 
 from __future__ import annotations
 

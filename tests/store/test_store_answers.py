@@ -1,4 +1,4 @@
-"""Answers of trial processes, kept and looked up in real files."""
+"""Test stored answers of trial processes in real files."""
 
 from __future__ import annotations
 

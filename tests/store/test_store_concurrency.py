@@ -1,4 +1,4 @@
-"""Several processes and threads at one file, some of them killed."""
+"""Test several processes and threads with one file, some of them killed."""
 
 from __future__ import annotations
 

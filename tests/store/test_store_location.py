@@ -1,4 +1,4 @@
-"""Paths and URLs as people write them, and file systems on which WAL must not be used."""
+"""Test paths and URLs of databases, and file systems on which WAL must not be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alembic beside Optuna: scripts, declared tables and the ``alembic`` command agree, and failures leave no trace."""
+"""Test Alembic beside Optuna: scripts, declared tables and the ``alembic`` command, and failed migrations."""
 
 from __future__ import annotations
 

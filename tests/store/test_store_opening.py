@@ -1,4 +1,4 @@
-"""What opening a database makes of every file one may point it at."""
+"""Test opening every kind of file as a database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records go in and come out as they were, quickly, and whatever becomes of Optuna's tables."""
+"""Test reading and writing records: unchanged, fast, and whatever happens to Optuna's tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under which keys answers are kept, and what becomes of a cache that cannot be used."""
+"""Test the keys of stored answers, and a cache that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement depends on: recorded, in the key under which trials are reused, and compared when resuming."""
+"""Test the facts that a measurement depends on: recorded, compared for reuse and when resuming."""
 
 from __future__ import annotations
 

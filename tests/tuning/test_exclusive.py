@@ -1,4 +1,4 @@
-"""Locks between real processes: who holds one, who waits, and that they vanish with their holder."""
+"""Test locks between real processes: who holds one, who waits, and that they are released with their holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest batch under the line: found, proven by the next one, in few trials."""
+"""Test the search for the largest batch under the line: found in few trials, and confirmed by the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is tried next, on recorded and on computed landscapes: the answer, and what it cost."""
+"""Test what is tried next, on recorded and computed landscapes: the answer and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request and the facts of a trial process to a search that can begin, or an error that says what it takes."""
+"""Test preparing a search from a request and inspected facts, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured once more before a search ends, and what that decides."""
+"""Test which candidates are measured again before a search ends."""
 
 from __future__ import annotations
 

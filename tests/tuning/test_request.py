@@ -1,4 +1,4 @@
-"""A request: what is refused before any process starts, and when two requests are the same."""
+"""Test requests: errors before any process starts, and which requests are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier studies save a later one, and what they must not."""
+"""Test what a search reuses from earlier studies, and what it must not."""
 
 from __future__ import annotations
 

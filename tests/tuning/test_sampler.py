@@ -1,4 +1,4 @@
-"""Optuna's search space and parameters against ours, and the sampler that a policy drives."""
+"""Test Optuna's search space and parameters, and the sampler that follows the policy."""
 
 from __future__ import annotations
 

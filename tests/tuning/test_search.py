@@ -1,4 +1,4 @@
-"""A search from the first trial to the last, on recorded trials and a real database."""
+"""Test whole searches on recorded trials and a real database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Optuna sees of a search, searches by Optuna's own samplers, and what the controller itself costs."""
+"""Test what Optuna records of a search, searches by Optuna's samplers, and the controller's overhead."""
 
 from __future__ import annotations
 

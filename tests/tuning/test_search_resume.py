@@ -1,4 +1,4 @@
-"""A search that was ended and goes on: nothing is repeated, nothing is mixed, nothing is lost."""
+"""Test resumed searches: nothing is repeated, mixed up or lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several searches into one file while others read it, each in a process of its own."""
+"""Test several searches that write to one file while others read it, each in its own process."""
 
 from __future__ import annotations
 

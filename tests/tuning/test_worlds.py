@@ -1,4 +1,4 @@
-"""Searches in random worlds: they end, answer where anything fits, and promise what another process keeps.
+"""Test searches in random worlds: they end, answer where anything fits, and keep their promises.
 
 ``make bench`` runs 10,000 of these worlds.
 """

@@ -1,4 +1,4 @@
-"""When a promised speed was kept, when it was missed, and when two intervals cannot tell."""
+"""Test when a promised speed is kept, missed, or cannot be told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as kept, and whether two ways of training are the same; on figures that the test makes."""
+"""Test when a promise counts as kept, and when two trainings are the same, on invented figures."""
 
 from __future__ import annotations
 

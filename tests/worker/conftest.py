@@ -1,4 +1,4 @@
-"""One warm trial server for all tests of the worker."""
+"""Share one warm trial server among all tests of the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A meter whose time and memory the test decides."""
+"""Simulate a meter whose time and memory the test controls."""
 
 from __future__ import annotations
 

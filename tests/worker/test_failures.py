@@ -1,4 +1,4 @@
-"""Every spelling of out of memory is one; what only looks like it is a failure with its evidence."""
+"""Test that every wording of out of memory is recognized, and that similar messages are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allocator's model keeps its books, and a scaled trace is the trace of that batch."""
+"""Test the simulated allocator, and that a scaled trace equals the trace at that batch."""
 
 from __future__ import annotations
 

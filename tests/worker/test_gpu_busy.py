@@ -1,4 +1,4 @@
-"""The share of a step in which the GPU computes: the arithmetic, and that no trial is lost by it."""
+"""Test the share of a step in which the GPU computes, and that measuring it loses no trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that is no number, updates that fp16's scaler leaves out, curves that can be compared."""
+"""Test losses that are not finite, updates skipped by fp16's gradient scaler, and comparable loss curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measuring callback's arithmetic and stopping rules, on a clock that the test moves."""
+"""Test the measuring callback's arithmetic and stopping rules, with a clock that the test controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's meter and the tests' own fake keep the same contract."""
+"""Test that the CPU meter and the fake meter keep the same contract."""
 
 from __future__ import annotations
 

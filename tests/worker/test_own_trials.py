@@ -1,4 +1,4 @@
-"""Trials of the user's own Trainers and scripts, each in a process of its own, on the CPU."""
+"""Test trials of the user's own Trainers and scripts on the CPU, each in its own process."""
 
 from __future__ import annotations
 

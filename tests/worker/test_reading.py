@@ -1,4 +1,4 @@
-"""Reading real files, and trials that are fed with what was read, each in a process of its own."""
+"""Test preparing real datasets, and trials on them, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of new shapes come twice, in a real ``Trainer`` as well."""
+"""Test that steps with new shapes are run twice, also in a real ``Trainer``."""
 
 from __future__ import annotations
 

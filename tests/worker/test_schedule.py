@@ -1,4 +1,4 @@
-"""Schedules: the worst batches first, then steps that stand for an epoch."""
+"""Test schedules: the largest batches first, then steps that represent an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16's gradient scaler leaves updates out until its scale fits: such steps are not measured."""
+"""Test that steps whose update fp16's gradient scaler skips are not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial trains with the candidate's own ``TrainingArguments``, alone, whatever launched autotune."""
+"""Test that a trial trains with the candidate's ``TrainingArguments``, however autotune was launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training process on one core, whose children are free: real processes, asked where they may run."""
+"""Test a training process pinned to one core, and its child processes, which are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that is built is the one of the workload: its task, its weight dtype, its attention."""
+"""Test that the built model has the workload's task, weight dtype and attention."""
 
 from __future__ import annotations
 

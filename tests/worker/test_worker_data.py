@@ -1,4 +1,4 @@
-"""Synthetic samples have the shapes, masks and labels that their task asks for."""
+"""Test the shapes, masks and labels of synthetic samples for each task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker says of an environment and a model before the first trial."""
+"""Test the facts about environment and model that the worker reports before the first trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real trials of real models, each in a process of its own, on the CPU."""
+"""Test real trials of real models on the CPU, each in its own process."""
 
 from __future__ import annotations
 

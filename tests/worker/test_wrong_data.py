@@ -1,4 +1,4 @@
-"""Data of wrong kinds and values: refused when it is read, in one line that names the column or the file."""
+"""Test errors for invalid datasets: one line that names the column or the file."""
 
 from __future__ import annotations
 
