@@ -111,7 +111,7 @@ _H200 = "NVIDIA H200 data sheet (2024), SXM"
 _GH200 = "NVIDIA GH200 data sheet (2024), 96 GB of HBM3"
 _B200 = "NVIDIA Blackwell architecture technical brief (2024), HGX B200"
 _BLACKWELL = "NVIDIA RTX Blackwell architecture whitepaper, V1.1"
-_PRO = "NVIDIA RTX PRO 6000 Blackwell data sheet (2025), Workstation Edition"
+_PRO = "NVIDIA RTX Blackwell PRO architecture whitepaper, V1.0, Workstation Edition"
 
 
 def _chip(
@@ -175,7 +175,7 @@ CHIPS: dict[str, Chip] = {
         _chip("h100-nvl", 95830, (9, 0), 132, 2048, (835.0, 417.0, 60.0), 3900, 400, _H100),
         _chip("gh200-96gb", 97871, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4000, 1000, _GH200),
         _chip("h200", 143771, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4800, 700, _H200),
-        _chip("b200", 183359, (10, 0), 148, 2048, (2250.0, 1125.0, 75.0), 8000, 1000, _B200),
+        _chip("b200", 183359, (10, 0), 148, 2048, (2250.0, 1100.0, 80.0), 8000, 1000, _B200),
     )
 }
 
