@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "update"
 
-_MATRIX_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+_MATRIX_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0}
 """By operation, the position of the first factor among its arguments."""
 
 _SOURCES: dict[str, tuple[str, ...]] = {
