@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test run-tests test-whole test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test run-tests test-whole test-clients test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
 	@echo "make test         install the development tools and run every check"
 	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
+	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
@@ -71,13 +72,18 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
 
 test-faults: install-dev
 	$(BIN)/python -m pytest tests/faults
+
+# Scripts on other libraries (tests/clients), with those that are installed for it; make test runs some of them.
+test-clients: install-dev
+	$(INSTALL) --editable '.[dev,clients]'
+	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

@@ -33,6 +33,11 @@ class Scratch:
         return os.path.join(self.path, "stopped.json")
 
     @property
+    def cache_list(self) -> str:
+        """Where a trial lists the cache files that it makes elsewhere; not there where it makes none."""
+        return os.path.join(self.path, "cache_files")
+
+    @property
     def temporary(self) -> str:
         """The ``TMPDIR`` of the job: sockets of data loader workers, compiled kernels and the like."""
         return os.path.join(self.path, "tmp")
@@ -44,7 +49,11 @@ class Scratch:
         tempfile.tempdir = None
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it. No process may be writing to it any more."""
+        """Remove the folder and the cache files listed in it. No process may be writing to it any more."""
+        with contextlib.suppress(OSError), open(self.cache_list, encoding="utf-8") as listed:
+            for line in listed:
+                with contextlib.suppress(OSError):
+                    os.unlink(line.rstrip("\n"))
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -32,12 +32,12 @@ def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: f
     elif answer.result is not None or answer.lost or answer.refused is not None:
         return
     elif answer.timed_out:
-        message = f"{name} had not called Trainer.train after {timeout_seconds:.3g} s"
+        message = f"{name} had not begun to train after {timeout_seconds:.3g} s"
         hint = "give it more time with --trial-timeout"
     elif answer.signal:
-        message, hint = f"{name} was killed by {_signal_name(answer.signal)} before it called Trainer.train", ""
+        message, hint = f"{name} was killed by {_signal_name(answer.signal)} before it trained", ""
     else:
-        message, hint = f"{name} ended its process before it called Trainer.train", "run it by itself to see why"
+        message, hint = f"{name} ended its process before it trained", "run it by itself to see why"
     last = tail(log_path)
     where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
     raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))

@@ -68,12 +68,14 @@ def hand_over(interface: Document, name: str, arguments: dict[str, Any]) -> list
         "accumulate_grad_batches": "accumulate_grad_batches of the Trainer",
         "gradient_accumulation_steps": "gradient_accumulation_steps of the Accelerator",
         "precision": "precision of the Trainer",
-        "mixed_precision": "mixed_precision of the Accelerator",
     }
     for argument, value in by_hand.items():
         if argument == "gradient_checkpointing":
             if value:
                 lines.append("call gradient_checkpointing_enable() of the model")
+            continue
+        if argument == "mixed_precision":
+            lines.append(f"start it with accelerate launch --mixed_precision {value}, or set that of its Accelerator")
             continue
         at = f" at {interface['loader']}" if "DataLoader" in places[argument] and interface.get("loader") else ""
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")

@@ -134,7 +134,16 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
     if source is None:
         return server.inspect()
     observer.note(f"running {source.name} up to its training …")
-    return server.inspect(request.trial_timeout_seconds)
+    facts = server.inspect(request.trial_timeout_seconds)
+    if written := facts.get("written"):
+        observer.note(f"{source.name} itself wrote {', '.join(written)}; each trial of it may do so, too")
+    if loss := facts["model"].get("in_batch_loss"):
+        own = facts["model"]["own"]["per_device_train_batch_size"]
+        observer.note(
+            f"{loss} compares the samples of a batch: another per-device batch is another training; "
+            f"--batch-multiple {own} with an --effective-batch of {own} keeps yours"
+        )
+    return facts
 
 
 def _search(

@@ -203,6 +203,7 @@ class Server:
             return
         job["output_dir"] = scratch.output_dir
         job["stop_file"] = scratch.stop_file
+        job["cache_list"] = scratch.cache_list
         sys.stdout.flush()
         sys.stderr.flush()
         count = int(job.get("ranks", 1)) if job["kind"] == "trial" else 1

@@ -193,7 +193,7 @@ def test_what_cannot_be_meant_is_refused(
         ("import no_such_thing\n", ("run.py raised ModuleNotFoundError", "no_such_thing")),
         ("import os\nprint('bye', flush=True)\nos._exit(0)\n", ("run.py ended its process before", "bye")),
         ("import os\nos.kill(os.getpid(), 9)\n", ("run.py was killed by SIGKILL before",)),
-        ("import time\ntime.sleep(600)\n", ("run.py had not called Trainer.train after 5 s", "--trial-timeout")),
+        ("import time\ntime.sleep(600)\n", ("run.py had not begun to train after 5 s", "--trial-timeout")),
     ],
 )
 def test_a_script_that_never_trains_is_one_clear_error(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:

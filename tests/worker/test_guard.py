@@ -116,4 +116,4 @@ def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: Serv
     )
     workload = Workload.of_source(find_script(["run.py"]))
     answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
-    assert answer.result["source_error"] == "run.py ended without having called Trainer.train"
+    assert answer.result["source_error"] == "run.py ended without having trained"

@@ -219,9 +219,9 @@ def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("print('nothing to do')", "run.py ended without having called Trainer.train"),
-        ("import sys; sys.exit(3)", "run.py left with exit code 3 before it called Trainer.train"),
-        ("raise SystemExit('no data')", "run.py left with the words 'no data' before it called Trainer.train"),
+        ("print('nothing to do')", "run.py ended without having trained"),
+        ("import sys; sys.exit(3)", "run.py left with exit code 3 before it trained"),
+        ("raise SystemExit('no data')", "run.py left with the words 'no data' before it trained"),
         ("import no_such_thing", "run.py raised ModuleNotFoundError: No module named 'no_such_thing'"),
         ("def broken(:", "run.py raised SyntaxError"),
         (
@@ -436,3 +436,43 @@ def test_a_run_of_wandb_is_started_by_no_mode(trial_server: ServerClient, folder
         {"kind": "inspect", "workload": inline(folder, "import wandb\nwandb.init(mode='offline')\n").document()}
     )
     assert "'mode is disabled'" in answer.result["source_error"]
+
+
+def test_the_line_that_changes_arguments_is_named(trial_server: ServerClient, folder: Path) -> None:
+    text = "t = trainer()\nt.args.gradient_accumulation_steps = 5\nt.train()"
+    answer = trial_server.run({"kind": "inspect", "workload": inline(folder, text).document()})
+    assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.result["source_error"]
+
+
+def test_what_a_script_writes_itself_is_told(trial_server: ServerClient, folder: Path) -> None:
+    text = "import os\nos.makedirs('outputs')\nopen('outputs/log.txt', 'w').close()\ntrainer().train()\n"
+    assert trial_server.inspect(inline(folder, text))["written"] == ["outputs/log.txt"]
+
+
+CACHES = """
+import os, random
+from datasets import Dataset
+data = Dataset.from_dict({"n": list(range(64))})
+if not os.path.exists("data"):
+    data.save_to_disk("data")
+data = Dataset.load_from_disk("data")
+number = random.random()
+data = data.map(lambda row: {"input_ids": [int(number * 0) + row["n"]] * 12, "labels": row["n"] % 2})
+Trainer(AutoModelForSequenceClassification.from_config(config), TrainingArguments("out"), train_dataset=data).train()
+"""
+
+
+def test_cache_files_that_a_trial_makes_are_removed_with_it(trial_server: ServerClient, folder: Path) -> None:
+    """Those that were there before stay, as does that of the inspection, which trials may read."""
+    workload = inline(folder, CACHES)
+    trial_server.inspect(workload)
+    before = {path.name for path in (folder / "data").glob("cache-*")}
+    assert len(before) == 1
+    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    assert {path.name for path in (folder / "data").glob("cache-*")} == before
+
+
+def test_a_loss_that_compares_the_samples_of_a_batch_is_named(trial_server: ServerClient, folder: Path) -> None:
+    text = "class MultipleNegativesRankingLoss: ...\nt = trainer()\nt.loss = MultipleNegativesRankingLoss()\nt.train()"
+    model = trial_server.inspect(inline(folder, text))["model"]
+    assert model["in_batch_loss"] == "MultipleNegativesRankingLoss"

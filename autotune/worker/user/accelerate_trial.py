@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect as python_inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
-from autotune.core.candidate import Document
+from autotune.core.candidate import OWN_OPTIM, Document
 from autotune.core.training_source import TrainingSource
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.user.code import UserCodeError, run_script
@@ -27,6 +27,8 @@ from autotune.worker.user.inspection import SeenTraining
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, place_of
 from autotune.worker.user.loop_trial import StepsTrial
 
+# More epochs or steps than any trial trains for: what comes after the training is not reached.
+_MANY = 1_000_000
 _PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 # The options of transformers' and accelerate's examples, by what they decide.
@@ -58,8 +60,10 @@ class AccelerateTrial(StepsTrial):
             checkpointing=candidate.arm.gradient_checkpointing if "checkpointing" in searched else False,
         )
         overlay.install()
+        options = {"num_train_epochs": _MANY, "max_train_steps": _MANY}
         if "accumulation" in searched and interface.get("accumulates_by") == "option":
-            _set_option("gradient_accumulation_steps", run)
+            options["gradient_accumulation_steps"] = run
+        _set_options(options)
         silence()
         steps = self._watch(run)
         self._announce = self.begins
@@ -222,14 +226,15 @@ def _given_by(batches: Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any
     return __iter__
 
 
-def _set_option(name: str, value: int) -> None:
-    """Have every ``argparse`` parser of this process give another value for an option that it has."""
+def _set_options(values: dict[str, int]) -> None:
+    """Have every ``argparse`` parser of this process give other values for options that it has and that are given."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(parser: Any, *words: Any, **options: Any) -> Any:
         found, others = parse(parser, *words, **options)
-        if hasattr(found, name):
-            setattr(found, name, value)
+        for name, value in values.items():
+            if getattr(found, name, None) is not None:
+                setattr(found, name, value)
         return found, others
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
@@ -260,9 +265,17 @@ class SeenOptions:
         kind.add_argument = add_argument
         argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
-    def flags(self) -> dict[str, str]:
+    def flags(self, options: Mapping[str, Sequence[str]]) -> dict[str, str]:
         """Return the flag of each thing that can be searched, where the script has one."""
-        return {what: name for what, names in OPTIONS.items() for name in names if name in self.names}
+        return {what: name for what, names in options.items() for name in names if name in self.names}
+
+
+@functools.cache
+def watch_options() -> SeenOptions:
+    """Take down, from now on, which options the parsers of this process have."""
+    seen = SeenOptions()
+    seen.watch()
+    return seen
 
 
 class AccelerateInspection:
@@ -274,7 +287,7 @@ class AccelerateInspection:
         """Called with the model's facts, once they are known."""
         self._seen = SeenTraining()
         self._overlay = AccelerateOverlay()
-        self._options = SeenOptions()
+        self._options = watch_options()
         self._given: Any = None
         self._loader: Any = None
         self._passes = 0
@@ -282,7 +295,6 @@ class AccelerateInspection:
 
     def install(self) -> None:
         """Watch what the script makes."""
-        self._options.watch()
         LoaderOverlay().install()
         self._overlay.install()
         _over_loaders(self._watched_batches)
@@ -344,7 +356,7 @@ class AccelerateInspection:
                 "accumulates_by": by,
                 "loader_key": key,
                 "loader": place_of(key) if key else None,
-                "flags": self._options.flags(),
+                "flags": self._options.flags(OPTIONS),
             },
             "own": {
                 "per_device_train_batch_size": batch,
@@ -352,6 +364,6 @@ class AccelerateInspection:
                 "precision": precision if precision != "no" else "tf32" if is_tf32 else "fp32",
                 "gradient_checkpointing": own_checkpointing,
                 "attn_implementation": self._seen.facts()["attn_implementations"][0],
-                "optim": "own",
+                "optim": OWN_OPTIM,
             },
         }

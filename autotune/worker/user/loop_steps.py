@@ -98,6 +98,11 @@ class LoopSteps:
             mark = self._listener.mark()
             self._marks = mark, mark
 
+    def backward_ends(self) -> None:
+        """Mark the end of a backward pass that was a part of the optimizer's step."""
+        mark = self._listener.mark()
+        self._marks = mark, mark
+
     def optimizer_ends(self) -> None:
         """Mark the end of the update; of several optimizers the last counts."""
         if self._marks is not None:
@@ -114,9 +119,9 @@ class LoopSteps:
             )
         self._is_open = True
         try:
-            self._begin()
+            self.begin()
             while (yield from self._once(loader)):
-                self._data_is_over()
+                self.data_is_over()
         finally:
             self._is_open = False
 
@@ -131,26 +136,28 @@ class LoopSteps:
             except StopIteration:
                 return given > 0
             given += 1
-            self._micro_step_begins(time.perf_counter() - asked, batch_samples(batch))
+            self.micro_step_begins(time.perf_counter() - asked, batch_samples(batch))
             try:
                 yield batch
             finally:
-                self._micro_step_ends()
+                self.micro_step_ends()
 
     @contextlib.contextmanager
     def micro_step(self) -> Iterator[None]:
         """Mark what is done within as a micro-step."""
-        self._begin()
-        self._micro_step_begins(0.0, None)
+        self.begin()
+        self.micro_step_begins(0.0, None)
         yield
-        self._micro_step_ends()
+        self.micro_step_ends()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Say that the first batch is about to be given, unless that was said."""
         if not self._has_begun:
             self._has_begun = True
             self._listener.begin()
 
-    def _micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
+    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
+        """Say that a batch is there, after so long a wait, and how many samples it has."""
         if self._micro_steps == 0:
             self._listener.step_begins()
         else:
@@ -159,7 +166,8 @@ class LoopSteps:
             self._is_short = self._is_short or samples < self._usual_samples
             self._usual_samples = max(self._usual_samples, samples)
 
-    def _micro_step_ends(self) -> None:
+    def micro_step_ends(self) -> None:
+        """Say that what is done with a batch is done."""
         self._micro_steps += 1
         if self._backward_passes == 0:
             self._micro_steps_without_backward += 1
@@ -208,7 +216,7 @@ class LoopSteps:
         if self._dropped > _MOST_DROPPED:
             raise UserCodeError(f"{self._name} made no whole step of its optimizer in {self._dropped} steps")
 
-    def _data_is_over(self) -> None:
+    def data_is_over(self) -> None:
         """Drop the step that the end of the data cut short; an early step just before it is no sign of anything."""
         self._early = 0
         if self._micro_steps:

@@ -38,10 +38,11 @@ class StepsTrial(OwnTrial):
         accumulation = self._candidate.gradient_accumulation_steps
         self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
 
-    def _watch(self, accumulation: int | None) -> LoopSteps:
+    def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         assert self._meter is not None
-        rehearsing = Rehearsing(accumulation) if self._device_kind == "cuda" and accumulation else None
+        rehearses = rehearses and self._device_kind == "cuda"
+        rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
         self._callback = measured = MeasuredSteps(
             self._meter,
             self._candidate,

@@ -48,6 +48,7 @@ class Overlay:
     """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
     made_from: Document = field(default_factory=dict)
     """Where the arguments come from: ``from`` is ``flags``, ``file`` or ``code``, ``place`` names the file or line."""
+    _set_at: dict[str, str] = field(default_factory=dict)
     _last_own_batch: tuple[int, int] | None = None
 
     def install(self) -> None:
@@ -59,6 +60,7 @@ class Overlay:
             original(arguments)
 
         TrainingArguments.__post_init__ = __post_init__
+        self._watch_changes()
         make = Trainer.__init__
 
         @functools.wraps(make)
@@ -69,6 +71,17 @@ class Overlay:
             make(trainer, *words, **options)
 
         Trainer.__init__ = __init__
+
+    def _watch_changes(self) -> None:
+        """Take down where fields are set after the arguments were made."""
+        put = TrainingArguments.__setattr__
+
+        def __setattr__(arguments: Any, name: str, value: Any) -> None:  # noqa: N807
+            if name in _BATCH and (place := _setter()) is not None:
+                self._set_at[name] = place
+            put(arguments, name, value)
+
+        TrainingArguments.__setattr__ = __setattr__
 
     def _silence(self, arguments: Any) -> None:
         """Set once more what was set after the arguments were made, as by their ``set_push_to_hub``."""
@@ -100,7 +113,8 @@ class Overlay:
                 asked = self.shortened[1]
             found = getattr(arguments, name, None)
             if plain(found) != asked and name != "use_cpu":
-                return f"{name} is {plain(found)!r}, asked was {asked!r}"
+                at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
+                return f"{name} is {plain(found)!r}, asked was {asked!r}{at}"
         return None
 
 
@@ -123,6 +137,15 @@ def probe(batch: int, accumulation: int) -> Document:
     else:
         found = batch * 2, accumulation
     return dict(zip(_BATCH, found, strict=True))
+
+
+def _setter() -> str | None:
+    """Return the line that sets a field of arguments that are made; ``None`` for those that make them."""
+    frame = sys._getframe(2)
+    module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    if path.startswith("<") or frame.f_code.co_name == "__init__" or module.startswith(("transformers.", "autotune.")):
+        return None
+    return f"{os.sep.join(path.split(os.sep)[-2:])}:{frame.f_lineno}"
 
 
 def _origin() -> Document:

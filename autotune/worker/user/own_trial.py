@@ -13,6 +13,7 @@ from autotune.worker.trial.measure import MeasureCallback
 from autotune.worker.trial.run import Trial
 from autotune.worker.user.code import UserCodeError, enter, trim
 from autotune.worker.user.guard import Guard
+from autotune.worker.user.written_files import note_cache_files
 
 
 class OwnTrial(Trial):
@@ -27,6 +28,7 @@ class OwnTrial(Trial):
         self._source = self._workload.source
         self._finish = finish
         self._stop_file: str = job["stop_file"]
+        self._cache_list: str = job["cache_list"]
         self._guard = Guard(self._source, self._refuse)
         self._callback: MeasureCallback | None = None
 
@@ -41,6 +43,7 @@ class OwnTrial(Trial):
             self._phases.enter(self._source.kind)
             enter(self._source)
             self._guard.install(self._stop_file)
+            note_cache_files(self._cache_list)
             self.run_code(output_dir)
             raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
         except BaseException as error:

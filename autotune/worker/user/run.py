@@ -8,13 +8,14 @@ from typing import NoReturn
 from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
-from autotune.worker.user import accelerate_trial, loop_trial, trainer_trial
+from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_trial
 from autotune.worker.user.own_trial import OwnTrial
 
 _TRIALS: dict[str, type[OwnTrial]] = {
     "trainer": trainer_trial.TrainerTrial,
     "loop": loop_trial.LoopTrial,
     "accelerate": accelerate_trial.AccelerateTrial,
+    "lightning": lightning_trial.LightningTrial,
 }
 
 SendMessage = Callable[[str, Document], None]

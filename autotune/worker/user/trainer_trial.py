@@ -27,8 +27,10 @@ from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, fail_inspection, length, weight_dtype
+from autotune.worker.user.lightning_trial import LightningInspection
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.written_files import watch_written_files
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
@@ -57,13 +59,13 @@ def _run_source(source: TrainingSource, overrides: Document, output_dir: str) ->
         if left.code not in (None, 0):
             what = f"exit code {left.code}" if isinstance(left.code, int) else f"the words {str(left.code)[:200]!r}"
             raise UserCodeError(
-                f"{source.name} left with {what} before it called Trainer.train",
+                f"{source.name} left with {what} before it trained",
                 "run it by itself with the same options to see whether it trains",
             ) from left
     raise UserCodeError(
-        f"{source.name} ended without having called Trainer.train",
-        "give it the options with which it trains, such as --do_train; only what trains with "
-        "transformers.Trainer or a subclass can be measured",
+        f"{source.name} ended without having trained",
+        "give it the options with which it trains, such as --do_train; what is measured trains with "
+        "transformers.Trainer, an Accelerator or Lightning",
     )
 
 
@@ -81,6 +83,8 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
     if not isinstance(trainer, Trainer):
         kind = "the class" if isinstance(trainer, type) else "an object of type"
         name = trainer.__name__ if isinstance(trainer, type) else type(trainer).__name__
+        if name == "Trainer":
+            name = f"{trainer.__module__}.{name}"
         raise UserCodeError(
             f"{source.name} returned {'None' if trainer is None else f'{kind} {name}'}, not a transformers.Trainer",
             "return the Trainer, ready to train",
@@ -300,6 +304,8 @@ class _Inspection:
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
                 self._facts["model"] = _model_facts(trainer)
+                if (loss := _in_batch_loss(trainer)) is not None:
+                    self._facts["model"]["in_batch_loss"] = loss
                 self._facts["model"]["interface"] = {"kind": "trainer", **self._overlay.made_from}
                 self._check(trainer, self._overlay.tuned)
             except BaseException as error:
@@ -326,6 +332,7 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
+        self._facts["written"] = watch_written_files(self._source.cwd)
         others = AccelerateInspection(self._source, self._finish_with_model)
         guard = Guard(
             self._source,
@@ -335,6 +342,12 @@ class _Inspection:
         guard.install(self._job["stop_file"])
         if self._source.kind == "script":
             others.install()
+            LightningInspection(
+                self._source,
+                self._output_dir,
+                self._finish_with_model,
+                on_cpu=self._job["device_kind"] == "cpu",
+            ).install()
         self._overlay.install()
 
     def _check(self, trainer: Any, wanted: Document) -> None:
@@ -379,6 +392,24 @@ def _model_facts(trainer: Any) -> Document:
             "optim": plain(args.optim),
         },
     }
+
+
+# Losses of sentence-transformers for which the other samples of a batch are the negatives.
+_IN_BATCH_LOSSES = (
+    "MultipleNegatives",
+    "MegaBatch",
+    "GIST",
+    "ContrastiveTension",
+    "BatchHard",
+    "BatchAll",
+    "BatchSemi",
+)
+
+
+def _in_batch_loss(trainer: Any) -> str | None:
+    """Return the name of a loss that compares the samples of a batch, which another batch makes another training."""
+    loss = type(getattr(trainer, "loss", None)).__name__
+    return loss if any(part in loss for part in _IN_BATCH_LOSSES) else None
 
 
 def _precision(args: Any) -> str:

@@ -1,0 +1,49 @@
+"""Trials of unmodified scripts that train with Lightning, each in a process of its own, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+
+SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "lightning_loop.py"
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_lightning_script_is_measured_unmodified(
+    trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed: make test-clients")
+    monkeypatch.chdir(tmp_path)
+    source = find_script(["python", str(SCRIPT), "--package", package, "--accumulate_grad_batches", "2"])
+    model = trial_server.inspect(Workload.of_source(source))["model"]
+    assert (model["class"], model["samples"]) == ("Classifier", 40)
+    interface = model["interface"]
+    assert interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert interface["loader"].startswith("lightning_loop.py:")
+    assert interface["flags"] == {"batch": "--batch_size", "accumulation": "--accumulate_grad_batches"}
+    assert (model["own"]["per_device_train_batch_size"], model["own"]["gradient_accumulation_steps"]) == (4, 2)
+    workload = Workload.of_source(dataclasses.replace(source, interface=interface))
+
+    # 40 samples are five batches of 8: the last step of each epoch is cut short.
+    tried = Candidate(Arm("bf16", gradient_checkpointing=True, optim=OWN_OPTIM), 8, 2)
+    answer = trial_server.trial(workload, tried)
+    measured = answer.completed.measurement
+    assert (measured.micro_steps_run, len(measured.step_seconds_each)) == (2, QUICK.max_steps)
+    assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
+    assert 0 < measured.optimizer_seconds < measured.step_seconds  # type: ignore[operator]
+    assert "trains with bf16-mixed, 2" in answer.log
+    assert "validates" not in answer.log
+    answer = trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), 4, 2), unmodified=True)
+    assert "trains with 32-true, 2" in answer.log
+    assert answer.completed.measurement.micro_steps_run == 2
+    assert list(tmp_path.iterdir()) == []
