@@ -150,7 +150,7 @@ def _setter() -> str | None:
 
 def _origin() -> Document:
     """Return where the arguments that are being made come from, as the call stack shows."""
-    frame = sys._getframe(1)
+    frame, place = sys._getframe(1), None
     while frame.f_back is not None:
         frame = frame.f_back
         function, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
@@ -164,9 +164,14 @@ def _origin() -> Document:
         is_library = module.startswith(("transformers.", "trl.", "dataclasses", "autotune.")) or (
             frame.f_code.co_filename.startswith("<")
         )
-        if not is_library:
-            return {"from": "code", "place": f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"}
-    return {}
+        if is_library:
+            continue
+        is_installed = "site-packages" in frame.f_code.co_filename.split(os.sep)
+        if place is None or not is_installed:
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if not is_installed:
+            break
+    return {"from": "code", "place": place} if place is not None else {}
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:

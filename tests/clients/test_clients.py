@@ -1,0 +1,97 @@
+"""Scripts on other libraries: searched unmodified, the winner exported, and trained with; nothing written meanwhile.
+
+Some run with the other tests, all of them with ``make test-clients``; one whose library is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = ROOT / "tests" / "own_code"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A script, and how its library takes what is exported."""
+
+    file: str
+    library: str
+    words: tuple[str, ...] = ()
+    after: str = "flags"
+    """How it trains with the export: ``flags``, ``settings`` in a file, or not at all by itself: ``code``."""
+
+
+CLIENTS = {
+    "trl": Client("tune_with_trl.py", "trl", ("--output_dir", "out", "--max_length", "32", "--bf16", "false")),
+    "peft": Client("tune_with_peft.py", "peft", ("--output_dir", "out")),
+    "sentence-transformers": Client("tune_sentence_transformer.py", "sentence_transformers", ("out",), "code"),
+    "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out")),
+    "lightning": Client("lightning_loop.py", "lightning"),
+    "pytorch-lightning": Client("lightning_loop.py", "pytorch_lightning", ("--package", "pytorch_lightning")),
+    "plain PyTorch": Client("train_images.py", "torch", after="settings"),
+}
+WITH_THE_OTHERS = ("accelerate", "plain PyTorch")
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the folder, without the hub."""
+    caches = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder.parent / "cache")}
+    environment = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in WITH_THE_OTHERS else pytest.mark.clients) for name in CLIENTS]
+)
+def test_a_script_is_searched_exported_and_trained(tmp_path: Path, name: str) -> None:
+    client = CLIENTS[name]
+    if importlib.util.find_spec(client.library) is None:
+        pytest.skip(f"{client.library} is not installed: make test-clients")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    autotune = (sys.executable, "-m", "autotune")
+    script = str(CODE / client.file)
+    own = ("--loop", f"{script}:train") if client.after == "settings" else ("--", "python", script, *client.words)
+    budget = ("--device", "cpu", "--study", "s", "--effective-batch", "16", "--trials", "2", "--precision", "fp32")
+    searched = run(folder, *autotune, "search", *budget, *own)
+    assert searched.returncode == 0, searched.stderr
+    assert [path.name for path in folder.iterdir()] == ["studies"]
+    exported = json.loads(run(folder, *autotune, "export", "s").stdout)
+    batch = exported.get(
+        "per_device_train_batch_size", exported.get("batch_size", exported.get("per_device_batch_size"))
+    )
+    steps = ("gradient_accumulation_steps", "accumulate_grad_batches")
+    assert batch * next(exported[step] for step in steps if step in exported) == 16
+
+    if client.after == "settings":
+        (folder / "settings.json").write_text(json.dumps(exported))
+        trained = run(folder, sys.executable, "-c", _ONE_EPOCH, str(CODE), "settings.json")
+        assert f"trained with LoopConfig(per_device_batch_size={batch}" in trained.stdout
+    elif client.after == "flags":
+        flags = shlex.split(run(folder, *autotune, "export", "s", "--format", "cli").stdout)
+        assert any("batch" in flag for flag in flags)
+        limit = () if "lightning" in name else ("--num_train_epochs", "1")
+        trained = run(folder, sys.executable, script, *client.words, *limit, *flags)
+    else:
+        said = run(folder, *autotune, "export", "s", "--format", "python").stderr
+        assert f"set them at {client.file}:" in said
+        return
+    assert trained.returncode == 0, trained.stderr
+
+
+_ONE_EPOCH = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import train_images, autotune
+train_images.train(autotune.LoopConfig(**json.load(open(sys.argv[2]))))
+"""
