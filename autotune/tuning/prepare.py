@@ -134,7 +134,8 @@ def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest
         effective_batch = samples * request.world_size
     source, interface = request.workload.source, model.get("interface", {})
     assert source is not None
-    if request.optims and own["optim"] == OWN_OPTIM:
+    # A study that is resumed has recorded that name.
+    if {*request.optims} - {OWN_OPTIM} and own["optim"] == OWN_OPTIM:
         raise InvalidRequestError(
             f"--optim {','.join(request.optims)} means nothing to {source.name}, which makes its optimizer itself",
             "leave --optim out",

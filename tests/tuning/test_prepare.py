@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
 from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
@@ -241,3 +241,58 @@ class TestTooLittleMemory:
         with pytest.raises(NothingFitsError) as caught:
             prepare(halved, FACTS)
         assert "--dtype" not in caught.value.hint
+
+
+class TestOwnLoop:
+    """Of code that trains in a loop of its own, and takes of a candidate what its inspection saw."""
+
+    def prepared(self, searched: list[str], *, batch: int = 8, accumulation: int = 2, **options: Any) -> Prepared:
+        source = TrainingSource("script", "/run.py", "0", "/")
+        asked = dataclasses.replace(
+            request(**{"effective_batch": 64, "optims": (), **options}), workload=Workload.of_source(source)
+        )
+        own = Candidate(Arm(optim=OWN_OPTIM), batch, accumulation).parameters()
+        interface = {"kind": "accelerate", "searched": searched}
+        model = facts(always_checkpoints=False, own=own, config={}, dtype="float32", interface=interface, samples=None,
+                      gradient_checkpointing="checkpointing" in searched)  # fmt: skip
+        return prepare(asked, model)
+
+    def batches(self, given: Prepared) -> list[tuple[int, int]]:
+        found = given.space.batches
+        return [(b, found.accumulation(b)) for level in found.levels() for b in found.at_level(level)]
+
+    def test_everything_is_searched_where_everything_is_taken(self) -> None:
+        given = self.prepared(["batch", "accumulation", "precision", "checkpointing"])
+        assert (8, 8) in self.batches(given)
+        assert (64, 1) in self.batches(given)
+        assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "fp32"}
+        assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
+        assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 8, 2)
+        assert given.request.workload.source is not None
+        assert given.request.workload.source.interface["kind"] == "accelerate"
+
+    def test_what_is_not_taken_is_not_searched(self) -> None:
+        assert self.batches(self.prepared(["batch", "precision"])) == [(32, 2)]
+        assert self.batches(self.prepared(["accumulation", "precision"])) == [(8, 8)]
+        given = self.prepared(["batch"])
+        assert {(arm.precision, arm.gradient_checkpointing) for arm in given.space.arms} == {("fp32", False)}
+
+    def test_a_resumed_study_has_the_name_of_the_optimizer_recorded(self) -> None:
+        given = self.prepared(["batch", "accumulation"], optims=(OWN_OPTIM,))
+        assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
+
+    @pytest.mark.parametrize(
+        ("searched", "options", "message"),
+        [
+            ([], {}, "uses nothing of its config"),
+            (["batch"], {"precisions": ("bf16",)}, "--precision bf16 means nothing to run.py"),
+            (["batch"], {"effective_batch": 63}, "accumulates 2 steps by itself"),
+            (["accumulation"], {"effective_batch": 12}, "does not take another per-device batch than 8"),
+            (["precision"], {}, "trains at 8 × 2 and takes no other batch"),
+            (["batch"], {"optims": ("adafactor",)}, "--optim adafactor means nothing to run.py"),
+        ],
+    )
+    def test_what_cannot_be_had_is_refused(self, searched: list[str], options: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
+            self.prepared(searched, **options)
+        assert raised.value.hint
