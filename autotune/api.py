@@ -168,7 +168,7 @@ class _Lines:
         print(text, file=sys.stderr)
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        print(f"study {study.name} on {prepared.request.device.label}", file=sys.stderr)
+        print(f"study {study.name} on {prepared.request.placement.label}", file=sys.stderr)
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         pass
@@ -220,6 +220,7 @@ def search(
     pad_to_multiple_of: int | None = None,
     group_by_length: bool = False,
     device: str | None = None,
+    gpus: int | str | Sequence[int | str] | None = None,
     memory_limit: int | str | None = None,
     headroom: Headroom | float | str | None = None,
     world_size: int = 1,

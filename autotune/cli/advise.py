@@ -32,7 +32,7 @@ def advise(
     ctx: click.Context,
     /,
     as_json: bool,
-    gpus: tuple[str, ...] | None,
+    gpu: tuple[str, ...] | None,
     gpu_spec: str | None,
     price: tuple[str, ...] | None,
     prices: str | None,
@@ -58,7 +58,7 @@ def advise(
     from autotune.tuning.answers import AnswersBeside
 
     known = known_chips(gpu_spec)
-    chips = list(known.values()) if gpus in (None, ("all",)) else [find_named(name, known) for name in gpus or ()]
+    chips = list(known.values()) if gpu in (None, ("all",)) else [find_named(name, known) for name in gpu or ()]
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
     with AnswersBeside(storage) as answers:

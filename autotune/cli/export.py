@@ -12,8 +12,13 @@ from autotune.cli.output import OutputPath, write_text
 
 @click.command()
 @click.argument("study")
-@click.option("--format", "form", type=click.Choice(("json", "yaml", "cli", "python", "env")), default="json",
-              show_default=True)  # fmt: skip
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("json", "yaml", "cli", "python", "env", "torchrun", "accelerate")),
+    default="json",
+    show_default=True,
+)
 @click.option("--output", "-o", type=OutputPath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @table_options("export")
 def export(study: str, form: str, output: Path | None, storage: str) -> None:
@@ -22,15 +27,21 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     \b
       autotune export STUDY > training_arguments.json
       autotune export STUDY --format cli
+      autotune export STUDY --format torchrun
       env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
     """
-    from autotune.results.export import FORMATS, beside_lines, make_export, render
+    from autotune.results.export import FORMATS, LAUNCH_FORMATS, beside_lines, make_export, render, render_launch
     from autotune.results.report import load_report
     from autotune.store import open_store
 
     with open_store(storage, create=False) as store:
         made = make_export(load_report(store, study))
-    text = render(made, next(known for known in FORMATS if known == form))
+    launch = next((known for known in LAUNCH_FORMATS if known == form), None)
+    text = (
+        render_launch(made, launch)
+        if launch is not None
+        else render(made, next(known for known in FORMATS if known == form))
+    )
     if output is None:
         click.echo(text, nl=False)
     else:

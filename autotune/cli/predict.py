@@ -42,7 +42,7 @@ def predict(
     as_json: bool,
     all_batches: bool,
     anatomy: bool,
-    gpus: tuple[str, ...] | None,
+    gpu: tuple[str, ...] | None,
     gpu_spec: str | None,
     storage: str,
     **options: Any,
@@ -58,7 +58,7 @@ def predict(
     """
     if options["model"] is None:
         raise click.MissingParameter(ctx=ctx, param_hint="--model", param_type="option")
-    targets = _chips(gpus, options["memory_limit"], gpu_spec)
+    targets = _chips(gpu, options["memory_limit"], gpu_spec)
     from autotune.tuning.answers import AnswersBeside
 
     with AnswersBeside(storage) as answers:

@@ -132,11 +132,12 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     workload = request.workload
     batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
     if request.world_size > 1:
-        batch += f" on {request.world_size} devices, one of them measured"
+        batch += f" on {request.world_size} devices"
+        batch += ", one of them measured" if request.ranks == 1 else ""
     lines = [
         f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
         f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}",
-        f"device  {request.device.label}, {request.device.name}",
+        f"device  {request.placement.label}, {request.device.name}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
         f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
         f"study   {study.name}",

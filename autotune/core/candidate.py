@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autotune.core.device import Precision as Precision
 from autotune.core.schema import decode
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
+
+Strategy = Literal["ddp"]
+"""How several ranks share a model. ``ddp``: each has all of it, and they exchange gradients."""
 
 Document = dict[str, Any]
 
@@ -36,6 +39,12 @@ class Arm:
     dataloader_prefetch_factor: int | None = None
     cpu_affinity: bool = False
     """Run all threads of the training process on one CPU core. Data loader workers stay free."""
+    strategy: Strategy | None = None
+    """``None`` for one rank."""
+    ranks: int = 1
+    """Processes that train together, each on a device of its own."""
+    ddp_find_unused_parameters: bool | None = None
+    """``None`` leaves it to the Trainer, which has DDP look for them unless checkpointing is on."""
 
     def describe(self) -> str:
         """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
@@ -58,7 +67,13 @@ class Arm:
             words.append(f"prefetch {self.dataloader_prefetch_factor}")
         if self.cpu_affinity:
             words.append("pinned to one core")
+        if self.strategy:
+            words.append(f"{self.strategy} × {self.ranks}")
+            words += [] if self.ddp_find_unused_parameters is None else ["no search for unused parameters"]
         return ", ".join(words)
+
+
+_OF_RANKS = frozenset({"strategy", "ranks", "ddp_find_unused_parameters"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +86,8 @@ class Candidate:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one device trains on in one optimizer step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """Samples of one optimizer step, over all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.arm.ranks
 
     @property
     def accumulates(self) -> bool:
@@ -90,6 +105,14 @@ class Candidate:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             **dataclasses.asdict(self.arm),
         }
+
+    def recorded_parameters(self) -> Document:
+        """Return ``parameters`` as they are stored: without what only several ranks have, where there is one.
+
+        So were trials recorded before there were several.
+        """
+        names = _OF_RANKS if self.arm.ranks == 1 else frozenset[str]()
+        return {name: value for name, value in self.parameters().items() if name not in names}
 
     @classmethod
     def from_parameters(cls, parameters: Document) -> Candidate:

@@ -95,6 +95,17 @@ def _check_script(name: str, value: Any) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in value)
 
 
+def _check_gpus(name: str, value: Any) -> str:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not listed:
+        raise refuse(name, value, "a number of GPUs or a list of them", "give gpus=2, gpus='all' or gpus=[0, 1]")
+    # One entry of a list is a GPU, where a number alone is how many.
+    words = [f"cuda:{word}" if isinstance(word, int) else str(word) for word in listed]
+    return words[0] if isinstance(value, str) else ",".join(words)
+
+
 def _check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise refuse(name, value, "True or False", "give one of them")
@@ -182,6 +193,7 @@ PATH = Kind("path", str, _check_path)
 TRAINER = Kind("path", str, _check_trainer)
 LOOP = Kind("path", str, _check_loop)
 SCRIPT = Kind("words", str, _check_script)
+GPUS = Kind("gpus", str, _check_gpus)
 FLAG = Kind("flag", str, _check_flag, bool)
 COUNT = _whole(1)
 SEED = _whole(0)
@@ -331,7 +343,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("pad_to_multiple_of", COUNT, "Pad on to a multiple of this.", **_DATA),
     Option("group_by_length", FLAG, "Batches of like lengths: train_sampling_strategy=group_by_length.", **_DATA),
-    Option("gpus", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED, flag="--gpu",
+    Option("gpu", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED,
            help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."}),
     Option(
         "gpu_spec", PATH, "JSON file with the figures of GPUs of your own, to be named with --gpu.", DEVICE, PREDICTED,
@@ -346,6 +358,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE, BUDGET,
         metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
+    ),
+    Option(
+        "gpus", GPUS,
+        "Train on several GPUs together (DDP): a number, all, or a list such as 0,1 [default: one, see --device].",
+        DEVICE, metavar="N|all|LIST",
     ),
     Option(
         "memory_limit", BYTES, "Search as if the device had no more, e.g. 24GiB [default: all free].", DEVICE, BOTH,

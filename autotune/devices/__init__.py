@@ -11,12 +11,13 @@ from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.device import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.devices.condition import Condition, GpuPolicy
 from autotune.devices.host import processor_name
-from autotune.devices.listing import find_device, list_devices
+from autotune.devices.listing import devices_of_ranks, find_device, find_gpus, list_devices
 from autotune.devices.nvml import (
     busy_pids,
     device_condition,
     device_energy_joules,
     device_used_bytes,
+    gpu_links,
     gpu_policy,
     nvml_problem,
 )
@@ -36,7 +37,10 @@ __all__ = [
     "device_condition",
     "device_energy_joules",
     "device_used_bytes",
+    "devices_of_ranks",
     "find_device",
+    "find_gpus",
+    "gpu_links",
     "gpu_policy",
     "list_devices",
     "nvml_problem",

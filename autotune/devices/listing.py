@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError
@@ -42,6 +44,49 @@ def find_device(text: str | None) -> Device:
             _what_there_is(devices),
         )
     return matches[0]
+
+
+def devices_of_ranks(environment: Mapping[str, Any], study: str) -> tuple[Device, ...]:
+    """Return a device of this machine for each rank of a recorded study: the same ones, else others of their name.
+
+    Raises ``DeviceError`` where there are too few. On a CPU all ranks share it.
+    """
+    ranks: int = environment["ranks"]["world_size"]
+    name, uuids = environment["device_name"], environment["device_uuids"]
+    alike = [device for device in list_devices() if device.name == name and device.kind == environment["device_kind"]]
+    if alike and alike[0].kind == "cpu":
+        return (alike[0],) * ranks
+    same = [device for uuid in uuids for device in alike if device.uuid == uuid]
+    found = same if len(same) == ranks else alike[:ranks]
+    if len(found) < ranks:
+        raise DeviceError(
+            f"the study {study!r} was searched on {ranks} of {name}, and {len(alike)} are here",
+            "go on where they are, or search anew under another --study",
+        )
+    return tuple(found)
+
+
+def find_gpus(text: str) -> tuple[Device, ...]:
+    """Return the GPUs named by a number of them, ``all``, or a list such as ``0,2`` or ``cuda:0,GPU-…``.
+
+    A number means the first so many that are visible. Raises as ``find_device`` does.
+    """
+    gpus = tuple(device for device in list_devices() if device.kind == "cuda")
+    wanted = text.strip()
+    if wanted == "all" or (wanted.isascii() and wanted.isdigit()):
+        count = len(gpus) if wanted == "all" else int(wanted)
+        if wanted == "0":
+            raise InvalidRequestError("--gpus 0 leaves nothing to train on", "use 1 or more, or --device cpu")
+        if not gpus or count > len(gpus):
+            there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
+            hint = _what_there_is(list_devices()) if not gpus else f"use --gpus {len(gpus)} or fewer"
+            raise DeviceError(f"--gpus {wanted}: {there} here", hint)
+        return gpus[:count]
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    found = tuple(find_device(f"cuda:{name}" if name.isascii() and name.isdigit() else name) for name in names)
+    if not found or any(device.kind != "cuda" for device in found):
+        raise InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
+    return found
 
 
 def _means(wanted: str, device: Device) -> bool:

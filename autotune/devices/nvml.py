@@ -8,6 +8,7 @@ other problem is kept as a sentence (``nvml_problem``), so that one failing GPU 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from autotune.devices.host import host_memory
 _SM_CLOCK, _GPU_SENSOR, _UNCORRECTED, _VOLATILE = 1, 0, 1, 0
 _GRAPHICS_CLOCK, _MEMORY_CLOCK = 0, 2
 _GPU_IS_LOST = 15
+
+
+# nvml.h, nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo -m.
+_TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 class GpuMemory(NamedTuple):
@@ -185,6 +190,19 @@ class NvmlSession:
             busy[int(sample.pid)] = max(int(sample.smUtil), busy.get(int(sample.pid), 0))
         return busy
 
+    def links(self, uuids: Sequence[str]) -> tuple[str, ...]:
+        """Return how each pair of GPUs is linked."""
+        handles = [self._known_handle(uuid) for uuid in uuids]
+        return tuple(self._link(one, other) for one, other in itertools.combinations(handles, 2))
+
+    def _link(self, one: Any, other: Any) -> str:
+        if one is None or other is None:
+            return "unknown"
+        # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK is 2, NVML_P2P_STATUS_OK is 0.
+        if self._optional("nvmlDeviceGetP2PStatus", one, other, 2) == 0:
+            return "NVLink"
+        return _TOPOLOGY.get(self._optional("nvmlDeviceGetTopologyCommonAncestor", one, other), "unknown")
+
     def _handle_at(self, position: int) -> Any:
         """Return the handle of the GPU at a position in nvidia-smi.
 
@@ -335,6 +353,14 @@ def device_condition(uuid: str) -> Condition | None:
 def gpu_policy(uuid: str) -> GpuPolicy | None:
     """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not tell."""
     return current_session().policy(uuid)
+
+
+def gpu_links(uuids: Sequence[str]) -> tuple[str, ...]:
+    """Return how each pair of GPUs is linked, in order, in nvidia-smi's words: ``NVLink``, ``PIX`` … ``SYS``.
+
+    ``unknown`` where NVML does not tell.
+    """
+    return current_session().links(uuids)
 
 
 def busy_pids(uuid: str, since_seconds: float) -> dict[int, int]:

@@ -92,9 +92,10 @@ class Question:
 
 
 def _arm_document(arm: Arm) -> Document:
-    """Return an arm as a document without pinning: memory does not depend on it, and stored answers lack the field."""
+    """Return an arm as a document without what one rank's memory does not depend on, which stored answers lack."""
     document = dataclasses.asdict(arm)
-    del document["cpu_affinity"]
+    for name in ("cpu_affinity", "strategy", "ranks", "ddp_find_unused_parameters"):
+        del document[name]
     return document
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from autotune.core.candidate import Candidate
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.errors import NoResultError
+from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
 from autotune.core.schema import decode
 from autotune.core.units import in_one_line
@@ -24,6 +24,9 @@ from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, 
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
+LaunchFormat = Literal["torchrun", "accelerate"]
+LAUNCH_FORMATS: tuple[LaunchFormat, ...] = ("torchrun", "accelerate")
+"""How to start several ranks: a command line, and the configuration file of ``accelerate launch``."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class Export:
     """Whether checkpointing uses ``use_reentrant=False`` by itself in the transformers that was measured with."""
     cpu_core: int | None = None
     """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
+
+    omp_threads: str | None = None
+    """``OMP_NUM_THREADS`` of several ranks; ``None`` for one."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.candidate.arm.ranks
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
@@ -100,6 +111,7 @@ def make_export(report: Report) -> Export:
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
+        omp_threads=environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None,
         interface=interface,
         world_size=int(report.study.request.get("world_size") or 1),
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
@@ -154,6 +166,7 @@ def _beside(export: Export) -> list[str]:
         *several,
         *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         *_placement(export),
+        *([f"start {export.ranks} processes of it, as --format torchrun does"] if export.ranks > 1 else []),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
@@ -214,6 +227,47 @@ def render(export: Export, form: Format) -> str:
             return _python(export)
         case "env":
             return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.environment.items())
+
+
+def render_launch(export: Export, form: LaunchFormat) -> str:
+    """Return how to start the winner's ranks, as text that ends in a newline.
+
+    Raises ``InvalidRequestError`` where one process was measured: a launcher would start another kind of training.
+    """
+    if export.ranks == 1:
+        raise InvalidRequestError(
+            f"--format {form} starts several processes, and this study measured one",
+            "use --format cli, or search with --gpus 2",
+        )
+    return _torchrun(export) if form == "torchrun" else _accelerate_config(export)
+
+
+def _torchrun(export: Export) -> str:
+    variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    words += ["torchrun", "--standalone", "--nproc_per_node", str(export.ranks), "train.py"]
+    return " ".join([*words, render(export, "cli")])
+
+
+def _accelerate_config(export: Export) -> str:
+    """Return the file that ``accelerate config`` would write; the training itself gets the exported arguments."""
+    on_cpu = bool(export.arguments.get("use_cpu"))
+    precision = export.candidate.arm.precision
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU",
+        "num_machines": 1,
+        "machine_rank": 0,
+        "num_processes": export.ranks,
+        "mixed_precision": precision if precision in ("bf16", "fp16") else "no",
+        "use_cpu": on_cpu,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "same_network": True,
+        "debug": False,
+    }
+    comments = "".join(f"# {line}\n" for line in beside_lines(export))
+    return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
 
 
 def _lora(export: Export) -> str:

@@ -53,7 +53,7 @@ def notes(report: Report) -> list[str]:
         found += _host_notes(report, best, measured)
     found += _own_batch_notes(report)
     found += _reused(report)
-    if request["world_size"] > 1:
+    if request["world_size"] > request.get("ranks", 1):
         found.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
     found += _disturbances(report)
     if report.study.state != "finished":

@@ -53,7 +53,7 @@ class Batches:
         if self.effective_batch % self.world_size:
             lower = self.effective_batch // self.world_size * self.world_size
             raise InvalidRequestError(
-                f"--effective-batch {self.effective_batch} cannot be shared equally by --world-size {self.world_size}",
+                f"--effective-batch {self.effective_batch} cannot be shared equally by {self.world_size} devices",
                 f"use --effective-batch {f'{lower} or ' if lower else ''}{lower + self.world_size}",
             )
         if self.multiple and self._per_device % self.multiple:

@@ -50,6 +50,8 @@ def training_arguments(
         arguments["dataloader_num_workers"] = arm.dataloader_num_workers
     if arm.dataloader_prefetch_factor is not None:
         arguments["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
+    if arm.ddp_find_unused_parameters is not None:
+        arguments["ddp_find_unused_parameters"] = arm.ddp_find_unused_parameters
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments

@@ -334,7 +334,7 @@ def _study_columns(study: StudyRecord) -> dict[str, Any]:
 
 def _trial_columns(trial: TrialRecord) -> dict[str, Any]:
     return _columns(trial) | {
-        "candidate": trial.candidate.parameters(),
+        "candidate": trial.candidate.recorded_parameters(),
         "state": trial.state,
         "outcome": None if trial.outcome is None else outcome_document(trial.outcome),
     }

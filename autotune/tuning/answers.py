@@ -48,7 +48,7 @@ PREDICTING_MODULES = (
 _LOCK_TIMEOUT_SECONDS = 2.0
 
 
-def inspection_key(device: Device, workload: Workload) -> str | None:
+def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | None:
     """Return a key that is equal while ``autotune.worker.facts.inspect`` would answer the same.
 
     ``None`` for the user's own code: what that imports and reads is not known without running it.
@@ -64,6 +64,7 @@ def inspection_key(device: Device, workload: Workload) -> str | None:
             # Folders from which other builds of cuDNN and cuBLAS may be loaded.
             "searched": [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")],
             **_installed(_PACKAGES),
+            **({"ranks": ranks} if ranks > 1 else {}),
         }
     )
 

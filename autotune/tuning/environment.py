@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.core.candidate import Arm, Document
+from autotune.core.placement import Placement
 from autotune.core.workload import Workload
-from autotune.devices import Device, gpu_policy, processor_name
+from autotune.devices import gpu_links, gpu_policy, processor_name
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import packages_of, packages_of_workload, version_of
 
-_NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_label"})
+_NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_uuids", "device_label"})
 
 # Variables that change how fast torch trains or how much memory it takes. Sources: the notes on CUDA and the page
 # "CUDA Environment Variables" of PyTorch's documentation, and the CUDA programming guide.
@@ -88,9 +89,10 @@ def library_versions() -> dict[str, str]:
 
 
 def describe_environment(
-    device: Device, workload: Workload, arms: Sequence[Arm], reported: Document, measurement_revision: int
+    placement: Placement, workload: Workload, arms: Sequence[Arm], reported: Document, measurement_revision: int
 ) -> Document:
     """Combine what this process knows of the machine with what a process with torch ``reported`` of it."""
+    device = placement.device
     # Of the optional packages only those that this search measures with: others may come and go.
     needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
     optional = {package: version_of(package) for package in sorted(needed)}
@@ -112,6 +114,20 @@ def describe_environment(
         "cpus": usable_cores() if device.kind == "cpu" else None,
         "variables": measured_variables(os.environ),
         **{key: value for key, value in reported.items() if key != "device_capability"},
+        **(_ranks(placement) if placement.ranks > 1 else {}),
+    }
+
+
+def _ranks(placement: Placement) -> Document:
+    """Return what is recorded of several ranks: how many, through what they exchange gradients, and how it is wired."""
+    return {
+        "device_uuids": [device.uuid for device in placement.devices],
+        "ranks": {
+            "world_size": placement.ranks,
+            "strategy": placement.strategy,
+            "backend": "nccl" if placement.kind == "cuda" else "gloo",
+            "links": list(gpu_links(placement.uuids)) if placement.kind == "cuda" else [],
+        },
     }
 
 

@@ -11,7 +11,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, request_fields
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload
-from autotune.devices import Device, find_device
+from autotune.devices import Device, find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
@@ -26,12 +26,26 @@ def build_request(options: dict[str, Any], given: Collection[str] = ()) -> Searc
     """
     own = _own_workload(options, given)
     workload = own or build_workload(options)
-    device = find_device(options["device"])
+    device, *others = _devices(options)
+    if others and options["world_size"] == 1:
+        options = {**options, "world_size": 1 + len(others)}
     defaults = {
         "optims": () if own else (DEFAULT_OPTIM,),
         "expandable_segments": _as_in_environment(device),
     }
-    return SearchRequest(workload=workload, device=device, **{**defaults, **request_fields(options)})
+    return SearchRequest(
+        workload=workload, device=device, others=tuple(others), **{**defaults, **request_fields(options)}
+    )
+
+
+def _devices(options: dict[str, Any]) -> tuple[Device, ...]:
+    """Return the devices that are named, one for each rank."""
+    gpus, device = options.get("gpus"), options["device"]
+    if gpus is None:
+        return (find_device(device),)
+    if device is not None:
+        raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
+    return find_gpus(gpus)
 
 
 def _as_in_environment(device: Device) -> LeverChoice:

@@ -90,7 +90,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
         _check_training_state_fits(request, model, context_bytes)
-    ceiling = Ceiling.on_device(request.device, request.memory_limit_bytes, context_bytes, request.headroom)
+    ceiling = Ceiling.on_placement(request.placement, request.memory_limit_bytes, context_bytes, request.headroom)
     _check_optims(request, facts.get("optims") or request.optims)
     attentions = _attentions(request, model)
     arms = choose_arms(
@@ -106,23 +106,38 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         pinned=request.pins == "on",
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
+    if request.ranks > 1:
+        arms = tuple(replace(arm, **_joint(request, model)) for arm in arms)
     if not arms:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
     space = Space(arms, _batches(request, model), _own_baseline(model), pins_winner=request.pins == "auto")
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
+    baseline = space.baseline(default_attention)
+    if request.ranks > 1:
+        joint = {**_joint(request, model), "ddp_find_unused_parameters": None}
+        baseline = replace(baseline, arm=replace(baseline.arm, **joint))
     return Prepared(
         request,
         space,
-        space.baseline(default_attention),
+        baseline,
         ceiling,
         describe_environment(
-            request.device, request.workload, arms, facts["environment"], _measurement_revision(request)
+            request.placement, request.workload, arms, facts["environment"], _measurement_revision(request)
         ),
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
+
+
+def _joint(request: SearchRequest, model: Document) -> Document:
+    """Return the fields of an arm that all arms of several ranks have in common.
+
+    Where every parameter was seen to get a gradient, DDP has none to look for in each step. That changes no value.
+    """
+    find_unused = False if model.get("unused_parameters") == [] else None
+    return {"strategy": "ddp", "ranks": request.ranks, "ddp_find_unused_parameters": find_unused}
 
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
@@ -347,7 +362,7 @@ def forecast_of(
     At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
     which nothing is predicted, and for the user's own code, which cannot run on fake tensors.
     """
-    if prepared.chip is None or prepared.request.workload.source is not None:
+    if prepared.chip is None or prepared.request.workload.source is not None or prepared.request.ranks > 1:
         return None
     batches, objective = prepared.space.batches, prepared.request.objective
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
@@ -407,7 +422,7 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
     device, limit_bytes = request.device, request.memory_limit_bytes
     state_bytes = training_state_bytes(request, model)
     least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
-    free_bytes = device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
+    free_bytes = request.placement.least_free_bytes
     reachable_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
     if reachable_bytes >= least_bytes:
         return

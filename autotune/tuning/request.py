@@ -21,6 +21,7 @@ from autotune.core.options import (
     SamplerName,
 )
 from autotune.core.outcome import Effort
+from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
@@ -52,6 +53,9 @@ class SearchRequest:
 
     workload: Workload
     device: Device
+    """Of rank 0, and the only one where there is one rank."""
+    others: tuple[Device, ...] = field(default=(), kw_only=True)
+    """The devices of further ranks, which train together with the first."""
     effective_batch: int | None = None
     world_size: int = 1
     batch_multiple: int | None = None
@@ -90,6 +94,22 @@ class SearchRequest:
             raise InvalidRequestError(f"--trials {self.trials} leaves nothing to run", "use 1 or more")
         if self.study is not None:
             check_study_name(self.study)
+        if self.others and self.world_size != self.ranks:
+            raise InvalidRequestError(
+                f"--world-size {self.world_size} is not the {self.ranks} GPUs that are trained on", "leave it out"
+            )
+        # Raises for devices that are not as many or not equal.
+        _ = self.placement
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together in a trial."""
+        return 1 + len(self.others)
+
+    @property
+    def placement(self) -> Placement:
+        """Where each trial runs."""
+        return Placement.of(self.device, *self.others, strategy="ddp" if self.others else None)
 
     @property
     def most_trials(self) -> int | None:
@@ -120,6 +140,11 @@ class SearchRequest:
         """Raise an error for everything that is known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
         self._check_levers()
+        if self.others and self.workload.source is not None:
+            raise InvalidRequestError(
+                f"--gpus: {self.workload.source.name} can be searched on one GPU only",
+                "leave --gpus out, or name the model with --model",
+            )
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -133,6 +158,8 @@ class SearchRequest:
                 document |= {"headroom_fraction": value.fraction, "headroom_bytes": value.size_bytes}
             elif not (option.sparse and value == default):
                 document[option.key] = list(value) if isinstance(value, tuple) else value
+        if self.others:
+            document["ranks"] = self.ranks
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
 
     def _check_levers(self) -> None:
@@ -194,6 +221,7 @@ def recorded_type() -> type[Any]:
         ("schema_version", int, VERSION),
         ("model", str, ""),
         ("data_at", dict[str, str | None] | None, None),
+        ("ranks", int, 1),
     ]
     for option, default in _recorded_options():
         kind = option.kind
@@ -208,21 +236,26 @@ def recorded_type() -> type[Any]:
     return make_record("RecordedRequest", fields)
 
 
-def request_from_document(document: Document, workload: Workload, device: Device, study: str) -> SearchRequest:
+def request_from_document(
+    document: Document, workload: Workload, device: Device, study: str, others: tuple[Device, ...] = ()
+) -> SearchRequest:
     """Return the request of a document from ``SearchRequest.document``; raises ``ValueError`` where it is malformed.
 
-    Raises ``InvalidRequestError`` for values that no request can have.
+    ``others`` are the devices of further ranks, as many as the document has. Raises ``InvalidRequestError`` for values
+    that no request can have.
     """
     kind, document = recorded_type(), without_version(document)
     known = set(kind.__struct_fields__)
     # An option of a later autotune that is off has no effect.
     said = {name: value for name, value in document.items() if name in known or value not in (None, False)}
     recorded = fields_of(decode(said, kind))
+    if recorded["ranks"] != 1 + len(others):
+        raise ValueError(f"it has {recorded['ranks']} ranks, and {1 + len(others)} devices were found for them")
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
     fields = {
         str(option.request_field): recorded[option.key] for option, _ in _recorded_options() if option.key in recorded
     }
-    return SearchRequest(workload=workload, device=device, study=study, headroom=headroom, **fields)
+    return SearchRequest(workload=workload, device=device, others=others, study=study, headroom=headroom, **fields)
 
 
 # A study may be continued with a larger budget, and by a later version.

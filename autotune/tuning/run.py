@@ -19,8 +19,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from autotune.core.candidate import Document
-from autotune.core.errors import NoResultError, NothingFitsError, StorageError, TrainingSourceError, TrialServerError
+from autotune.core.errors import (
+    DeviceError,
+    NoResultError,
+    NothingFitsError,
+    StorageError,
+    TrainingSourceError,
+    TrialServerError,
+)
 from autotune.devices import find_device
+from autotune.devices.lock import Lock, LockError
 from autotune.devices.presence import Presence
 from autotune.execution import LocalExecutor, TrialServer
 from autotune.store.location import resolve_location
@@ -71,17 +79,19 @@ def run_search(
         turn = stack.enter_context(
             take_turn(request.device, name, database, wait=wait, note=observer.note, is_taken=is_taken)
         )
+        has_waited = _hold_others(stack, request, turn.study, wait=wait, note=observer.note)
         request = request.named(turn.study)
         folder = log_folder(storage, turn.study)
-        has_waited = turn.has_waited
+        has_waited |= turn.has_waited
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
         if has_waited:
             # The memory that another search held may be free by now.
-            request = replace(request, device=find_device(request.device.uuid))
+            device, *others = (find_device(device.uuid) for device in request.placement.devices)
+            request = replace(request, device=device, others=tuple(others))
         stack.enter_context(_LogFolder(folder))
-        starting = f"starting a process for trials on {request.device.label} ({request.device.name}) …"
-        server = TrialServer(request.device, request.workload, folder, on_start=lambda: observer.note(starting))
+        starting = f"starting a process for trials on {request.placement.label} ({request.device.name}) …"
+        server = TrialServer(request.placement, request.workload, folder, on_start=lambda: observer.note(starting))
         stack.enter_context(server)
         if store is None or request.fresh:
             # No answers are stored, so the server is needed, and its imports take longer than those that follow here.
@@ -93,6 +103,29 @@ def run_search(
             return made
 
         return _prepare_and_search(request, server, store, make_store, observer, folder)
+
+
+def _hold_others(
+    stack: contextlib.ExitStack, request: SearchRequest, study: str, *, wait: bool, note: Callable[[str], None]
+) -> bool:
+    """Take the locks of the further GPUs in the order of their UUIDs; return whether that took waiting."""
+    has_waited = False
+    devices = {device.uuid: device for device in request.others if device.uuid != request.device.uuid}
+    for uuid, device in sorted(devices.items()):
+        label = f"{device.label} ({device.name})"
+        lock = stack.enter_context(Lock(uuid))
+        with contextlib.suppress(LockError):
+            holder = lock.acquire(study)
+            if holder is not None and not wait:
+                raise DeviceError(
+                    f"{label} is searched on by {holder.describe()}",
+                    "add --wait to wait for its end, or choose other --gpus",
+                )
+            if holder is not None:
+                has_waited = True
+                note(f"waiting for {label}, which {holder.describe()} searches")
+                lock.wait(study, lambda _: None)
+    return has_waited
 
 
 def _prepare_and_search(
@@ -115,8 +148,10 @@ def _prepare_and_search(
 
     with contextlib.ExitStack() as stack:
         presence = stack.enter_context(Presence(request.device.uuid))
+        for uuid in request.placement.uuids[1:]:
+            stack.enter_context(Presence(uuid))
         request = read_data(request, server, folder.parent, observer.note)
-        key = inspection_key(request.device, request.workload)
+        key = inspection_key(request.device, request.workload, request.ranks)
         remembered = store.answers.find(key) if store is not None and key is not None else None
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)

@@ -61,7 +61,11 @@ def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:
     batch = int(params["per_device_train_batch_size"])
     if not space.batches.valid(batch):
         return None
-    candidate = Candidate.from_parameters({**params, "gradient_accumulation_steps": space.batches.accumulation(batch)})
+    arm = space.arms[0]
+    # What all arms of a space have in common is no parameter of Optuna's.
+    common = {name: getattr(arm, name) for name in ("strategy", "ranks", "ddp_find_unused_parameters")}
+    accumulation = space.batches.accumulation(batch)
+    candidate = Candidate.from_parameters({**common, **params, "gradient_accumulation_steps": accumulation})
     return candidate if space.contains(candidate) else None
 
 

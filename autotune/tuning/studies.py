@@ -23,7 +23,7 @@ from autotune.core.stop import Stop, StopReason
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
-from autotune.devices import Ceiling, Device, find_device, list_devices
+from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, list_devices
 from autotune.estimate.history import History, Tried
 from autotune.models.dataset_files import check_unchanged
 from autotune.store import Store, StudyRecord, TrialRecord
@@ -127,9 +127,9 @@ def recorded_request(
     record = store.existing_study(study)
     try:
         environment = store.environment(record.environment_id)
-        found = find_device(device) if device is not None else _device_of(environment, study)
+        found, *others = _devices_of(environment, study, device)
         workload = Workload.from_document(store.workload_of(record))
-        request = request_from_document(record.request, workload, found, study)
+        request = request_from_document(record.request, workload, found, study, tuple(others))
     except (ValueError, InvalidRequestError) as error:
         raise StorageError(
             f"the request of the study {study!r} cannot be read: {error}",
@@ -153,6 +153,18 @@ def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
             f"the study {study!r} was searched with {', '.join(masked)} for {source.name}, whose value is not recorded",
             f"repeat its command with the value and --study {study}: it goes on from what is recorded",
         )
+
+
+def _devices_of(environment: Document, study: str, device: str | None) -> list[Device]:
+    """Return a device for each rank of the study: those that it ran on, else others of their name."""
+    ranks = (environment.get("ranks") or {}).get("world_size", 1)
+    if ranks == 1:
+        return [find_device(device) if device is not None else _device_of(environment, study)]
+    if device is not None:
+        raise DeviceError(
+            f"the study {study!r} was searched on {ranks} devices, and --device {device} is one", "leave --device out"
+        )
+    return list(devices_of_ranks(environment, study))
 
 
 def _device_of(environment: Document, study: str) -> Device:

@@ -160,6 +160,12 @@ def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
 
 def check_can_compare(target: Target) -> None:
     """Raise ``InvalidRequestError`` where two candidates would not see the same samples."""
+    if target.best.candidate.arm.ranks > 1:
+        raise InvalidRequestError(
+            f"the study {target.report.study.name!r} was measured on {target.best.candidate.arm.ranks} ranks, on which "
+            "losses are not compared",
+            "search the same model on one GPU; autotune verify without --same-loss runs all ranks",
+        )
     if target.has_data:
         # Batches of other sizes are padded to other lengths and masked at other places.
         raise InvalidRequestError(

@@ -11,7 +11,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.outcome import Measurement
 from autotune.core.placement import Placement
-from autotune.devices import list_devices
+from autotune.devices import devices_of_ranks, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
 from autotune.store import Store, TrialRecord
@@ -177,6 +177,9 @@ def placement_of(report: Report) -> Placement:
     Raises ``DeviceError`` where there is none, since the promise holds for no other.
     """
     measured = report.environment
+    if "ranks" in measured:
+        devices = devices_of_ranks(measured, report.study.name)
+        return Placement.of(*devices, strategy=measured["ranks"]["strategy"])
     here = [device for device in list_devices() if device.kind == measured["device_kind"]]
     for device in here:
         if device.uuid == measured["device_uuid"] and device.name == measured["device_name"]:

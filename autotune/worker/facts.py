@@ -52,6 +52,10 @@ def inspect(job: Document) -> Document:
     facts = inspect_environment()
     try:
         facts["model"] = _model_facts(Workload.from_document(job["workload"]))
+        if job.get("ranks", 1) > 1:
+            from autotune.worker.fake.unused import unused_parameters
+
+            facts["model"]["unused_parameters"] = unused_parameters(Workload.from_document(job["workload"]))
     except Exception as error:
         facts["model_error"] = first_line(error)
     return facts

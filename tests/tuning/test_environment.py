@@ -11,6 +11,7 @@ import pytest
 from searching import BERT_LARGE, FACTS, H200, prepared, request
 
 from autotune.core.candidate import Document
+from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy
 from autotune.tuning import environment as module
@@ -139,7 +140,7 @@ class TestResuming:
 
 def test_a_cpu_has_no_policy() -> None:
     device = Device("cpu", None, "cpu", "CPU", 1 << 34, None, 0, 1 << 34)
-    recorded = module.describe_environment(device, BERT_LARGE, [], FACTS["environment"], 1)
+    recorded = module.describe_environment(Placement.of(device), BERT_LARGE, [], FACTS["environment"], 1)
     assert recorded["gpu_policy"] is None
     assert recorded["cpus"] == recorded["host"]["usable_cores"]
     assert measured_environment(recorded)["host"] == recorded["host"]

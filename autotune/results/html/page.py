@@ -160,7 +160,7 @@ def _step_figure(report: Report, best: TrialRecord, measured: Measurement) -> Ma
     return _figure(
         "Optimizer step",
         format_seconds(measured.step_seconds),
-        f"{plural(samples, 'sample')} on a device",
+        f"{plural(samples, 'sample')} on {'a device' if best.candidate.arm.ranks == 1 else 'all devices'}",
         *([f"{format_rate(tokens)} tokens/s"] if tokens else []),
     )
 

@@ -1,0 +1,168 @@
+"""Searches whose trials train on two ranks together: real processes on the CPU, from the request to the export."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from searching import BERT_LARGE, FACTS, H200, RecordingObserver
+from tiny import tiny_workload
+
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.options import BY_NAME
+from autotune.core.outcome import Completed
+from autotune.core.units import GIB
+from autotune.devices import Device, devices_of_ranks, find_gpus, listing
+from autotune.results.export import make_export, render, render_launch
+from autotune.store import open_store
+from autotune.tuning import options as tuning_options
+from autotune.tuning.options import build_request
+from autotune.tuning.prepare import prepare
+from autotune.tuning.request import SearchRequest, request_from_document
+from autotune.tuning.run import run_search
+from autotune.tuning.studies import recorded_request
+
+SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1, memory_free_bytes=90 * GIB)
+
+
+def of_two(**options: object) -> SearchRequest:
+    """A request for two GPUs."""
+    changed: Document = {"effective_batch": 64, "world_size": 2, "study": "two", **options}
+    return SearchRequest(BERT_LARGE, H200, others=(SECOND,), **changed)
+
+
+def test_a_search_on_two_ranks_from_request_to_export(cpu: Device, tmp_path: Path) -> None:
+    storage = str(tmp_path / "studies.db")
+    request = SearchRequest(
+        tiny_workload("bert-tiny"), cpu, others=(cpu,), effective_batch=16, world_size=2, trials=2, study="two",
+        precisions=("fp32",), gradient_checkpointing="off",
+    )  # fmt: skip
+    study, report = run_search(request, storage, RecordingObserver())
+    assert study.state == "finished"
+    best = report.best
+    assert best is not None
+    assert isinstance(best.outcome, Completed)
+    candidate, measured = best.candidate, best.outcome.measurement
+    # Per-device batch × accumulation × ranks is the effective batch.
+    assert candidate.samples_per_step == 16
+    assert candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps == 8
+    assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
+    assert report.environment["ranks"] == {"world_size": 2, "strategy": "ddp", "backend": "gloo", "links": []}
+    assert report.baseline is not None
+    assert report.baseline.candidate.arm == Arm(strategy="ddp", ranks=2)
+    # Every parameter of the model gets a gradient.
+    assert candidate.arm.ddp_find_unused_parameters is False
+
+    export = make_export(report)
+    assert export.arguments["ddp_find_unused_parameters"] is False
+    words = shlex.split(render_launch(export, "torchrun"))
+    assert words[:6] == ["OMP_NUM_THREADS=1", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
+    assert words[6:] == shlex.split(render(export, "cli"))
+    config = yaml.safe_load(render_launch(export, "accelerate"))
+    assert (config["distributed_type"], config["num_processes"]) == ("MULTI_CPU", 2)
+
+    with open_store(storage) as store:
+        again = recorded_request(store, "two")
+        assert again.placement.ranks == 2
+        with pytest.raises(DeviceError, match="was searched on 2 devices, and --device cpu is one"):
+            recorded_request(store, "two", "cpu")
+
+
+def test_the_ceiling_is_that_of_the_gpu_with_the_least_memory_free() -> None:
+    assert prepare(of_two(), FACTS).ceiling.free_bytes == 90 * GIB
+
+
+def test_unused_parameters_are_left_to_ddp_where_there_are_some() -> None:
+    for unused, expected in (([], False), (["bert.pooler.weight"], None), (None, None)):
+        facts = {**FACTS, "model": {**FACTS["model"], "unused_parameters": unused}}
+        prepared = prepare(of_two(), facts)
+        assert {arm.ddp_find_unused_parameters for arm in prepared.space.arms} == {expected}
+        assert {(arm.strategy, arm.ranks) for arm in prepared.space.arms} == {("ddp", 2)}
+
+
+def test_a_request_of_two_ranks_is_recorded_and_read_back() -> None:
+    request = of_two()
+    document = json.loads(json.dumps(request.document()))
+    assert request_from_document(document, BERT_LARGE, H200, "two", (SECOND,)) == request
+    with pytest.raises(ValueError, match="it has 2 ranks, and 1 devices were found"):
+        request_from_document(document, BERT_LARGE, H200, "two")
+    alone = dataclasses.replace(request, others=(), world_size=1)
+    assert "ranks" not in alone.document()
+
+
+def test_trials_of_one_rank_are_recorded_as_before_there_were_several() -> None:
+    names = {"strategy", "ranks", "ddp_find_unused_parameters"}
+    assert not names & Candidate(Arm(), 8).recorded_parameters().keys()
+    joint = Candidate(Arm(strategy="ddp", ranks=2), 8)
+    assert names <= joint.recorded_parameters().keys()
+    assert Candidate.from_parameters(joint.recorded_parameters()) == joint
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch, cpu: Device) -> None:
+    """A machine with two equal GPUs and one of another kind."""
+    other = dataclasses.replace(H200, uuid="GPU-2", index=2, name="NVIDIA L4")
+    monkeypatch.setattr(listing, "list_devices", lambda: (H200, SECOND, other, cpu))
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("1", [0]), ("2", [0, 1]), ("1,0", [1, 0]), ("cuda:1", [1]), ("cuda:1,GPU-2", [1, 2]), ("all", [0, 1, 2])],
+)
+def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
+    assert [device.index for device in find_gpus(text)] == found
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": "4"}, "--gpus 4: there are 3 GPUs here"),
+        ({"gpus": "0"}, "--gpus 0 leaves nothing"),
+        ({"gpus": "cpu"}, "'cpu' names no GPUs"),
+        ({"gpus": "0,0"}, "cuda:0 are not 2 GPUs"),
+        ({"gpus": "all"}, "NVIDIA H200 and NVIDIA L4 are not equal"),
+        ({"gpus": "2", "device": "cuda:0"}, "--device cuda:0 is one device, and --gpus 2 names others"),
+        ({"gpus": "2", "world_size": 4}, "--world-size 4 is not the 2 GPUs"),
+        ({"gpus": "2", "effective_batch": 33}, "--effective-batch 33 cannot be shared equally by 2 devices"),
+    ],
+)
+def test_gpus_that_cannot_be_are_one_clear_line(options: Document, message: str) -> None:
+    given = {name: option.default for name, option in BY_NAME.items() if "search" in option.commands}
+    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
+        build_request({**given, "model": "bert-tiny", "effective_batch": 64, **options}).check()
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_gpus_in_python_are_a_number_or_a_list() -> None:
+    check = BY_NAME["gpus"].kind.check
+    assert [check("gpus", value) for value in (2, "all", [0, 1], ["cuda:1", "GPU-7"], [1])] == [
+        "2", "all", "cuda:0,cuda:1", "cuda:1,GPU-7", "cuda:1"
+    ]  # fmt: skip
+    with pytest.raises(InvalidRequestError):
+        check("gpus", True)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_of_a_recorded_study_are_found_by_uuid_else_by_name() -> None:
+    ranks = {"world_size": 2, "strategy": "ddp"}
+    environment = {"ranks": ranks, "device_name": H200.name, "device_kind": "cuda", "device_uuids": ["GPU-1", "gone"]}
+    assert devices_of_ranks(environment, "s") == (H200, SECOND)
+    same = {**environment, "device_uuids": ["GPU-1", H200.uuid]}
+    assert devices_of_ranks(same, "s") == (SECOND, H200)
+    with pytest.raises(DeviceError, match="was searched on 3 of NVIDIA H200, and 2 are here"):
+        devices_of_ranks({**environment, "ranks": {**ranks, "world_size": 3}}, "s")
+
+
+def test_a_machine_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch, cpu: Device) -> None:
+    monkeypatch.setattr(listing, "list_devices", lambda: (cpu,))
+    with pytest.raises(DeviceError, match="--gpus 2: there are no GPUs here"):
+        find_gpus("2")
+    assert tuning_options.find_gpus is find_gpus
