@@ -31,7 +31,10 @@ def watch_written_files(cwd: str) -> list[str]:
         if not isinstance(path, str) or not mode or not _WRITING & set(mode):
             return
         found = os.path.realpath(path)
-        if "__pycache__" not in found and not any(found.startswith(place + os.sep) for place in aside):
+        is_hidden = found.startswith(os.path.join(Path.home(), "."))
+        if "__pycache__" in found or is_hidden:
+            return
+        if not any(found.startswith(place + os.sep) for place in aside):
             shown = os.path.relpath(found, cwd) if found.startswith(os.path.realpath(cwd) + os.sep) else found
             if shown not in written:
                 written.append(shown)

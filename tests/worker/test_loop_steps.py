@@ -1,0 +1,155 @@
+"""Where the steps of a loop begin and end, and which of them count; no process is started."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.loop import LoopConfig, listen, step, steps
+from autotune.worker.user.code import UserCodeError
+from autotune.worker.user.loop_steps import LoopSteps, batch_samples
+
+
+class Told:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._numbers = itertools.count()
+
+    def begin(self) -> None:
+        self.said.append("begin")
+
+    def step_begins(self) -> None:
+        self.said.append("step")
+
+    def micro_step_ends(self) -> None:
+        self.said.append("micro")
+
+    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
+        self.said.append("whole")
+
+    def step_is_dropped(self) -> None:
+        self.said.append("dropped")
+
+    def mark(self) -> int:
+        return next(self._numbers)
+
+
+def train(
+    accumulation: int | None, batches: list[int], every: int, count: int, *, may_skip: bool = False, skips: int = 0
+) -> list[str]:
+    """Go over ``count`` batches of these sizes with an optimizer that steps each ``every``; what was told."""
+    told = Told()
+    loop = LoopSteps("train.py:train", accumulation, told, may_skip=may_skip)
+    given = loop.batches([torch.zeros(size) for size in batches])
+    for number, _ in enumerate(itertools.islice(given, count), start=1):
+        loop.backward_begins((torch.ones(1),))
+        if number % every == 0 and number // every > skips:
+            loop.optimizer_begins()
+            loop.optimizer_ends()
+    given.close()
+    return told.said
+
+
+def test_a_step_ends_with_the_batch_in_which_the_optimizer_steps() -> None:
+    assert train(2, [4] * 8, 2, 4) == ["begin", "step", "micro", "whole", "step", "micro", "whole"]
+    assert train(1, [4] * 8, 1, 2) == ["begin", "step", "whole", "step", "whole"]
+
+
+def test_as_many_batches_as_come_are_a_step_where_it_is_not_known_how_many_should() -> None:
+    assert train(None, [4] * 8, 3, 3) == ["begin", "step", "micro", "micro", "whole"]
+
+
+def test_a_step_that_the_data_cuts_short_is_dropped() -> None:
+    """For want of batches, or of samples in the last."""
+    assert train(2, [4, 4, 4], 2, 4)[-1] == "dropped"
+    assert train(1, [4, 4, 2], 1, 3) == ["begin", "step", "whole", "step", "whole", "step", "dropped"]
+
+
+def test_the_batches_never_end() -> None:
+    assert train(1, [4, 4], 1, 7).count("whole") == 7
+
+
+def test_a_step_that_the_gradient_scaler_leaves_out_is_dropped() -> None:
+    said = train(2, [4] * 8, 2, 6, may_skip=True, skips=2)
+    assert [word for word in said if word in ("whole", "dropped")] == ["dropped", "dropped", "whole"]
+
+
+def test_an_optimizer_that_torch_knows_nothing_of_steps_by_the_count() -> None:
+    assert train(2, [4] * 8, 100, 4).count("whole") == 2
+
+
+def test_steps_of_another_length_than_asked_are_an_error() -> None:
+    with pytest.raises(UserCodeError, match="steps its optimizer after 1 batches, asked was 4"):
+        train(4, [4] * 100, 1, 100)
+
+
+def test_batches_without_a_backward_pass_are_an_error() -> None:
+    loop = LoopSteps("evaluate.py:evaluate", 1, Told())
+    with pytest.raises(UserCodeError, match=r"evaluate.py:evaluate made no backward pass in 50 batches") as raised:
+        for _ in loop.batches([1, 2, 3]):
+            pass
+    assert "training loop alone" in raised.value.hint
+
+
+def test_data_without_a_batch_ends() -> None:
+    assert list(LoopSteps("train.py:train", 1, Told()).batches([])) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"text": ["a"], "ids": torch.zeros(5, 2)}, 5),
+        ((torch.zeros(2), torch.zeros(7)), 2),
+        (torch.tensor(1), None),
+        ("text", None),
+    ],
+)
+def test_a_batch_has_the_samples_of_its_first_tensor(batch: Any, samples: int | None) -> None:
+    assert batch_samples(batch) == samples
+
+
+def test_by_themselves_steps_are_the_batches_of_the_loader() -> None:
+    listen_to_nobody()
+    assert list(steps([1, 2])) == [1, 2]
+    with step():
+        pass
+
+
+def listen_to_nobody() -> None:
+    """As in a process that is no trial's."""
+    from autotune.core import loop
+
+    loop._listeners.clear()
+
+
+def test_the_listener_is_told_of_both_ways_to_mark_a_step() -> None:
+    told = Told()
+    listen(LoopSteps("train.py:train", 1, told))
+    try:
+        with step():
+            pass
+        assert next(iter(steps([1]))) == 1
+    finally:
+        listen_to_nobody()
+    assert told.said[:2] == ["begin", "step"]
+
+
+def test_a_config_remembers_what_was_read_and_refuses_what_is_none() -> None:
+    config = LoopConfig(4, 2, "bf16")
+    assert "bf16" in repr(config)
+    assert config.was_read == set()
+    assert config.per_device_batch_size * config.gradient_accumulation_steps == 8
+    assert config.was_read == {"per_device_batch_size", "gradient_accumulation_steps"}
+    with config.autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    with LoopConfig().autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with pytest.raises(InvalidRequestError, match="precision 'int8' is not known"):
+        LoopConfig(precision="int8")  # type: ignore[arg-type]
