@@ -17,6 +17,7 @@ from autotune.cli.search import search
 from autotune.core import errors
 
 COMMANDS = [
+    ("advise",),
     ("predict",),
     ("resume",),
     ("search",),

@@ -134,7 +134,7 @@ def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
 
 def test_what_the_stock_process_cannot_build_is_refused(doctored: Doctor, run: Run) -> None:
     storage = doctored("autotune_workloads.document", lambda workload: workload.update(source={"path": "x"}))
-    refused(run("verify", "tiny", "--storage", storage), 2, "which verify does not run")
+    refused(run("verify", "tiny", "--storage", storage), 2, "verify does not run that")
 
 
 def test_losses_are_not_compared_on_data_of_ones_own(doctored: Doctor, run: Run) -> None:
