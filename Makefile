@@ -17,6 +17,7 @@ help:
 	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
 	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
+	@echo "make test-service  measure a service under load: agents, jobs and listeners"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
@@ -84,6 +85,10 @@ test-faults: install-dev
 test-clients: install-dev
 	$(INSTALL) --editable '.[dev,clients]'
 	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
+
+# Measures a service under load: 50 agents, 5,000 jobs of a stand-in trial, 200 listeners.
+test-service: install-dev
+	$(BIN)/python tests/service/load.py
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

@@ -32,6 +32,11 @@ _COMMANDS = {
     "devices": "autotune.cli.devices",
     "models": "autotune.cli.models",
     "db": "autotune.cli.db",
+    "serve": "autotune.cli.serve",
+    "agent": "autotune.cli.serve",
+    "queue": "autotune.cli.serve",
+    "cancel": "autotune.cli.serve",
+    "token": "autotune.cli.serve",
 }
 
 

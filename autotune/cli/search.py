@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 @click.command(cls=SectionedCommand, short_help="Search for the fastest configuration.")
 @table_options("search")
 @click.pass_context
-def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **options: Any) -> None:
+def search(
+    ctx: click.Context,
+    /,
+    as_json: bool,
+    storage: str,
+    wait: bool,
+    server: str | None,
+    priority: int,
+    **options: Any,
+) -> None:
     """Search for the fastest configuration by running real training steps.
 
     \b
@@ -27,6 +36,12 @@ def search(ctx: click.Context, /, as_json: bool, storage: str, wait: bool, **opt
       autotune search --loop train.py:train --effective-batch 64
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
+    if server is not None:
+        from autotune.cli.remote import search_remotely
+
+        named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        search_remotely(server, {name: ctx.params[name] for name in named}, as_json=as_json)
+        return
     from autotune.tuning.options import build_request
 
     verifies = options.pop("verify")

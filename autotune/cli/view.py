@@ -2,186 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from autotune.core.candidate import Candidate
-from autotune.core.messages import Progress
-from autotune.core.outcome import Completed, Failed, OutOfMemory
-from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
-from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
+from autotune.tuning.narrator import Narrator
 
-if TYPE_CHECKING:
-    from autotune.estimate.history import History, Tried
-    from autotune.store import Stage, StudyRecord, TrialRecord
-    from autotune.tuning.prepare import Prepared
-
-# A line of the widest default arm fits in eighty columns.
-_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
 # Kept low, since trials are measured on the same CPU cores.
 _REFRESHES_PER_SECOND = 4
 
 
-class View:
+class View(Narrator):
     """Prints the progress of a search. Without a terminal it prints the lines only."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = time.monotonic()
-        self._prepared: Prepared | None = None
-        self._is_table_begun = False
-        self._idle = "starting"
-        # Of the trials under way, by number: what is tried and what it is doing.
-        self._running: dict[int, tuple[str, str]] = {}
-        self._best = ""
-        self._in_space: set[Candidate] = set()
-        self._seen = 0
+        super().__init__(self.print_line)
 
-    def note(self, text: str) -> None:
-        """Print a note between the lines."""
-        self._print(text, style="dim")
-
-    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """Print what is searched, and on what."""
-        self._prepared = prepared
-        for line in _head_lines(prepared, study):
-            self._print(line)
-
-    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Show the running trial; before the first one, print the head of the table."""
-        self._begin_table()
-        self._running[number] = candidate.describe(), "starting"
-
-    def progress(self, number: int, progress: Progress) -> None:
-        """Show the phase or the step."""
-        what, _ = self._running.get(number, ("", ""))
-        self._running[number] = what, progress.describe()
-
-    def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """Print the trial's line."""
-        assert self._prepared is not None, "begins comes first"
-        # A trial that is taken from an earlier search did not begin.
-        self._begin_table()
-        best = self._winner(history, self._prepared)
-        self._print(self._row(trial, history, self._prepared, best))
-        self._running.pop(trial.number, None)
-        self._idle = "choosing the next trial"
-        if best is not None and best.measurement is not None:
-            rate = format_rate(best.measurement.samples_per_second)
-            self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
-
-    def _winner(self, history: History, prepared: Prepared) -> Tried | None:
-        """Return the trial that the search would recommend now.
-
-        By the rule of the result: candidates of the space alone, and the more comfortable one of two that are as fast.
-        """
-        found = (tried.candidate for tried in history.tried[self._seen :])
-        self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))
-        self._seen = len(history.tried)
-        if prepared.request.objective == "max-batch":
-            return history.largest(self._in_space)
-        return history.winner(self._in_space)
-
-    def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-        """Format a trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
-        return _ROW.format(
-            number=trial.number,
-            batch=batch_cell(trial.candidate),
-            arm=trial.candidate.arm.describe(),
-            arm_width=self._arm_width(prepared),
-            speed=speed_cell(trial.outcome),
-            peak=peak_cell(trial.outcome),
-            took=took_cell(trial),
-            verdict=_verdict(trial, history, prepared, best),
-        ).rstrip()
+    def print_line(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is."""
+        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> Text:
         """Return the status line, made again at each refresh so that its clock runs; cut at the terminal's width."""
-        trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
-        running = ", ".join(trials) or self._idle
-        elapsed = format_seconds(time.monotonic() - self._started)
-        return Text("; ".join(filter(None, (elapsed, running, self._best))), no_wrap=True, overflow="ellipsis")
-
-    def _begin_table(self) -> None:
-        if self._prepared is None or self._is_table_begun:
-            return
-        self._is_table_begun = True
-        head = _ROW.format(
-            number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
-            speed="samples/s", peak="peak", took="took", verdict="× baseline",
-        )  # fmt: skip
-        self._print(head.rstrip(), style="bold")
-
-    @staticmethod
-    def _arm_width(prepared: Prepared) -> int:
-        return max(len(arm.describe()) for arm in (*prepared.space.arms, prepared.baseline.arm))
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
-    from autotune.results.wording import describe_data
-
-    request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
-    workload = request.workload
-    batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
-    if request.world_size > 1:
-        batch += f" on {request.world_size} devices"
-        batch += ", one of them measured" if request.ranks == 1 else ""
-    lines = [
-        f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
-        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}",
-        f"device  {request.placement.label}, {request.device.name}",
-        f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
-        f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
-        f"study   {study.name}",
-    ]
-    held = request.device.neighbours
-    if held and request.device.memory_used_bytes:
-        who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in held[:3])
-        lines.append(
-            f"note    {format_bytes(request.device.memory_used_bytes)} of {request.device.label} are held by "
-            f"{who}{' and others' if len(held) > 3 else ''}; trials have what is left"
-        )
-    if ceiling.limit_bytes is not None and ceiling.limit_bytes > ceiling.free_bytes:
-        lines.append(
-            f"note    --memory-limit is {format_bytes(ceiling.limit_bytes)}, but only "
-            f"{format_bytes(ceiling.free_bytes)} are free"
-        )
-    return lines
-
-
-def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-    """Return the trial's speed relative to the baseline, and whether it is the best so far."""
-    from autotune.results.wording import times
-
-    outcome = trial.outcome
-    if isinstance(outcome, Failed):
-        return " ".join(outcome.message.split())[:80]
-    if isinstance(outcome, Completed | OutOfMemory) and outcome.disturbed:
-        return f"disturbed: {'; '.join(outcome.disturbed)}"[:80]
-    if not isinstance(outcome, Completed):
-        return ""
-    if not outcome.measurement.fits(trial.candidate.arm, history.ceiling):
-        return "low headroom"
-    is_derived = outcome.source is not None and outcome.source.derived
-    if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
-        return "baseline, derived" if is_derived else "baseline"
-    words = ["derived"] if is_derived else []
-    baseline = history.speed(prepared.baseline)
-    if baseline is not None:
-        words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
-    if best is not None and best.trial_id == trial.id:
-        words.append("best")
-    if trial.stage == "final":
-        words.append("in full")
-    return " ".join(words)
+        return Text(self.status_line(), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager

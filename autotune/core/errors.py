@@ -104,3 +104,14 @@ class DifferentTrainingError(AutotuneError):
     """The loss of the winner's first steps differs from that of the baseline's."""
 
     exit_code = 12
+
+
+class ServiceError(AutotuneError):
+    """The service cannot be reached, or refuses what it was asked for."""
+
+    exit_code = 13
+
+    def __init__(self, message: str, hint: str = "", *, status: int = 400) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        """Of the HTTP answer."""

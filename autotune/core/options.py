@@ -465,6 +465,11 @@ OPTIONS: tuple[Option, ...] = (
         "storage", PATH, "SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.", WHERE,
         STORED, "studies/autotune.db", metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",
     ),
+    Option(
+        "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
+        WHERE, metavar="URL", envvar="AUTOTUNE_SERVER", in_function=False,
+    ),
+    Option("priority", SEED, "In the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
     Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),
     Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",
            in_function=False),

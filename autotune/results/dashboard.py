@@ -185,10 +185,10 @@ def dashboard_app(store_location: str) -> WSGIApplication:
 
     The database stays open as long as the application exists. Raises ``StorageError`` where it cannot be opened.
     """
-    return _app_over(DashboardStorage(open_store(store_location, create=False)))
+    return app_over(DashboardStorage(open_store(store_location, create=False)))
 
 
-def _app_over(storage: DashboardStorage) -> WSGIApplication:
+def app_over(storage: DashboardStorage) -> WSGIApplication:
     bottle_app: Any = optuna_dashboard.wsgi(storage)
     bottle_app.install(_drop_infeasible_best)
 
@@ -267,7 +267,7 @@ def dashboard_server(store_location: str, host: str = "127.0.0.1", port: int = 8
     with open_store(store_location, create=False) as store:
         storage = DashboardStorage(store)
         try:
-            with _listen(host, port, _app_over(storage)) as server:
+            with _listen(host, port, app_over(storage)) as server:
                 yield server
         finally:
             close_optuna(storage)

@@ -51,6 +51,11 @@ class Store:
         self._held: tuple[str, str] | None = None
 
     @property
+    def engine(self) -> Engine:
+        """The connections, for what carries whole studies (``store/transfer.py``)."""
+        return self._engine
+
+    @property
     def url(self) -> str:
         """SQLAlchemy's URL of the database, with its password."""
         return self._location.url_text

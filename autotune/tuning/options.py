@@ -19,14 +19,15 @@ from autotune.space.features import segments_expand
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
-def build_request(options: dict[str, Any], given: Collection[str] = ()) -> SearchRequest:
+def build_request(options: dict[str, Any], given: Collection[str] = (), device: Device | None = None) -> SearchRequest:
     """Return the request of the options; raises every error that can be found without starting a process.
 
-    ``given`` are the names of the options that the user gave, as opposed to defaults.
+    ``given`` are the names of the options that the user gave, as opposed to defaults. ``device`` stands for the one
+    that the options name.
     """
     own = _own_workload(options, given)
     workload = own or build_workload(options)
-    device, *others = _devices(options)
+    device, *others = [device] if device is not None else _devices(options)
     if others and options["world_size"] == 1:
         options = {**options, "world_size": 1 + len(others)}
     defaults = {

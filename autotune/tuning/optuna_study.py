@@ -97,6 +97,10 @@ class OptunaStudy:
                     self._study.tell(left.number, state=TrialState.FAIL)
             for _ in (trial for trial in unfinished if trial.state is TrialState.WAITING):
                 self._study.tell(self._study.ask(), state=TrialState.FAIL)
+            # Trials that were recorded in another database are not among Optuna's, which numbers the next one.
+            last = max((trial.number for trial in trials.values()), default=-1)
+            for _ in range(self._storage.get_n_trials(study_id), last + 1):
+                self._study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
     def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
         """Return the next proposal, or ``forced`` as if it had been proposed."""

@@ -75,7 +75,7 @@ def run_search(
 
         # Two names of one file are the same study. A URL may contain a password, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
-        name = request.study or functools.partial(free_names, request)
+        name = request.study or functools.partial(_names_for, request)
         turn = stack.enter_context(
             take_turn(request.device, name, database, wait=wait, note=observer.note, is_taken=is_taken)
         )
@@ -219,15 +219,20 @@ def log_folder(storage: str, study: str) -> Path:
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
-def free_names(request: SearchRequest) -> Iterator[str]:
-    """Yield short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
-    model = request.workload.model.rstrip("/").rsplit("/", 1)[-1]
+def _names_for(request: SearchRequest) -> Iterator[str]:
+    model = request.workload.model
     if request.workload.source is not None:
         model = model.replace(".py", "")
+    return free_names(model, request.effective_batch, request.objective)
+
+
+def free_names(model: str, effective_batch: int | None, objective: str) -> Iterator[str]:
+    """Yield short names: the model, the effective batch, a word for another objective, then a number from 2 on."""
+    model = model.rstrip("/").rsplit("/", 1)[-1]
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
     stem = plain.strip(".- ")[:60] or "model"
-    stem += f"-{request.effective_batch}" if request.effective_batch else ""
-    stem += "" if request.objective == "throughput" else f"-{request.objective}"
+    stem += f"-{effective_batch}" if effective_batch else ""
+    stem += "" if objective == "throughput" else f"-{objective}"
     yield stem
     for number in itertools.count(2):
         yield f"{stem}-{number}"

@@ -32,6 +32,14 @@ COMMANDS = [
     ("db",),
     ("db", "current"),
     ("db", "upgrade"),
+    ("serve",),
+    ("agent",),
+    ("queue",),
+    ("cancel",),
+    ("token",),
+    ("token", "add"),
+    ("token", "list"),
+    ("token", "remove"),
 ]
 HEAVY = {
     "torch",
@@ -45,6 +53,8 @@ HEAVY = {
     "pynvml",
     "numpy",
     "msgspec",
+    "fastapi",
+    "uvicorn",
 }
 
 

@@ -62,13 +62,7 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str
         _header(report),
         element(
             "main",
-            _answer(report, document),
-            _speed_section(report),
-            _step_section(report),
-            _anatomy_section(report, prediction),
-            _limit_section(report),
-            _left_out_section(document),
-            _notes_section(document),
+            _result_sections(report, document, prediction),
             _export_section(report),
             _trials_section(report),
         ),
@@ -78,11 +72,33 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
+def report_sections(report: Report) -> list[Child]:
+    """Return what the page shows of a study, for a page that has its own frame and its own way to export."""
+    facts = element("details", element("summary", "What was searched, on what"), _header_lines(report))
+    return [*_result_sections(report, report_document(report), None), _trials_section(report), facts]
+
+
+def _result_sections(report: Report, document: Document, prediction: MemoryPrediction | None) -> list[Child]:
+    return [
+        _answer(report, document),
+        _speed_section(report),
+        _step_section(report),
+        _anatomy_section(report, prediction),
+        _limit_section(report),
+        _left_out_section(document),
+        _notes_section(document),
+    ]
+
+
 def _section(title: str, *children: Child) -> Markup:
     return element("section", element("h2", title), children)
 
 
 def _header(report: Report) -> Markup:
+    return element("header", element("h1", report.study.name), _header_lines(report))
+
+
+def _header_lines(report: Report) -> Markup:
     workload, environment, request = report.workload, report.environment, report.study.request
     packages = environment["packages"]
     task = "" if workload["task"] == "own" else f"{workload['task']}, "
@@ -95,11 +111,7 @@ def _header(report: Report) -> Markup:
         + (f", driver {driver}" if driver else ""),
         f"{report.study.started_at:%Y-%m-%d %H:%M} UTC; {counts_line(report)}",
     ]
-    return element(
-        "header",
-        element("h1", report.study.name),
-        element("p", [[line, element("br")] for line in lines], class_="soft"),
-    )
+    return element("p", [[line, element("br")] for line in lines], class_="soft")
 
 
 def _answer(report: Report, document: Document) -> Markup:

@@ -1,0 +1,118 @@
+"""``autotune search --server``: the same search on a service, with the same view, result and exit codes."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from autotune.cli.options import print_json
+from autotune.core.candidate import Document
+from autotune.core.ceiling import Headroom
+from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.service.client import Client
+from autotune.service.problems import error_of
+from autotune.tuning.narrator import status_line
+
+_REFRESHES_PER_SECOND = 4
+
+
+class _RemoteView:
+    """Prints the lines that an agent sends, and on a terminal what runs there now."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self.status: Document = {"running": "waiting for an agent"}
+
+    def line(self, text: str, style: str | None) -> None:
+        """Print a line as it is."""
+        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def __rich__(self) -> Text:
+        """The status line, cut where the terminal ends."""
+        told = status_line(self.status, time.monotonic() - self._started)
+        return Text(told, no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def _open_view() -> Iterator[_RemoteView]:
+    console = Console(stderr=True)
+    view = _RemoteView(console)
+    if not console.is_terminal:
+        yield view
+        return
+    with console.status(view, refresh_per_second=_REFRESHES_PER_SECOND):
+        yield view
+
+
+def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> None:
+    """Have a service search, show it, and print the result. ``given`` are the options of the command line.
+
+    Raises what the search raised there. Ctrl-C stops watching; the search goes on.
+    """
+    for name in ("trainer", "script", "storage", "wait"):
+        if given.get(name):
+            option = "the script" if name == "script" else f"--{name}"
+            raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
+    client = Client(server)
+    asked = {name: _as_json(value) for name, value in given.items() if name not in ("as_json", "server")}
+    search = client.request("POST", "/v1/searches", asked)
+    name = shlex.quote(str(search["study"]))
+    path = f"/v1/searches/{quote(str(search['id']), safe='')}"
+    try:
+        problem = _watch(client, search)
+    except KeyboardInterrupt:
+        click.echo(
+            f"the search {name} goes on at {client.url}; autotune cancel {name} --server {client.url} ends it", err=True
+        )
+        raise
+    if problem is not None:
+        raise error_of(problem)
+    if as_json:
+        print_json(client.request("GET", f"{path}/report"))
+        return
+    click.echo(client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n"))
+    click.echo(f"\nNext:\n  {client.url}{search['links']['page']}")
+    click.echo(f"  {client.url}{search['links']['export']}?format=cli")
+
+
+def _watch(client: Client, search: Document) -> Document | None:
+    """Show a search to its end; return the problem that ended it."""
+    with _open_view() as view:
+        if search["state"] == "finished":
+            view.line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")
+            return None
+        if search["waits_for"]:
+            view.line(f"queued as {search['study']}, waiting for {search['waits_for']}", "dim")
+        for event in client.events(str(search["id"])):
+            told = event.document
+            if event.kind == "line":
+                view.line(str(told["text"]), told.get("style"))
+            elif event.kind == "status":
+                view.status = told
+            elif event.kind == "state":
+                state = told["state"]
+                if state == "failed":
+                    return dict(told.get("problem") or {})
+                if state == "cancelled":
+                    raise ServiceError(f"the search {search['study']!r} was cancelled", "submit it again to search on")
+                if state == "queued" and told.get("why"):
+                    view.line(f"back in the queue: {told['why']}", "dim")
+                view.status = {"running": "waiting for an agent" if state == "queued" else "starting"}
+    return None
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Headroom):
+        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
+    return value

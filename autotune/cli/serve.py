@@ -1,0 +1,218 @@
+"""``autotune serve``, ``autotune agent`` and ``autotune token``: the machine's side of a service."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.cli.table import print_table
+from autotune.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from autotune.service.client import Client
+
+_storage = click.option(
+    "--storage",
+    metavar="FILE|URL",
+    envvar="AUTOTUNE_STORAGE",
+    default="studies/autotune.db",
+    show_default=True,
+    help="SQLite file (or SQLAlchemy URL) that holds the studies and the queue; also AUTOTUNE_STORAGE.",
+)
+
+
+def _needs_extra(error: ImportError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a service needs a package that is not installed ({error.name})", "pip install 'autotune[serve]'"
+    )
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True)
+@_storage
+@click.option("--agent/--no-agent", "has_agent", default=True, help="Run searches on this machine, too [default: yes].")
+@click.option(
+    "--data", "data_folders", multiple=True, metavar="FOLDER", type=click.Path(path_type=Path),
+    help="Folder whose models and datasets requests may name; may be repeated.",
+)  # fmt: skip
+@click.option("--name", "names", multiple=True, metavar="HOST", help="Host name that the service answers to.")
+@click.option("--ssl-certfile", "certificate", metavar="FILE", type=click.Path(path_type=Path), help="TLS certificate.")
+@click.option("--ssl-keyfile", "key", metavar="FILE", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--behind-proxy", is_flag=True, help="A proxy in front ends TLS: allow a public --host without it.")
+def serve(
+    host: str,
+    port: int,
+    storage: str,
+    has_agent: bool,
+    data_folders: tuple[Path, ...],
+    names: tuple[str, ...],
+    certificate: Path | None,
+    key: Path | None,
+    behind_proxy: bool,
+) -> None:
+    """Serve searches to others: an HTTP API with a queue, and agents for this machine's devices.
+
+    The first start prints a URL with a token; the database keeps the token's digest alone.
+
+    \b
+      autotune serve
+      autotune search --server http://127.0.0.1:8321 --model bert-large-uncased --effective-batch 64
+    """
+    try:
+        from autotune.service.server import Settings, log_to_stderr
+        from autotune.service.server import serve as run
+    except ImportError as error:
+        raise _needs_extra(error) from error
+    log_to_stderr()
+
+    def ready(url: str, token: str | None) -> None:
+        if token is not None:
+            click.echo(f"{url}/#token={token}")
+            click.echo("  keep the token: it is not shown again, and the database holds its digest alone", err=True)
+        else:
+            click.echo(url)
+            click.echo("  the token was shown at the first start; autotune token add NAME makes another", err=True)
+
+    run(
+        Settings(
+            storage, host, port, tuple(folder.absolute() for folder in data_folders), names,
+            has_agent=has_agent, certificate=certificate, key=key, behind_proxy=behind_proxy,
+        ),
+        ready,
+    )  # fmt: skip
+
+
+@click.command()
+@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; its token is in "
+              "AUTOTUNE_TOKEN or in the URL.")  # fmt: skip
+@click.option("--device", metavar="NAME|UUID", help="cuda:0, cpu or a GPU's UUID [default: each GPU, else the CPU].")
+@click.option(
+    "--storage",
+    metavar="FILE|URL",
+    default="studies/agent.db",
+    show_default=True,
+    help="Database for the searches of this agent; the service has a copy of each trial.",
+)
+@click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")
+@click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
+def agent(server: str | None, device: str | None, storage: str, shared: bool, with_parent: bool) -> None:
+    """Run the searches of a service on this machine, until Ctrl-C or SIGTERM.
+
+    The agent asks the service for work, so no port need be open here. A search that runs when the agent ends goes
+    back to the queue, with its trials.
+
+    \b
+      AUTOTUNE_TOKEN=... autotune agent --server http://gpu-box:8321
+    """
+    from autotune.devices import find_device
+    from autotune.service.agent import Agent, end_with_parent, run_agents
+
+    client = _client(server)
+    if device is None:
+        run_agents(str(server), storage)
+        return
+    if with_parent:
+        end_with_parent()
+    Agent(client, find_device(device), storage, lambda text: click.echo(text, err=True), is_shared=shared).run()
+
+
+@click.command()
+@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; also AUTOTUNE_SERVER.")
+@click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
+    """List the searches of a service that wait or run, and its agents."""
+    from autotune.cli.options import print_json
+
+    client = _client(server)
+    query = {} if shows_all else {"state": ["queued", "running"]}
+    searches = client.request("GET", "/v1/searches", query={**query, "limit": 1000})["searches"]
+    agents = client.request("GET", "/v1/agents")["agents"]
+    if as_json:
+        print_json({"searches": searches, "agents": agents})
+        return
+    names = {agent["id"]: agent["name"] for agent in agents}
+    rows = [
+        (
+            search["id"][:12],
+            search["study"],
+            search["state"],
+            str(search["priority"]),
+            search["waits_for"] or (search["problem"] or {}).get("message") or names.get(search["agent"], ""),
+        )
+        for search in searches
+    ]
+    if rows:
+        print_table(("search", "study", "state", "priority", "where, or what it waits for"), rows, right=("priority",))
+    else:
+        click.echo(f"No search waits or runs at {client.url}.", err=True)
+    for agent in agents:
+        click.echo(f"{agent['name']} ({agent['device']['name']}): {agent['study'] or 'idle'}", err=True)
+    if not agents:
+        click.echo("No agent is connected; autotune agent starts one.", err=True)
+
+
+@click.command()
+@click.argument("search")
+@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; also AUTOTUNE_SERVER.")
+def cancel(search: str, server: str | None) -> None:
+    """Cancel a search of a service, by its id or its study's name. What was measured stays."""
+    from urllib.parse import quote
+
+    found = _client(server).request("DELETE", f"/v1/searches/{quote(search, safe='')}")
+    waits = " once its agent has heard of it" if found["state"] == "running" else ""
+    told = "is cancelled" if found["state"] in ("cancelled", "running") else f"has ended before: {found['state']}"
+    click.echo(f"the search {shlex.quote(found['study'])} {told}{waits}", err=True)
+
+
+def _client(server: str | None) -> Client:
+    from autotune.service.client import Client
+
+    if server is None:
+        raise InvalidRequestError("no service is named", "give --server URL, or set AUTOTUNE_SERVER")
+    return Client(server)
+
+
+@click.group()
+def token() -> None:
+    """Make, list and remove the tokens of a service, on the machine of its database."""
+
+
+@token.command("add")
+@click.argument("name")
+@click.option("--role", type=click.Choice(("read", "run")), default="run", show_default=True)
+@_storage
+def add(name: str, role: str, storage: str) -> None:
+    """Make a token and print it; it is not shown again."""
+    from autotune.service.tokens import add_token
+    from autotune.store import open_store
+
+    with open_store(storage, create=False) as store:
+        click.echo(add_token(store.queue, name, "read" if role == "read" else "run"))
+
+
+@token.command("list")
+@_storage
+def list_tokens(storage: str) -> None:
+    """List the tokens' names and roles."""
+    from autotune.store import open_store
+
+    with open_store(storage, create=False) as store:
+        rows = [(t.name, t.role, f"{t.created_at:%Y-%m-%d %H:%M}") for t in store.queue.tokens()]
+    print_table(("name", "role", "made (UTC)"), rows)
+
+
+@token.command("remove")
+@click.argument("name")
+@_storage
+def remove(name: str, storage: str) -> None:
+    """Remove a token; whoever has it is refused from then on."""
+    from autotune.store import open_store
+
+    with open_store(storage, create=False) as store:
+        if not store.queue.remove_token(name):
+            raise InvalidRequestError(f"there is no token named {name!r}", "autotune token list shows them")

@@ -1,0 +1,162 @@
+"""Speak to a service over HTTP, with the standard library alone: for the command line and for agents."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
+
+from autotune.core.candidate import Document
+from autotune.core.errors import ServiceError
+from autotune.service.problems import error_of
+
+TOKEN_VARIABLE = "AUTOTUNE_TOKEN"
+# A listener that hears nothing for so long, not even a keep-alive (15 s), has lost its connection.
+_SILENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0
+"""How long a listener tries to connect again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedEvent:
+    """Something that happened to a search; ``number`` is ``None`` for what runs now, which is not kept."""
+
+    kind: str
+    document: Document
+    number: int | None
+
+
+class Client:
+    """A service at a URL. The token is in the URL's fragment (``#token=…``) or in AUTOTUNE_TOKEN."""
+
+    def __init__(self, url: str, token: str | None = None, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServiceError(f"{url[:200]!r} is no URL of a service", "write it as http://127.0.0.1:8321")
+        self._is_tls = parts.scheme == "https"
+        try:
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ServiceError(f"{url[:200]!r} has no port that can be", "write it as http://host:8321") from error
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        in_url = parse_qs(parts.fragment).get("token", [""])[0]
+        self._token = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
+        self._timeout_seconds = timeout_seconds
+
+    def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        if self._is_tls:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_seconds, context=context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_seconds)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        timeout_seconds: float,
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request; the caller closes the connection. ``ServiceError`` where nobody answers."""
+        connection = self._connect(timeout_seconds)
+        every = {"Accept": "application/json", **headers}
+        if self._token:
+            every["Authorization"] = f"Bearer {self._token}"
+        data = None if body is None else json.dumps(body).encode()
+        if data is not None:
+            every["Content-Type"] = "application/json"
+        try:
+            connection.request(method, path, data, every)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> ServiceError:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return ServiceError(
+            f"no service answers at {self.url}: {why}", "start one with autotune serve, or correct --server", status=0
+        )
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, Any] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Any:
+        """Send a request and return the JSON, or the text, of the answer; raises what its problem stands for."""
+        target = path + ("?" + urlencode(query, doseq=True) if query else "")
+        seconds = timeout_seconds or self._timeout_seconds
+        connection, response = self._send(method, target, body, headers or {}, seconds)
+        try:
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()
+        kind = response.headers.get_content_type()
+        is_json = kind == "application/json" or kind.endswith("+json")
+        if response.status >= 400:
+            raise self._error(response.status, data, is_json=is_json)
+        if not data:
+            return None
+        return json.loads(data) if is_json else data.decode("utf-8", "replace")
+
+    def _error(self, status: int, data: bytes, *, is_json: bool) -> Exception:
+        problem: Any = None
+        if is_json:
+            problem = json.loads(data)
+        if isinstance(problem, dict):
+            return error_of(problem)
+        return ServiceError(f"{self.url} answered {status}, which is no answer of autotune", "correct --server")
+
+    def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:
+        """Follow a search to its end; a connection that is lost is made again, and goes on where it was."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                for event in self._stream(search, after):
+                    deadline = time.monotonic() + _PATIENCE_SECONDS
+                    after = event.number or after
+                    yield event
+                    if event.kind == "state" and event.document.get("state") in ("finished", "failed", "cancelled"):
+                        return
+            except ServiceError as error:
+                if error.status != 0 or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+    def _stream(self, search: str, after: int) -> Iterator[StreamedEvent]:
+        path = f"/v1/searches/{quote(search, safe='')}/events"
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        connection, response = self._send("GET", path, None, headers, _SILENCE_SECONDS)
+        try:
+            if response.status >= 400:
+                raise self._error(response.status, response.read(), is_json=True)
+            fields: dict[str, str] = {}
+            while line := response.readline():
+                text = line.decode().rstrip("\r\n")
+                if text:
+                    name, _, value = text.partition(":")
+                    fields[name] = value.removeprefix(" ")
+                elif "data" in fields:
+                    number = int(fields["id"]) if "id" in fields else None
+                    yield StreamedEvent(fields.get("event", "message"), json.loads(fields["data"]), number)
+                    fields = {}
+                else:
+                    fields = {}
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()

@@ -1,0 +1,127 @@
+"""Refuse requests from other sites, to other host names and of too many bytes; set headers that browsers heed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from autotune.service.problems import MEDIA_TYPE
+
+MOST_BODY_BYTES = 1024 * 1024
+MOST_RECORD_BYTES = 16 * 1024 * 1024
+"""What an agent may send at once: records of trials, with the ends of their logs."""
+OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_CSP = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+# The Optuna dashboard's page sets styles and its own settings within the page.
+_DASHBOARD_CSP = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; frame-ancestors 'none'; object-src 'none'"
+)
+_DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(
+        self, app: FastAPI, names: Collection[str] = (), around: Callable[[FastAPI], ASGIApp] | None = None
+    ) -> None:
+        self._app: ASGIApp = around(app) if around is not None else app
+        self.openapi = app.openapi
+        self._names = OWN_NAMES | {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with the reason why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        most = MOST_RECORD_BYTES if scope["path"].startswith("/v1/agents/") else MOST_BODY_BYTES
+        problem = self._problem(scope, headers, most)
+        if problem is not None:
+            await _refuse(send, *problem)
+            return
+        meter = _Meter(receive, most)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _set_headers(MutableHeaders(scope=message), scope["path"])
+            await send(message)
+
+        await self._app(scope, meter.receive, send_with_headers)
+
+    def _problem(self, scope: Scope, headers: Headers, most: int) -> tuple[int, str, str] | None:
+        host = headers.get("host", "")
+        if host_name(host) not in self._names:
+            # Else a page from elsewhere, whose name was made to point here, could use the service.
+            return 421, "this service does not answer to that host name", "the operator can allow it with --name"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
+        if scope["method"] not in _SAFE_METHODS and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or len(length) > 18:
+            return 400, "Content-Length is no number", "send the length of the body in bytes"
+        return _too_large(most) if int(length) > most else None
+
+
+def host_name(host: str) -> str:
+    """Return ``localhost`` of ``localhost:8080``. Any port will do: a tunnel may end at another one."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+class _Meter:
+    """Counts the bytes of a body that comes without a length."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive, self._left, self._most = receive, most, most
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise HTTPException(413, f"a request may not be longer than {self._most} bytes")
+        return message
+
+
+def _too_large(most: int) -> tuple[int, str, str]:
+    return 413, f"a request may not be longer than {most} bytes", "send less at once"
+
+
+def _set_headers(headers: MutableHeaders, path: str) -> None:
+    of_dashboard = path.startswith(_DASHBOARD_PATHS)
+    headers["Content-Security-Policy"] = _DASHBOARD_CSP if of_dashboard else _CSP
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["X-Frame-Options"] = "DENY"
+    # With no-referrer a browser would send "Origin: null" with the forms of the page itself.
+    headers["Referrer-Policy"] = "same-origin"
+    headers["Cross-Origin-Opener-Policy"] = "same-origin"
+    if not path.startswith("/assets/") and not of_dashboard:
+        headers.setdefault("Cache-Control", "no-store")
+
+
+async def _refuse(send: Send, status: int, message: str, hint: str) -> None:
+    document: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": message,
+        "hint": hint,
+        "exit_code": 13,
+    }
+    body = json.dumps(document).encode()
+    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", str(len(body)).encode()),
+               (b"connection", b"close")]  # fmt: skip
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

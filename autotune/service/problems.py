@@ -1,0 +1,55 @@
+"""Carry errors over HTTP: a problem document (RFC 9457) with the words, the hint and the exit code of the command."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from autotune.core import errors
+from autotune.core.candidate import Document
+from autotune.core.errors import (
+    AutotuneError,
+    DeviceError,
+    InvalidRequestError,
+    ServiceError,
+    StorageError,
+    UnknownModelError,
+    UnknownStudyError,
+)
+
+MEDIA_TYPE = "application/problem+json"
+
+_STATUS: dict[type[AutotuneError], int] = {
+    InvalidRequestError: 422,
+    UnknownModelError: 422,
+    DeviceError: 409,
+    UnknownStudyError: 404,
+    StorageError: 503,
+}
+
+
+def problem_of(error: AutotuneError) -> Document:
+    """Return what a job that failed with this error keeps of it."""
+    return {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
+
+
+def problem_document(error: AutotuneError) -> tuple[int, Document]:
+    """Return the HTTP status and the problem document for an error."""
+    status = error.status if isinstance(error, ServiceError) else _STATUS.get(type(error), 409)
+    return status, {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": error.message,
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+    }
+
+
+def error_of(problem: Document) -> AutotuneError:
+    """Return the error that a problem stands for, so that a command ends as if it had happened here."""
+    message = str(problem.get("message") or problem.get("detail") or problem.get("title") or "no reason was given")
+    hint, code = str(problem.get("hint") or ""), problem.get("exit_code")
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, AutotuneError) and kind.exit_code == code:
+            return kind(message, hint)
+    return ServiceError(message, hint, status=int(problem.get("status") or 400))

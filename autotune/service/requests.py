@@ -1,0 +1,203 @@
+"""Read what a client asks for: the options of a search as JSON, checked as the command line checks them.
+
+No code comes over HTTP: neither a Trainer nor a script can be named, and a path only within the operator's folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.core.candidate import Document
+from autotune.core.ceiling import Headroom
+from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
+from autotune.core.options import BY_NAME, check_arguments, options_of
+from autotune.devices import Device, Neighbour, find_device
+from autotune.store.queue import Needs
+from autotune.tuning.options import build_request
+from autotune.tuning.request import SearchRequest, check_study_name
+from autotune.tuning.run import free_names
+
+# Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
+_NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "trainer", "script", "server", "priority", "gpus"})
+OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
+# Besides the options of a search.
+_EXTRA = ("priority", "needs")
+_PATHS = ("model", "dataset", "tokenizer")
+_MOST_PRIORITY = 10
+# A GPU's name in a request: a part of what the driver calls it.
+_GPU_NAME_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A search that may be queued."""
+
+    options: Document
+    """The options that were given, JSON-ready."""
+    needs: Needs
+    priority: int
+
+    @property
+    def fresh(self) -> bool:
+        """Whether what earlier searches measured is not to be used."""
+        return bool(self.options.get("fresh"))
+
+    @property
+    def study(self) -> str | None:
+        """The name that the study is to have."""
+        return self.options.get("study")
+
+
+def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
+    """Return what a client submits; ``InvalidRequestError`` for what no search takes or the service does not allow."""
+    if not isinstance(document, dict):
+        raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
+    _check_names(document)
+    given = {name: value for name, value in document.items() if name not in _EXTRA and value is not None}
+    options = check_arguments(given)
+    if options.get("model") is None:
+        raise InvalidRequestError("nothing to train is named", 'give "model": a catalog or hub name')
+    if options.get("study") is not None:
+        check_study_name(options["study"])
+    for name in _PATHS:
+        if isinstance(options.get(name), str):
+            check_path(name, options[name], data_folders)
+    needs = _needs(document.get("needs"), options.pop("device", None))
+    priority = document.get("priority") or 0
+    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _MOST_PRIORITY:
+        raise InvalidRequestError(
+            f"priority is {priority!r:.40}, no whole number from 0 to {_MOST_PRIORITY}", "0 is the usual one"
+        )
+    return Submission({name: _as_json(value) for name, value in options.items()}, needs, priority)
+
+
+def _check_names(document: Mapping[str, Any]) -> None:
+    known = (*OPTION_NAMES, *_EXTRA)
+    for name in document:
+        if name in ("trainer", "script"):
+            raise InvalidRequestError(
+                f"{name} brings code of yours, and a service takes no code over HTTP",
+                "search with it on the machine itself: autotune search without --server",
+            )
+        if name in _NOT_OVER_HTTP and name not in _EXTRA:
+            raise InvalidRequestError(f"{name} is the service's own matter", f"leave {name} out")
+        if name not in known:
+            raise InvalidRequestError(
+                f"{str(name)[:60]!r} is no option of a search", did_you_mean(str(name)[:60], known) or "see the API"
+            )
+
+
+def check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
+    """Raise ``InvalidRequestError`` for a path outside the folders that the operator named.
+
+    A name of the catalog or the hub is none, unless there is something of that name here.
+    """
+    expanded = os.path.expanduser(value)
+    looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value
+    try:
+        is_here = os.path.lexists(expanded)
+    except ValueError:
+        is_here = True
+    if not looks_like_path and not is_here:
+        return
+    try:
+        real = Path(expanded).resolve()
+        allowed = os.path.isabs(expanded) and any(real.is_relative_to(folder.resolve()) for folder in data_folders)
+    except (ValueError, OSError, RuntimeError):
+        allowed = False
+    if not allowed:
+        folders = ", ".join(map(str, data_folders))
+        raise InvalidRequestError(
+            f"{name}: this service reads no files at {value[:120]!r}",
+            f"name a folder within {folders}"
+            if folders
+            else "use a name of the catalog or the hub; the operator can "
+            "allow folders with autotune serve --data FOLDER",
+        )
+
+
+def _needs(document: Any, device: str | None) -> Needs:
+    """Return what a job needs, from ``needs`` and from ``device``: cpu, cuda or a part of a GPU's name."""
+    asked = document or {}
+    if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
+        raise InvalidRequestError("needs is no object of gpu, memory_bytes and count", "leave it out: any agent does")
+    gpu, memory_bytes, count = asked.get("gpu"), asked.get("memory_bytes"), asked.get("count", 1)
+    kind: str | None = None
+    if device is not None:
+        word = device.strip().lower()
+        if word == "cpu":
+            kind = "cpu"
+        elif word == "cuda" or word.startswith("cuda:"):
+            kind = "cuda"
+        else:
+            gpu = gpu or word
+    if gpu is not None:
+        if not isinstance(gpu, str) or not 1 <= len(gpu) <= _GPU_NAME_LENGTH or not gpu.isprintable() or "%" in gpu:
+            raise InvalidRequestError(f"{gpu!r:.80} is no part of a GPU's name", "write it as h200, say")
+        kind = "cuda"
+    for name, value in (("memory_bytes", memory_bytes), ("count", count)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**60):
+            raise InvalidRequestError(f"needs: {name} is {value!r:.40}, no whole number", "give an integer above 0")
+    return Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Headroom):
+        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
+    return value
+
+
+def canonical(document: Document) -> str:
+    """Return a request as text that is the same for the same request, whatever the order of its options."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def search_request(options: Document, device: Device, study: str | None = None) -> SearchRequest:
+    """Return the request that these options make on a device; raises as the command does."""
+    given = {name: value for name, value in options.items() if name != "verify"}
+    every = {name: BY_NAME[name].default for name in OPTION_NAMES if name != "verify"}
+    filled = {**every, **check_arguments(given), "trainer": None, "script": (), "device": device.uuid}
+    request = build_request(filled, set(given), device)
+    return replace(request, study=study) if study is not None else request
+
+
+def device_of(document: Document) -> Device:
+    """Return the device of a document from ``Device.document``."""
+    names = {name: value for name, value in document.items() if name not in ("label", "precisions")}
+    capability = names.get("capability")
+    neighbours = tuple(Neighbour(**neighbour) for neighbour in names.get("neighbours") or ())
+    return Device(**{**names, "capability": tuple(capability) if capability else None, "neighbours": neighbours})
+
+
+def check_against(submission: Submission, devices: Sequence[Device]) -> None:
+    """Raise where none of these devices can run the search, for the reason that the first one has."""
+    if not devices:
+        # What is wrong with the model or the batch is so on any device.
+        _ = search_request(submission.options, find_device("cpu")).batches
+    problems: list[AutotuneError] = []
+    for device in devices:
+        try:
+            search_request(submission.options, device).check()
+        except AutotuneError as error:
+            problems.append(error)
+        else:
+            return
+    if problems:
+        raise problems[0]
+
+
+def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str:
+    """Return the name of the study: the one that was asked for, or the first free one as the command makes them."""
+    if submission.study is not None:
+        return submission.study
+    options = submission.options
+    objective = options.get("objective") or "throughput"
+    names = free_names(str(options["model"]), options.get("effective_batch"), objective)
+    return next(name for name in names if not is_taken(name))

@@ -1,0 +1,366 @@
+"""What the service does with searches: take them in, describe them, answer those that were answered before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from autotune import __version__
+from autotune.core.candidate import Document
+from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.results.document import report_document
+from autotune.results.report import Report, load_report
+from autotune.service.bell import NEW_JOB, Bell, wait_for
+from autotune.service.requests import Submission, canonical, check_against, choose_study, device_of, read_submission
+from autotune.store import Store, new_id
+from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Offer
+from autotune.store.transfer import read_study, related_studies, take_in
+from autotune.tuning.run import log_folder
+
+MOST_QUEUED = 10_000
+"""More are refused: whoever submits in a loop is told so before the disk is full."""
+AGENT_EVENTS = ("line", "study", "trial_begins", "trial")
+"""What an agent tells: lines as the terminal shows them, and what a page draws."""
+_CLAIM_POLL_SECONDS = 5.0
+_SEEN_SECONDS = 5.0
+_ALIVE = timedelta(seconds=LEASE_SECONDS)
+
+
+def offer_of(device: Document) -> Offer:
+    """Return what an agent on this device offers."""
+    return Offer(str(device["kind"]), str(device["name"]), int(device["memory_total_bytes"]))
+
+
+@dataclass
+class Searches:
+    """The searches of one service."""
+
+    store: Store
+    storage: str
+    """Where the store is, as ``open_store`` takes it."""
+    bell: Bell = field(default_factory=Bell)
+    data_folders: tuple[Path, ...] = ()
+    leases_lost: int = 0
+    is_closing: bool = False
+    _offers: dict[str, Offer] = field(default_factory=dict)
+    _seen: dict[str, float] = field(default_factory=dict)
+
+    # Taking in
+
+    def submit(self, document: Any, *, by: str, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
+        """Queue a search; return its job and whether it is new.
+
+        A request that was answered before, without ``fresh`` and without data that may have changed, is not searched
+        again: the job that answered it is returned.
+        """
+        submission = read_submission(document, self.data_folders)
+        if idempotency_key is None and (known := self._answered(submission)) is not None:
+            return known, False
+        agents = self.agents()
+        fitting = [agent for agent in agents if offer_of(agent.device).meets(submission.needs)]
+        check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)])
+        queue = self.store.queue
+        if queue.counts().get("queued", 0) >= MOST_QUEUED:
+            raise ServiceError(
+                f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
+            )
+        study = choose_study(submission, self._is_taken)
+        job, is_new = queue.submit(
+            study,
+            submission.options,
+            submission.needs,
+            priority=submission.priority,
+            submitted_by=by,
+            idempotency_key=idempotency_key,
+        )
+        if not is_new and canonical(job.request) != canonical(submission.options):
+            raise InvalidRequestError(
+                f"the Idempotency-Key {idempotency_key!r:.80} was used with another request", "use a new key for it"
+            )
+        if is_new:
+            self.bell.ring(NEW_JOB)
+        return job, is_new
+
+    def _answered(self, submission: Submission) -> JobRecord | None:
+        """Return the finished job that has answered the same request by the same autotune."""
+        if submission.fresh or submission.options.get("dataset") is not None:
+            return None
+        wanted = canonical(submission.options)
+        for job in self.store.queue.jobs(states=["finished"], most=1000):
+            if canonical(job.request) == wanted and job.needs == submission.needs:
+                study = self.store.study(job.study)
+                if study is not None and study.state == "finished" and study.autotune_version == __version__:
+                    return job
+        return None
+
+    def _is_taken(self, name: str) -> bool:
+        return self.store.study(name) is not None or bool(self.store.queue.jobs(study=name, most=1))
+
+    # Looking
+
+    def job(self, job_id: str) -> JobRecord:
+        """Return a job by its id, or the latest of a study; ``UnknownStudyError`` where there is none."""
+        job = self.store.queue.job(job_id)
+        if job is None:
+            raise UnknownStudyError(f"there is no search {job_id[:120]!r}", "autotune queue lists them")
+        return job
+
+    def report(self, job: JobRecord) -> Report:
+        """Return the report of a job's study; ``UnknownStudyError`` where none of its trials began."""
+        if self.store.study(job.study) is None:
+            waits = "it waits in the queue" if job.state == "queued" else "it has no trial yet"
+            raise UnknownStudyError(f"the search {job.study!r} has nothing to show: {waits}", "ask again later")
+        return load_report(self.store, job.study)
+
+    def trials(self, job: JobRecord) -> list[Document]:
+        """Return a job's trials, as ``--json`` has them."""
+        if self.store.study(job.study) is None:
+            return []
+        trials: list[Document] = report_document(self.report(job))["trials"]
+        return trials
+
+    def agents(self) -> list[AgentRecord]:
+        """Return the agents that were heard of lately."""
+        queue = self.store.queue
+        return queue.agents(queue.clock() - _ALIVE)
+
+    def describe(self, job: JobRecord, agents: Sequence[AgentRecord] | None = None) -> Document:
+        """Return a job as the API shows it; ``waits_for`` says why it does not run yet."""
+        path = f"/v1/searches/{job.id}"
+        return {
+            "id": job.id,
+            "number": job.number,
+            "study": job.study,
+            "state": job.state,
+            "request": job.request,
+            "needs": {
+                "device_kind": job.needs.device_kind,
+                "gpu": job.needs.gpu,
+                "memory_bytes": job.needs.memory_bytes,
+                "count": job.needs.count,
+            },
+            "priority": job.priority,
+            "waits_for": self.waits_for(job, agents) if job.state == "queued" else None,
+            "cancel_asked": job.is_cancel_asked,
+            "agent": job.owner,
+            "attempts": job.attempts,
+            "status": job.status,
+            "problem": job.problem,
+            "submitted_by": job.submitted_by,
+            "submitted_at": job.submitted_at.isoformat(),
+            "started_at": job.started_at.isoformat() if job.started_at else None,
+            "ended_at": job.ended_at.isoformat() if job.ended_at else None,
+            "links": {
+                "self": path,
+                "events": f"{path}/events",
+                "trials": f"{path}/trials",
+                "report": f"{path}/report",
+                "export": f"{path}/export",
+                "page": f"/searches/{job.id}",
+            },
+        }
+
+    def waits_for(self, job: JobRecord, agents: Sequence[AgentRecord] | None = None) -> str:
+        """Say what a queued job waits for."""
+        agents = self.agents() if agents is None else agents
+        if not agents:
+            return "no agent is connected; autotune agent --server URL starts one"
+        if not any(offer_of(agent.device).meets(job.needs) for agent in agents):
+            have = ", ".join(sorted({f"{agent.device['name']} ({agent.device['kind']})" for agent in agents}))
+            return f"no agent has {job.needs.describe()}; there are {have}"
+        ahead = self.store.queue.ahead_of(job)
+        return "an agent that is free" if ahead == 0 else f"{ahead} that are before it in the queue"
+
+    def cancel(self, job: JobRecord) -> JobRecord:
+        """Cancel a job; one that has ended stays as it is."""
+        if job.state in ENDED:
+            return job
+        cancelled = self.store.queue.cancel(job.id)
+        self.bell.ring(job.id)
+        return cancelled or job
+
+    def log_path(self, study: str, number: int) -> Path:
+        """Return where the log of a study's trial is, on this machine."""
+        return log_folder(self.storage, study) / f"trial-{number:04d}.log"
+
+    def trial_counts(self) -> dict[str, int]:
+        """Return how many trials of all studies are in each state."""
+        studies = self.store.studies()
+        names = ("running", "completed", "out_of_memory", "failed")
+        return {name: sum(getattr(summary, name) for summary in studies) for name in names}
+
+    # Agents
+
+    def register_agent(self, document: Document) -> Document:
+        """Connect an agent; ``ServiceError`` for one of another version, whose trials may measure otherwise."""
+        text = {name: str(document.get(name) or "")[:200] for name in ("name", "host", "version")}
+        if text["version"] != __version__:
+            raise ServiceError(
+                f"the agent is autotune {text['version']}, the service {__version__}",
+                f"install autotune {__version__} where the agent runs",
+                status=409,
+            )
+        try:
+            device = device_of(document["device"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequestError("the agent has no device", "send what autotune devices --json shows") from error
+        moment = self.store.queue.clock()
+        agent = AgentRecord(
+            new_id(), **text, device=device.document(), started_at=moment, heartbeat_at=moment, gone_at=None
+        )
+        self.store.queue.register(agent)
+        self.bell.ring(NEW_JOB)
+        return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
+
+    async def claim(self, agent_id: str, wait_seconds: float) -> Document:
+        """Give an agent the next job that fits, waiting for one; ``job`` is ``None`` where none came."""
+        deadline = time.monotonic() + wait_seconds
+        offer = await run_in_threadpool(self._offer, agent_id)
+        while True:
+            ticket = self.bell.ticket(NEW_JOB)
+            job = await run_in_threadpool(self.store.queue.claim, agent_id, offer)
+            left = deadline - time.monotonic()
+            if job is not None:
+                self.bell.ring(job.id)
+                return {
+                    "job": {
+                        "id": job.id,
+                        "study": job.study,
+                        "options": job.request,
+                        "lease_token": job.lease_token,
+                        "attempts": job.attempts,
+                    }
+                }
+            if left <= 0 or self.is_closing:
+                return {"job": None}
+            await wait_for(ticket, min(left, _CLAIM_POLL_SECONDS))
+
+    def _offer(self, agent_id: str) -> Offer:
+        """Return what an agent offers, and record that it was heard of; ``ServiceError`` for an unknown one."""
+        if agent_id not in self._offers:
+            agent = next((agent for agent in self.store.queue.agents() if agent.id == agent_id), None)
+            if agent is None:
+                raise ServiceError("this agent is not connected", "connect it again", status=404)
+            self._offers[agent_id] = offer_of(agent.device)
+        self._saw(agent_id)
+        return self._offers[agent_id]
+
+    def _saw(self, agent_id: str) -> None:
+        """Record that an agent was heard of, unless that was done just now: each record is a write."""
+        moment = time.monotonic()
+        if moment - self._seen.get(agent_id, -_SEEN_SECONDS) >= _SEEN_SECONDS:
+            self._seen[agent_id] = moment
+            self.store.queue.saw_agent(agent_id)
+
+    def leave(self, agent_id: str) -> None:
+        """Disconnect an agent."""
+        self._offers.pop(agent_id, None)
+        self._seen.pop(agent_id, None)
+        self.store.queue.saw_agent(agent_id, leaves=True)
+
+    def heartbeat(self, agent_id: str, job_id: str, document: Document) -> Document:
+        """Renew a lease and take down what runs now."""
+        status = document.get("status")
+        is_cancelled = self.store.queue.renew(job_id, _lease(document), status if isinstance(status, dict) else None)
+        self._saw(agent_id)
+        if status is not None:
+            self.bell.ring(job_id)
+        return {"cancel": is_cancelled}
+
+    def say(self, agent_id: str, job_id: str, document: Document) -> Document:
+        """Record events of a search, and what an agent with a database of its own has recorded of it."""
+        changes = {"status": document["status"]} if isinstance(document.get("status"), dict) else {}
+        records, study = document.get("records") or (), self.job(job_id).study
+        with self.store.queue.writing(job_id, _lease(document), _events_of(document), **changes) as connection:
+            for record in records:
+                take_in(connection, record, study)
+        for number, text in (document.get("logs") or {}).items():
+            self._keep_log(study, number, text)
+        self.bell.ring(job_id)
+        return {}
+
+    def _keep_log(self, study: str, number: Any, text: Any) -> None:
+        """Keep the end of a trial's log that an agent sends."""
+        if not (str(number).isdecimal() and len(str(number)) <= 9 and isinstance(text, str)):
+            raise InvalidRequestError(f"{number!r:.40} is no number of a trial", "send the log under its number")
+        path = self.log_path(study, int(number))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+
+    def records(self, job_id: str, lease_token: str) -> Document:
+        """Return what is recorded of a claimed search, and finished studies of its model, for an agent elsewhere."""
+        self.store.queue.renew(job_id, lease_token)
+        job = self.job(job_id)
+        related = [] if job.request.get("fresh") else related_studies(self.store.engine, str(job.request["model"]))
+        return {
+            "own": read_study(self.store.engine, job.study),
+            "related": [document for document in related if document["study"]["name"] != job.study],
+        }
+
+    def end(self, agent_id: str, job_id: str, document: Document) -> Document:
+        """End a search, or put it back into the queue."""
+        state, lease = document.get("state"), _lease(document)
+        if state == "queued":
+            self.store.queue.put_back(job_id, lease, str(document.get("why") or "its agent ended")[:200])
+            self.bell.ring(NEW_JOB)
+        elif state in ENDED:
+            problem = document.get("problem")
+            self.store.queue.end(job_id, lease, state, problem if isinstance(problem, dict) else None)
+        else:
+            raise InvalidRequestError(
+                f"{state!r:.40} is no state that ends a search", f"send one of {', '.join(ENDED)}"
+            )
+        self.bell.ring(job_id)
+        return {}
+
+    def sweep(self) -> None:
+        """Take searches back from agents that fell silent."""
+        for job_id, _ in self.store.queue.sweep():
+            self.leases_lost += 1
+            self.bell.ring(job_id)
+            self.bell.ring(NEW_JOB)
+
+
+def _lease(document: Document) -> str:
+    token = document.get("lease_token")
+    if not isinstance(token, str):
+        raise InvalidRequestError("lease_token is missing", "send the one that the claim gave")
+    return token
+
+
+def _events_of(document: Document) -> list[tuple[str, Document]]:
+    """Return the events that an agent sends, each a kind and a document."""
+    found = []
+    for event in document.get("events") or ():
+        kind, told = (event.get("kind"), event.get("document")) if isinstance(event, dict) else (None, None)
+        if kind not in AGENT_EVENTS or not isinstance(told, dict):
+            raise InvalidRequestError(f"{kind!r:.40} is no kind of event", f"send {', '.join(AGENT_EVENTS)}")
+        found.append((str(kind), told))
+    return found
+
+
+def describe_agent(agent: AgentRecord, jobs: Sequence[JobRecord]) -> Document:
+    """Return an agent as the API shows it, with the search that it runs."""
+    running = next((job for job in jobs if job.owner == agent.id), None)
+    return {
+        "id": agent.id,
+        "name": agent.name,
+        "host": agent.host,
+        "version": agent.version,
+        "device": agent.device,
+        "started_at": agent.started_at.isoformat(),
+        "heartbeat_at": agent.heartbeat_at.isoformat(),
+        "search": running.id if running else None,
+        "study": running.study if running else None,
+    }
+
+
+def _distinct(agents: Sequence[AgentRecord]) -> list[AgentRecord]:
+    """Return one agent of each kind of device."""
+    return list({str(agent.device["name"]): agent for agent in agents}.values())

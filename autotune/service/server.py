@@ -1,0 +1,267 @@
+"""Run the service: one process with the HTTP server, and one agent beside it for each device of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import uvicorn
+
+from autotune.core.errors import InvalidRequestError
+from autotune.devices import Device, list_devices
+from autotune.service.app import make_app, token_of_process
+from autotune.service.client import TOKEN_VARIABLE
+from autotune.service.dashboard import WithDashboard
+from autotune.service.pages import add_pages
+from autotune.service.searches import Searches
+from autotune.service.tokens import add_token, digest, new_token
+from autotune.store import Store, open_store
+
+DEFAULT_PORT = 8321
+_SWEEP_SECONDS = 5.0
+# Listeners leave at the next poll; a request under way has so long to end.
+_SHUTDOWN_SECONDS = 5
+
+log = logging.getLogger("autotune.service")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a service runs."""
+
+    storage: str
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    data_folders: tuple[Path, ...] = ()
+    names: tuple[str, ...] = ()
+    """Host names that it answers to, besides those of this machine."""
+    has_agent: bool = True
+    certificate: Path | None = None
+    key: Path | None = None
+    behind_proxy: bool = False
+    """Whether something in front of it ends TLS, so that it may listen on a public address without."""
+
+    def check(self) -> None:
+        """Raise ``InvalidRequestError`` for an address that others can reach without TLS, and for wrong files."""
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidRequestError("TLS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
+        for path in filter(None, (self.certificate, self.key)):
+            if not path.is_file():
+                raise InvalidRequestError(f"there is no file {path}", "correct --ssl-certfile or --ssl-keyfile")
+        if not is_own_address(self.host) and self.certificate is None and not self.behind_proxy:
+            raise InvalidRequestError(
+                f"{self.host} can be reached by others, and tokens would cross the network unencrypted",
+                "give --ssl-certfile and --ssl-keyfile, or --behind-proxy where a proxy ends TLS; or go through "
+                f"`ssh -L {self.port}:127.0.0.1:{self.port} THIS-MACHINE`",
+            )
+        for folder in self.data_folders:
+            if not folder.is_dir():
+                raise InvalidRequestError(f"--data {folder} is no folder", "name a folder that is there")
+
+    @property
+    def url(self) -> str:
+        """The service's address."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.certificate else 'http'}://{host}:{self.port}"
+
+
+def is_own_address(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def steady_clock() -> Callable[[], datetime]:
+    """Return a clock that starts at the time of day and is not moved when that is set."""
+    start, began = datetime.now(UTC), time.monotonic()
+    return lambda: start + timedelta(seconds=time.monotonic() - began)
+
+
+def first_token(store: Store) -> str | None:
+    """Return a new token where the database has none; ``None`` where it has: those were shown once."""
+    return None if store.queue.tokens() else add_token(store.queue, "operator", "run")
+
+
+def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
+    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and the token where one was made.
+
+    Raises ``InvalidRequestError`` for settings that cannot be, ``StorageError`` as ``open_store`` does.
+    """
+    settings.check()
+    with _listen(settings) as listener, open_store(settings.storage) as store:
+        settings = _with_port(settings, listener)
+        store.queue.clock = steady_clock()
+        store.queue.grant_grace()
+        searches = Searches(store, settings.storage, data_folders=settings.data_folders)
+        own = new_token()
+        app = make_app(
+            searches,
+            names=_names(settings),
+            own_tokens={digest(own): token_of_process("agent of this machine")},
+            extend=add_pages,
+            around=lambda app: WithDashboard(app, store),
+        )
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            ssl_certfile=settings.certificate,
+            ssl_keyfile=settings.key,
+            server_header=False,
+            timeout_keep_alive=30,
+        )
+        server = _Server(config)
+        token = first_token(store)
+        asyncio.run(_run(server, listener, searches, settings, own, lambda: ready(settings.url, token)))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose own handlers would end this process by the signal, before its agents are ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to whoever runs the server."""
+        yield
+
+
+async def _run(
+    server: _Server,
+    listener: socket.socket,
+    searches: Searches,
+    settings: Settings,
+    own_token: str,
+    ready: Callable[[], None],
+) -> None:
+    def stop() -> None:
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    sweeping = asyncio.create_task(_sweep(searches, server))
+    agents = start_agents(settings, own_token) if settings.has_agent else []
+    try:
+        ready()
+        await serving
+    finally:
+        searches.is_closing = True
+        sweeping.cancel()
+        await asyncio.to_thread(stop_agents, agents)
+
+
+async def _sweep(searches: Searches, server: _Server) -> None:
+    """Take searches back from silent agents, and let listeners go once the server is to end."""
+    swept = 0.0
+    while True:
+        if server.should_exit:
+            searches.is_closing = True
+            searches.bell.ring_all()
+        if time.monotonic() - swept >= _SWEEP_SECONDS:
+            swept = time.monotonic()
+            try:
+                await asyncio.to_thread(searches.sweep)
+            except Exception:
+                log.exception("taking searches back from silent agents failed")
+        await asyncio.sleep(0.2)
+
+
+@contextlib.contextmanager
+def _listen(settings: Settings) -> Iterator[socket.socket]:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the service cannot listen on {settings.host}:{settings.port}: {(error.strerror or str(error)).lower()}",
+            "choose another --port, or end what uses it",
+        ) from error
+    with listener:
+        yield listener
+
+
+def _with_port(settings: Settings, listener: socket.socket) -> Settings:
+    return replace(settings, port=int(listener.getsockname()[1]))
+
+
+def _names(settings: Settings) -> list[str]:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return [host, *settings.names]
+
+
+def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
+    """Start an agent for each GPU of this machine, or for its CPU where there is none."""
+    # An agent on this machine goes past any proxy and certificate name.
+    return [_start_agent(settings, token, device) for device in own_devices()]
+
+
+def own_devices() -> Sequence[Device]:
+    """Return the devices that this machine's agents run on: the GPUs, or else the CPU."""
+    devices = list_devices()
+    return [device for device in devices if device.kind == "cuda"] or devices[:1]
+
+
+def _start_agent(settings: Settings, token: str, device: Device) -> subprocess.Popen[bytes]:
+    words = ["agent", "--server", settings.url, "--device", device.uuid, "--storage", settings.storage]
+    words += ["--shared", "--with-parent"]
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    return subprocess.Popen([sys.executable, "-m", "autotune", *words], stdin=subprocess.PIPE, env=environment)
+
+
+def stop_agents(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the agents; their searches go back to the queue."""
+    for agent in agents:
+        agent.terminate()
+    deadline = time.monotonic() + 20
+    for agent in agents:
+        try:
+            agent.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        told = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+def log_to_stderr() -> None:
+    """Log what the service does to stderr, as JSON lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -1,0 +1,185 @@
+"""Tell in lines what a search does, a line a trial, and what is happening now: for a terminal or a service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from autotune.core.candidate import Candidate, Document
+from autotune.core.messages import Progress
+from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.units import format_bytes, format_count, format_rate, format_seconds
+from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
+
+if TYPE_CHECKING:
+    from autotune.estimate.history import History, Tried
+    from autotune.store import Stage, StudyRecord, TrialRecord
+    from autotune.tuning.prepare import Prepared
+
+# Eighty columns hold a line of the widest default arm.
+_ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13}  {peak:>10}  {took:>6}  {verdict}"
+
+
+class Narrator:
+    """An observer that says each line through ``say``, with its style: ``bold``, ``dim`` or none."""
+
+    def __init__(self, say: Callable[[str, str | None], None]) -> None:
+        self._say = say
+        self._started = time.monotonic()
+        self._prepared: Prepared | None = None
+        self._is_table_begun = False
+        self._idle = "starting"
+        # Of the trials under way, by number: what is tried and what it is doing.
+        self._running: dict[int, tuple[str, str]] = {}
+        self._best = ""
+        self._in_space: set[Candidate] = set()
+        self._seen = 0
+
+    def note(self, text: str) -> None:
+        """Print a note between the lines."""
+        self._print(text, style="dim")
+
+    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
+        """Print what is searched, and on what."""
+        self._prepared = prepared
+        for line in _head_lines(prepared, study):
+            self._print(line)
+
+    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
+        """Show the running trial; before the first one, print the head of the table."""
+        self._begin_table()
+        self._running[number] = candidate.describe(), "starting"
+
+    def progress(self, number: int, progress: Progress) -> None:
+        """Show the phase or the step."""
+        what, _ = self._running.get(number, ("", ""))
+        self._running[number] = what, progress.describe()
+
+    def trial_ends(self, trial: TrialRecord, history: History) -> None:
+        """Print the trial's line."""
+        assert self._prepared is not None, "begins comes first"
+        # A trial that is taken from an earlier search did not begin.
+        self._begin_table()
+        best = self._winner(history, self._prepared)
+        self._print(self._row(trial, history, self._prepared, best))
+        self._running.pop(trial.number, None)
+        self._idle = "choosing the next trial"
+        if best is not None and best.measurement is not None:
+            rate = format_rate(best.measurement.samples_per_second)
+            self._best = f"best so far {rate} samples/s ({best.candidate.describe()})"
+
+    def _winner(self, history: History, prepared: Prepared) -> Tried | None:
+        """Return the trial that the search would recommend now.
+
+        By the rule of the result: candidates of the space alone, and the more comfortable one of two that are as fast.
+        """
+        found = (tried.candidate for tried in history.tried[self._seen :])
+        self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))
+        self._seen = len(history.tried)
+        if prepared.request.objective == "max-batch":
+            return history.largest(self._in_space)
+        return history.winner(self._in_space)
+
+    def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
+        """Format a trial's line: what was tried, speed ± spread, peak memory, what to make of it."""
+        return _ROW.format(
+            number=trial.number,
+            batch=batch_cell(trial.candidate),
+            arm=trial.candidate.arm.describe(),
+            arm_width=self._arm_width(prepared),
+            speed=speed_cell(trial.outcome),
+            peak=peak_cell(trial.outcome),
+            took=took_cell(trial),
+            verdict=_verdict(trial, history, prepared, best),
+        ).rstrip()
+
+    def status(self) -> Document:
+        """Return what runs now, and the best so far, in words."""
+        trials = [f"trial {number}: {what} ({doing})" for number, (what, doing) in self._running.copy().items()]
+        return {"running": ", ".join(trials) or self._idle, "best": self._best}
+
+    def status_line(self) -> str:
+        """Return the status in a line, with the seconds since the start."""
+        return status_line(self.status(), time.monotonic() - self._started)
+
+    def _begin_table(self) -> None:
+        if self._prepared is None or self._is_table_begun:
+            return
+        self._is_table_begun = True
+        head = _ROW.format(
+            number="#", batch="batch×acc", arm="configuration", arm_width=self._arm_width(self._prepared),
+            speed="samples/s", peak="peak", took="took", verdict="× baseline",
+        )  # fmt: skip
+        self._print(head.rstrip(), style="bold")
+
+    @staticmethod
+    def _arm_width(prepared: Prepared) -> int:
+        return max(len(arm.describe()) for arm in (*prepared.space.arms, prepared.baseline.arm))
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._say(text, style)
+
+
+def status_line(status: Document, seconds: float) -> str:
+    """Return ``12 s; trial 3: 32 × 2  bf16 (train); best so far …``."""
+    return "; ".join(filter(None, (format_seconds(seconds), str(status["running"]), str(status.get("best") or ""))))
+
+
+def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
+    from autotune.results.wording import describe_data
+
+    request, ceiling, model = prepared.request, prepared.ceiling, prepared.model
+    workload = request.workload
+    batch = f"effective batch {request.effective_batch}" if request.effective_batch else "any batch"
+    if request.world_size > 1:
+        batch += f" on {request.world_size} devices"
+        batch += ", one of them measured" if request.ranks == 1 else ""
+    lines = [
+        f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
+        f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}",
+        f"device  {request.placement.label}, {request.device.name}",
+        f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "
+        f"{format_bytes(ceiling.headroom_bytes)} of it should stay free",
+        f"study   {study.name}",
+    ]
+    held = request.device.neighbours
+    if held and request.device.memory_used_bytes:
+        who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in held[:3])
+        lines.append(
+            f"note    {format_bytes(request.device.memory_used_bytes)} of {request.device.label} are held by "
+            f"{who}{' and others' if len(held) > 3 else ''}; trials have what is left"
+        )
+    if ceiling.limit_bytes is not None and ceiling.limit_bytes > ceiling.free_bytes:
+        lines.append(
+            f"note    --memory-limit is {format_bytes(ceiling.limit_bytes)}, but only "
+            f"{format_bytes(ceiling.free_bytes)} are free"
+        )
+    return lines
+
+
+def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
+    """Return the trial's speed relative to the baseline, and whether it is the best so far."""
+    from autotune.results.wording import times
+
+    outcome = trial.outcome
+    if isinstance(outcome, Failed):
+        return " ".join(outcome.message.split())[:80]
+    if isinstance(outcome, Completed | OutOfMemory) and outcome.disturbed:
+        return f"disturbed: {'; '.join(outcome.disturbed)}"[:80]
+    if not isinstance(outcome, Completed):
+        return ""
+    if not outcome.measurement.fits(trial.candidate.arm, history.ceiling):
+        return "low headroom"
+    is_derived = outcome.source is not None and outcome.source.derived
+    if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
+        return "baseline, derived" if is_derived else "baseline"
+    words = ["derived"] if is_derived else []
+    baseline = history.speed(prepared.baseline)
+    if baseline is not None:
+        words.append(times(outcome.measurement.samples_per_second / baseline.samples_per_second))
+    if best is not None and best.trial_id == trial.id:
+        words.append("best")
+    if trial.stage == "final":
+        words.append("in full")
+    return " ".join(words)

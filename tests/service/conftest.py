@@ -1,0 +1,71 @@
+"""A service within this process, over a real SQLite file, and clients that speak to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from searching import H200
+from serving import URL, Agent, with_token
+from starlette.testclient import TestClient
+
+from autotune.devices import Device
+from autotune.service.app import make_app
+from autotune.service.pages import add_pages
+from autotune.service.searches import Searches
+from autotune.service.tokens import add_token
+from autotune.store import Store, open_store
+
+
+@pytest.fixture
+def data_folder(tmp_path: Path) -> Path:
+    """A folder of the operator's, whose models and datasets may be named."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def searches(tmp_path: Path, data_folder: Path) -> Iterator[Searches]:
+    """The searches of a service."""
+    storage = str(tmp_path / "studies" / "autotune.db")
+    with open_store(storage) as store:
+        yield Searches(store, storage, data_folders=(data_folder,))
+
+
+@pytest.fixture
+def store(searches: Searches) -> Store:
+    """The service's database."""
+    return searches.store
+
+
+@pytest.fixture
+def server(searches: Searches) -> Iterator[TestClient]:
+    """A client without a token."""
+    with TestClient(make_app(searches, extend=add_pages), base_url=URL, follow_redirects=False) as client:
+        yield client
+
+
+@pytest.fixture
+def writer(server: TestClient, store: Store) -> TestClient:
+    """A client whose token may run searches."""
+    return with_token(server, add_token(store.queue, "writer", "run"))
+
+
+@pytest.fixture
+def reader(server: TestClient, store: Store) -> TestClient:
+    """A client whose token may read."""
+    return with_token(server, add_token(store.queue, "reader", "read"))
+
+
+@pytest.fixture
+def agent(writer: TestClient, cpu: Device) -> Agent:
+    """An agent on this machine's CPU."""
+    return Agent(writer, cpu)
+
+
+@pytest.fixture
+def gpu_agent(writer: TestClient) -> Agent:
+    """An agent on a made-up H200."""
+    return Agent(writer, H200)

@@ -1,0 +1,148 @@
+"""The pages, as the service renders them: signing in, asking, watching, comparing; every name is escaped."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from serving import URL, Agent, run_recorded
+from starlette.testclient import TestClient
+
+from autotune.core.candidate import Document
+from autotune.service.app import COOKIE
+from autotune.service.searches import Searches
+from autotune.service.tokens import add_token
+from autotune.store import Store
+from autotune.store.queue import Needs
+
+LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
+
+
+@pytest.fixture
+def visitor(server: TestClient, store: Store) -> TestClient:
+    """A browser that has signed in."""
+    answer = server.post("/session", data={"token": add_token(store.queue, "ann", "run")}, headers={"Origin": URL})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    return server
+
+
+def test_without_a_token_every_page_asks_for_it(server: TestClient) -> None:
+    for path in ("/", "/searches/x", "/compare"):
+        assert "<h1>Sign in</h1>" in server.get(path).text
+    assert server.get("/parts/home").status_code == 401
+    wrong = server.post("/session", data={"token": "guess"})
+    assert wrong.status_code == 401
+    assert "this token is not known" in wrong.text
+
+
+def test_the_cookie_is_kept_from_scripts_and_other_sites(server: TestClient, store: Store) -> None:
+    token = add_token(store.queue, "ann", "run")
+    cookie = server.post("/session", data={"token": token}).headers["set-cookie"]
+    assert cookie.startswith(f"{COOKIE}=")
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert "<h1>Search for" in server.get("/").text
+    assert server.post("/session/end").headers["set-cookie"].startswith(f'{COOKIE}=""')
+
+
+def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+    assert "No search waits or runs" in visitor.get("/").text
+    form = {"model": "bert-large-uncased", "effective_batch": "64", "memory_limit": "23.5GiB", "seq_len": ""}
+    shown = visitor.get("/command", params=form).text
+    assert shown == "autotune search --model bert-large-uncased --effective-batch 64 --memory-limit 23.5GiB"
+    answer = visitor.post("/searches", data=form)
+    assert answer.status_code == 303
+    page = visitor.get(answer.headers["location"]).text
+    assert "No trial has begun yet" in page
+    assert "waits for an agent that is free" in page
+    run_recorded(searches, gpu_agent)
+    part = visitor.get(f"/parts{answer.headers['location']}").text
+    assert "Best configuration" in part
+    assert "<svg" in part
+    assert "--per_device_train_batch_size 32" in part
+    assert "style=" not in part
+    assert "<script" not in part
+    home = visitor.get("/parts/home").text
+    assert "bert-large-uncased-64" in home
+    both = visitor.get("/compare", params={"a": "bert-large-uncased-64", "b": "bert-large-uncased-64"}).text
+    assert both.count("302.9 samples/s") == 2
+    missing = visitor.get("/compare", params={"a": "bert-large-uncased-64", "b": "nobody"}).text
+    assert "there is no search" in missing
+
+
+def test_what_is_wrong_in_the_form_is_said_beside_it(visitor: TestClient) -> None:
+    answer = visitor.post("/searches", data={"model": "bert-tinyy", "effective_batch": "64"})
+    assert answer.status_code == 422
+    assert "did you mean bert-tiny" in answer.text
+    assert 'value="bert-tinyy"' in answer.text
+    assert "effective batch: " in visitor.post("/searches", data={"model": "x", "effective_batch": "-1"}).text
+    assert "effective batch: " in visitor.get("/command", params={"model": "x", "effective_batch": "-1"}).text
+
+
+def test_a_page_of_a_running_search_lets_it_be_cancelled(visitor: TestClient, gpu_agent: Agent) -> None:
+    visitor.post("/searches", data={"model": "bert-large-uncased", "effective_batch": "64"})
+    job = gpu_agent.claim()
+    assert job is not None
+    assert ">Cancel</button>" in visitor.get(f"/searches/{job['id']}").text
+    assert visitor.post(f"/searches/{job['id']}/cancel", headers={"Origin": URL}).status_code == 303
+    assert "is being cancelled" in visitor.get(f"/searches/{job['id']}").text
+    why: Document = {"exit_code": 6, "message": "<b>nothing fits</b>", "hint": "<script>alert(1)</script>"}
+    gpu_agent.post(job, "end", state="failed", problem=why)
+    page = visitor.get(f"/searches/{job['id']}").text
+    assert "&lt;b&gt;nothing fits&lt;/b&gt;" in page
+    assert "<script>alert" not in page
+
+
+def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, gpu_agent: Agent) -> None:
+    evil = '"><img src=x onerror=alert(1)>'
+    store.queue.submit(evil, {"model": evil, "study": evil}, Needs(gpu=evil), submitted_by=evil)
+    gpu_agent.client.post("/v1/agents", json={**_told(gpu_agent), "name": evil, "host": evil}, headers={"Origin": URL})
+    form = visitor.post("/searches", data={"model": evil, "study": evil, "dataset": evil})
+    job = store.queue.jobs()[-1]
+    paths = ["/", f"/searches/{job.id}", "/searches/%3Cb%3E"]
+    compared = visitor.get("/compare", params={"a": evil, "b": evil})
+    for text in (form.text, compared.text, *(visitor.get(path).text for path in paths)):
+        assert "<img" not in text
+        assert "<b>" not in text
+
+
+def _told(agent: Agent) -> Document:
+    (found,) = agent.client.get("/v1/agents").json()["agents"]
+    return {"version": found["version"], "device": found["device"]}
+
+
+def test_who_may_only_read_sees_no_form(server: TestClient, store: Store) -> None:
+    server.post("/session", data={"token": add_token(store.queue, "bob", "read")})
+    page = server.get("/").text
+    assert "it starts no search" in page
+    assert 'action="/searches"' not in page
+    assert server.post("/searches", data=LARGE).status_code == 403
+
+
+def test_pages_ask_this_service_alone(visitor: TestClient) -> None:
+    page = visitor.get("/").text
+    assert not re.findall(r'(?:src|href|action)="(?!/|#|mailto)', page)
+    for name in ("report.css", "page.css", "page.js", "icon.svg"):
+        text = visitor.get(f"/assets/{name}").text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_optuna_dashboard_is_for_those_who_have_a_token(
+    searches: Searches, store: Store, gpu_agent: Agent, writer: TestClient
+) -> None:
+    from autotune.service.app import make_app
+    from autotune.service.dashboard import WithDashboard
+    from autotune.service.pages import add_pages
+
+    writer.post("/v1/searches", json=LARGE)
+    run_recorded(searches, gpu_agent)
+    app = make_app(searches, extend=add_pages, around=lambda app: WithDashboard(app, store))
+    with TestClient(app, base_url=URL, follow_redirects=False) as client:
+        assert client.get("/dashboard").headers["location"] == "/"
+        assert client.get("/api/studies").status_code == 303
+        client.post("/session", data={"token": add_token(store.queue, "bob", "read")})
+        assert "<html" in client.get("/dashboard/").text
+        assert client.get("/api/studies").json()["study_summaries"][0]["study_name"] == "bert-large-uncased-64"
+        refused = client.post("/api/studies", json={"study_name": "x", "directions": ["minimize"]})
+        assert refused.status_code == 405
+        assert client.get("/healthz").status_code == 200

@@ -1,0 +1,204 @@
+"""Attempts on a service, each by a real client: without a token, from other sites, with paths, code and huge bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Agent, with_token
+from starlette.testclient import TestClient
+
+from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.service.guard import MOST_BODY_BYTES
+from autotune.service.server import Settings
+from autotune.service.tokens import add_token, digest, new_token
+from autotune.store import Store
+
+TINY = {"model": "bert-tiny", "effective_batch": 16}
+_PARTS = ("", "/trials", "/events", "/export", "/report", "/trials/0/log")
+READING = ["/v1/searches", *(f"/v1/searches/x{part}" for part in _PARTS), "/v1/agents", "/metrics", "/openapi.json"]
+
+
+@pytest.mark.parametrize("path", READING)
+def test_without_a_token_nothing_is_shown(server: TestClient, path: str) -> None:
+    answer = server.get(path)
+    assert answer.status_code == 401
+    assert "needs a token" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/searches"),
+        ("DELETE", "/v1/searches/x"),
+        ("POST", "/v1/agents"),
+        ("POST", "/v1/agents/x/claim"),
+        ("DELETE", "/v1/agents/x"),
+        ("POST", "/v1/agents/x/jobs/y/heartbeat"),
+        ("POST", "/v1/agents/x/jobs/y/events"),
+        ("POST", "/v1/agents/x/jobs/y/end"),
+    ],
+)
+def test_who_may_only_read_changes_nothing(server: TestClient, reader: TestClient, method: str, path: str) -> None:
+    assert server.request(method, path, json={}).status_code == 401
+    refused = reader.request(method, path, json={})
+    assert refused.status_code == 403
+    assert "may only read" in refused.json()["detail"]
+    assert reader.get("/v1/searches").status_code == 200
+
+
+def test_a_guessed_token_is_refused_and_guessing_is_stopped(server: TestClient) -> None:
+    codes = [with_token(server, new_token()).get("/v1/searches").status_code for _ in range(25)]
+    assert codes[0] == 401
+    assert codes[-1] == 429
+
+
+def test_a_removed_token_is_refused(server: TestClient, store: Store) -> None:
+    client = with_token(server, add_token(store.queue, "gone", "run"))
+    assert client.get("/v1/searches").status_code == 200
+    store.queue.remove_token("gone")
+    assert client.get("/v1/searches").status_code == 401
+
+
+def test_tokens_are_stored_as_digests_alone(store: Store) -> None:
+    token = add_token(store.queue, "ann", "run")
+    assert store.path is not None
+    content = b"".join(path.read_bytes() for path in store.path.parent.iterdir() if path.is_file())
+    assert token.encode() not in content
+    assert digest(token).encode() in content
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8321", "", "localhost.evil"])
+def test_other_host_names_are_refused(writer: TestClient, host: str) -> None:
+    assert writer.get("/v1/searches", headers={"Host": host}).status_code == 421
+    assert writer.get("/healthz", headers={"Host": host}).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1.evil.example"},
+        {"Origin": "http://127.0.0.1:9999"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_requests_from_other_sites_are_refused(writer: TestClient, headers: dict[str, str]) -> None:
+    refused = writer.post("/v1/searches", json=TINY, headers=headers)
+    assert refused.status_code == 403
+    assert writer.get("/v1/searches").json() == {"searches": []}
+    own = {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "same-origin"}
+    assert writer.post("/v1/searches", json=TINY, headers=own).status_code == 202
+
+
+def test_a_huge_body_is_refused_unread(writer: TestClient) -> None:
+    sent = 0
+
+    def gigabyte() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1024):
+            sent += MOST_BODY_BYTES
+            yield b"x" * MOST_BODY_BYTES
+
+    declared = writer.post("/v1/searches", content=b"{}", headers={"Content-Length": str(2**30)})
+    assert declared.status_code == 413
+    assert writer.post("/v1/searches", content=b"{}", headers={"Content-Length": "1e9"}).status_code == 400
+    streamed = writer.post("/v1/searches", content=gigabyte())
+    assert streamed.status_code == 413
+    deep = writer.post("/v1/searches", content=b"[" * 100_000, headers={"Content-Type": "application/json"})
+    assert deep.status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "/etc"),
+        ("model", "~/secret"),
+        ("model", "../../etc"),
+        ("model", "./model"),
+        ("model", "x/../../../etc"),
+        ("model", "..\\etc"),
+        ("model", "a\0b"),
+        ("dataset", "/etc/passwd"),
+        ("tokenizer", "/root/.ssh"),
+    ],
+)
+def test_paths_outside_the_operators_folders_are_refused(writer: TestClient, name: str, value: str) -> None:
+    refused = writer.post("/v1/searches", json={**TINY, "dataset": "imdb", name: value})
+    assert refused.status_code == 422
+    assert "reads no files at" in refused.json()["detail"]
+    assert "root:" not in refused.text
+
+
+def test_a_path_within_the_operators_folders_is_allowed_but_for_links_out_of_them(
+    writer: TestClient, data_folder: Path, tmp_path: Path
+) -> None:
+    (data_folder / "mine.jsonl").write_text('{"text": "a", "label": 0}\n')
+    (data_folder / "link").symlink_to("/etc")
+    allowed = writer.post("/v1/searches", json={**TINY, "dataset": str(data_folder / "mine.jsonl")})
+    assert allowed.status_code == 202
+    for path in (data_folder / "link", data_folder / ".." / "studies", tmp_path):
+        refused = writer.post("/v1/searches", json={**TINY, "dataset": str(path)})
+        assert "reads no files at" in refused.json()["detail"], path
+        assert str(data_folder) in refused.json()["hint"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"trainer": "train.py:build"},
+        {"script": ["python", "-c", "import os"]},
+        {"trust_remote_code": True},
+        {"model": {"__class__": "x"}},
+    ],
+)
+def test_no_code_comes_over_http(writer: TestClient, code: dict[str, object]) -> None:
+    refused = writer.post("/v1/searches", json={**TINY, **code})
+    assert refused.status_code == 422
+    assert writer.get("/v1/searches").json() == {"searches": []}
+
+
+@pytest.mark.parametrize("path", ["/v1/searches/..%2f..%2fetc%2fpasswd", "/assets/../app.py", "/assets/%2e%2e/app.py",
+                                  "/assets/..%2fapp.py", "/v1/searches/x'%20OR%201=1--"])  # fmt: skip
+def test_paths_of_the_url_lead_nowhere(writer: TestClient, path: str) -> None:
+    answer = writer.get(path)
+    assert answer.status_code == 404
+    assert "import" not in answer.text
+
+
+def test_every_answer_tells_browsers_to_be_careful(writer: TestClient) -> None:
+    headers = writer.get("/v1/searches").headers
+    assert headers["content-security-policy"].startswith("default-src 'self'")
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["cache-control"] == "no-store"
+
+
+def test_an_agent_does_not_write_into_the_search_of_another(writer: TestClient, agent: Agent, gpu_agent: Agent) -> None:
+    writer.post("/v1/searches", json=TINY)
+    job = agent.claim()
+    assert job is not None
+    assert gpu_agent.post({**job, "lease_token": "0" * 32}, "end", state="finished")["status"] == 410
+    assert writer.get(f"/v1/searches/{job['id']}").json()["state"] == "running"
+
+
+def test_a_public_address_needs_tls(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-box"):
+        with pytest.raises(InvalidRequestError, match="unencrypted"):
+            Settings("a.db", host=host).check()
+    for host in ("127.0.0.1", "localhost", "::1"):
+        Settings("a.db", host=host).check()
+    file = tmp_path / "cert.pem"
+    file.write_text("")
+    Settings("a.db", host="0.0.0.0", certificate=file, key=file).check()
+    with pytest.raises(InvalidRequestError, match="a certificate and its key"):
+        Settings("a.db", certificate=file).check()
+
+
+def test_too_many_searches_are_refused(writer: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.service.searches.MOST_QUEUED", 1)
+    assert writer.post("/v1/searches", json=TINY).status_code == 202
+    assert writer.post("/v1/searches", json={**TINY, "seed": 1}).status_code == ServiceError("", status=429).status

@@ -1,0 +1,85 @@
+"""Studies carried to another database: whole, trial by trial, over what is there, and refused where they are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import interrupt_after, search
+
+from autotune.core.candidate import Document
+from autotune.core.errors import InvalidRequestError
+from autotune.store import Store, open_store
+from autotune.store.engine import transaction
+from autotune.store.transfer import make_way, read_study, related_studies, take_in, take_in_all, take_in_study
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Store]:
+    """A database elsewhere."""
+    with open_store(str(tmp_path / "other.db")) as opened:
+        yield opened
+
+
+def sent(store: Store, name: str = "bert") -> Document:
+    """A study as it comes over the network."""
+    found: Document = json.loads(json.dumps(read_study(store.engine, name)))
+    return found
+
+
+def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store: Store, other: Store) -> None:
+    observer, interruption = interrupt_after(3)
+    begun = search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
+    take_in_study(other.engine, sent(store))
+    assert other.study("bert") == begun.study
+    assert other.trials(begun.study.id) == begun.trials
+    runner = RecordedRunner(EFFECTIVE_64)
+    ended = search(other, runner)
+    assert ended.study.state == "finished"
+    assert ended.trials[:3] == begun.trials
+    assert [trial.number for trial in ended.trials] == list(range(len(ended.trials)))
+    take_in_study(store.engine, sent(other))
+    assert store.trials(begun.study.id) == ended.trials
+    assert store.study("bert") == ended.study
+
+
+def test_a_study_of_an_agent_must_be_the_one_it_was_given(store: Store, other: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    search(other, RecordedRunner(EFFECTIVE_64))
+    with pytest.raises(InvalidRequestError, match="there is another study named 'bert'"):
+        take_in_study(other.engine, sent(store))
+    with (
+        pytest.raises(InvalidRequestError, match="not 'roberta'"),
+        transaction(store.engine, writes=True) as connection,
+    ):
+        take_in(connection, sent(store), "roberta")
+    take_in_all(other.engine, [sent(store)])
+    make_way(other.engine, "bert", sent(store)["study"]["id"])
+    take_in_study(other.engine, sent(store))
+    assert len(other.studies()) == 2
+
+
+def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    whole = sent(store)
+    broken: list[Document] = [
+        {},
+        {**whole, "study": {**whole["study"], "color": "red"}},
+        {**whole, "study": {**whole["study"], "started_at": "yesterday"}},
+        {**whole, "trials": [{**whole["trials"][0], "outcome": {"state": "won"}}]},
+        {**whole, "trials": [{**whole["trials"][0], "candidate": {}}]},
+        {**whole, "trials": 3},
+    ]
+    for document in broken:
+        with pytest.raises(InvalidRequestError, match="no study that can be taken in"):
+            take_in_study(other.engine, document)
+    assert other.studies() == []
+
+
+def test_finished_studies_of_the_model_are_offered_for_reuse(store: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    assert [found["study"]["name"] for found in related_studies(store.engine, "bert-large-uncased")] == ["bert"]
+    assert related_studies(store.engine, "gpt2") == []
