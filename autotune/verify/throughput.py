@@ -258,9 +258,9 @@ def verify(target: Target, steps: int, log_path: Path) -> Verification:
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
     folder = _data_folder(target, log_path.parent.parent)
     job = target.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
-    obtained = run_fresh(
-        "autotune.worker.verify.stock", job, target.placement, log_path, timeout_seconds, target.variables
-    )
+    # Several ranks are started by torchrun itself, as a user will, not by the trial server.
+    module = "autotune.worker.verify.stock" if target.placement.ranks == 1 else "autotune.worker.verify.torchrun"
+    obtained = run_fresh(module, job, target.placement, log_path, timeout_seconds, target.variables)
     if obtained["state"] == "failed":
         raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
     return Verification(target, steps, obtained)

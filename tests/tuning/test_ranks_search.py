@@ -26,6 +26,8 @@ from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest, request_from_document
 from autotune.tuning.run import run_search
 from autotune.tuning.studies import recorded_request
+from autotune.verify.target import placement_of, target_of
+from autotune.verify.throughput import verify
 
 SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1, memory_free_bytes=90 * GIB)
 
@@ -65,6 +67,11 @@ def test_a_search_on_two_ranks_from_request_to_export(cpu: Device, tmp_path: Pat
     assert words[6:] == shlex.split(render(export, "cli"))
     config = yaml.safe_load(render_launch(export, "accelerate"))
     assert (config["distributed_type"], config["num_processes"]) == ("MULTI_CPU", 2)
+
+    verification = verify(target_of(report, placement_of(report)), 20, tmp_path / "logs" / "two" / "verify.log")
+    assert verification.obtained["state"] == "completed"
+    # 16 samples of both ranks in each timed step.
+    assert verification.samples_timed == 16 * verification.steps_timed > 0
 
     with open_store(storage) as store:
         again = recorded_request(store, "two")

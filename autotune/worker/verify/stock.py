@@ -120,7 +120,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 def run_stock(job: Document) -> Document:
     """Train ``job["steps"]`` optimizer steps; return the measurements or how it failed, as JSON-ready data."""
     core = pin_to_one_core(job["device_uuid"], job.get("cpu_core")) if job.get("cpu_affinity") else None
-    meter = open_meter(job["device_kind"], job["device_uuid"])
+    rank = job.get("rank", 0)
+    meter = open_meter(job["device_kind"], job["device_uuids"][rank] if rank else job["device_uuid"], rank)
     if job["cap_bytes"] is not None:
         meter.limit(job["cap_bytes"])
     watch = _Watch(meter, job["steps"], job["evaluates"])
@@ -145,10 +146,12 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(dataset.arguments if dataset else {})})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
+    if made.world_size != job.get("ranks", 1):
+        raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {job.get('ranks', 1)} were expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
     if dataset is not None:
         return Trainer(model=model, args=made, callbacks=callbacks, **dataset.ingredients(model, evaluated))
-    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps
+    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
     return Trainer(
         model=model,
         args=made,
