@@ -57,7 +57,8 @@ class Report:
         """What the baseline's settings are called."""
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
-        return "the LoopConfig defaults" if self.workload["source"]["kind"] == "loop" else "your own settings"
+        is_loop = (self.workload.get("source") or {}).get("kind") == "loop"
+        return "the LoopConfig defaults" if is_loop else "your own settings"
 
     def feasible(self, trial: TrialRecord) -> bool:
         """Return whether a trial completed with its peak at or under the line."""
