@@ -48,19 +48,22 @@ class TestLocal(ExecutorContract):
     def test_a_server_that_is_killed_loses_its_own_trial_alone(
         self, executor: LocalExecutor, job: Callable[[str], TrialJob]
     ) -> None:
-        executor.submit(job("hang"))
-        executor.submit(job("progress 1, hang"))
-        executor.wait()
-        (victim,) = executor.pids_of("hang")
+        lost, other = "progress 1, hang", "progress 2, hang"
+        executor.submit(job(lost))
+        executor.submit(job(other))
+        under_way: set[str] = set()
+        while under_way != {lost, other}:
+            under_way.add(executor.wait()[0])
+        (victim,) = executor.pids_of(lost)
         (server,) = [s for s in processes_named("stand_in_server", children(os.getpid())) if victim in children(s)]
         os.kill(server, signal.SIGKILL)
         trial_id, report = executor.wait()
         while isinstance(report, Event):
             trial_id, report = executor.wait()
-        assert trial_id == "hang"
+        assert trial_id == lost
         assert isinstance(report, Failed)
         assert report.reason == "lost"
-        others = executor.pids_of("progress 1, hang")
+        others = executor.pids_of(other)
         assert len(others) == 1
         executor.close()
         assert all_gone([victim, *others])
