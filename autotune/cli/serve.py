@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autotune.cli.options import table_options
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.service.client import Client
-
-_storage = click.option(
-    "--storage",
-    metavar="FILE|URL",
-    envvar="AUTOTUNE_STORAGE",
-    default="studies/autotune.db",
-    show_default=True,
-    help="SQLite file (or SQLAlchemy URL) that holds the studies and the queue; also AUTOTUNE_STORAGE.",
-)
 
 
 def _needs_extra(error: ImportError) -> InvalidRequestError:
@@ -33,7 +25,7 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True)
-@_storage
+@table_options("serve")
 @click.option("--agent/--no-agent", "has_agent", default=True, help="Run searches on this machine, too [default: yes].")
 @click.option(
     "--data", "data_folders", multiple=True, metavar="FOLDER", type=click.Path(path_type=Path),
@@ -87,11 +79,10 @@ def serve(
 
 
 @click.command()
-@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; its token is in "
-              "AUTOTUNE_TOKEN or in the URL.")  # fmt: skip
-@click.option("--device", metavar="NAME|UUID", help="cuda:0, cpu or a GPU's UUID [default: each GPU, else the CPU].")
+@table_options("agent")
 @click.option(
     "--storage",
+    "database",
     metavar="FILE|URL",
     default="studies/agent.db",
     show_default=True,
@@ -99,7 +90,7 @@ def serve(
 )
 @click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
-def agent(server: str | None, device: str | None, storage: str, shared: bool, with_parent: bool) -> None:
+def agent(server: str | None, device: str | None, database: str, shared: bool, with_parent: bool) -> None:
     """Run the searches of a service on this machine, until Ctrl-C or SIGTERM.
 
     The agent asks the service for work, so no port need be open here. A search that runs when the agent ends goes
@@ -113,17 +104,16 @@ def agent(server: str | None, device: str | None, storage: str, shared: bool, wi
 
     client = _client(server)
     if device is None:
-        run_agents(str(server), storage)
+        run_agents(str(server), database)
         return
     if with_parent:
         end_with_parent()
-    Agent(client, find_device(device), storage, lambda text: click.echo(text, err=True), is_shared=shared).run()
+    Agent(client, find_device(device), database, lambda text: click.echo(text, err=True), is_shared=shared).run()
 
 
 @click.command()
-@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; also AUTOTUNE_SERVER.")
+@table_options("queue")
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
     """List the searches of a service that wait or run, and its agents."""
     from autotune.cli.options import print_json
@@ -158,7 +148,7 @@ def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("search")
-@click.option("--server", envvar="AUTOTUNE_SERVER", metavar="URL", help="The service; also AUTOTUNE_SERVER.")
+@table_options("cancel")
 def cancel(search: str, server: str | None) -> None:
     """Cancel a search of a service, by its id or its study's name. What was measured stays."""
     from urllib.parse import quote
@@ -185,7 +175,7 @@ def token() -> None:
 @token.command("add")
 @click.argument("name")
 @click.option("--role", type=click.Choice(("read", "run")), default="run", show_default=True)
-@_storage
+@table_options("token")
 def add(name: str, role: str, storage: str) -> None:
     """Make a token and print it; it is not shown again."""
     from autotune.service.tokens import add_token
@@ -196,7 +186,7 @@ def add(name: str, role: str, storage: str) -> None:
 
 
 @token.command("list")
-@_storage
+@table_options("token")
 def list_tokens(storage: str) -> None:
     """List the tokens' names and roles."""
     from autotune.store import open_store
@@ -208,7 +198,7 @@ def list_tokens(storage: str) -> None:
 
 @token.command("remove")
 @click.argument("name")
-@_storage
+@table_options("token")
 def remove(name: str, storage: str) -> None:
     """Remove a token; whoever has it is refused from then on."""
     from autotune.store import open_store

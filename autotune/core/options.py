@@ -209,8 +209,22 @@ SEARCH, PREDICT, VERIFY = ("search",), ("predict",), ("verify",)
 BOTH = ("search", "predict")
 ADVISE, PREDICTED, ALL = ("advise",), ("predict", "advise"), ("search", "predict", "advise")
 BUDGET = ("search", "resume")
-STORED = ("search", "predict", "advise", "resume", "verify", "show", "studies", "report", "export", "dashboard", "db")
-JSON = ("search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models")
+STORED = (
+    "search",
+    "predict",
+    "advise",
+    "resume",
+    "verify",
+    "show",
+    "studies",
+    "report",
+    "export",
+    "dashboard",
+    "db",
+    "serve",
+    "token",
+)
+JSON = ("search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue")
 
 TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
@@ -356,8 +370,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("prices", PATH, "The same as a JSON file [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
     Option("samples", NUMBER, "Samples that are trained on in all, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
     Option(
-        "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE, BUDGET,
-        metavar="NAME|UUID", help_in={"resume": "Another device of the same name [default: the one it ran on]."},
+        "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE,
+        (*BUDGET, "agent"), metavar="NAME|UUID",
+        help_in={
+            "resume": "Another device of the same name [default: the one it ran on].",
+            "agent": "cuda:0, cpu or a GPU's UUID [default: each GPU, else the CPU].",
+        },
     ),
     Option(
         "gpus", GPUS,
@@ -467,7 +485,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
-        WHERE, metavar="URL", envvar="AUTOTUNE_SERVER", in_function=False,
+        WHERE, ("search", "agent", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER", in_function=False,
     ),
     Option("priority", SEED, "In the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
     Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),

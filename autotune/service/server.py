@@ -28,7 +28,7 @@ from autotune.service.dashboard import WithDashboard
 from autotune.service.pages import add_pages
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token, digest, new_token
-from autotune.store import Store, open_store
+from autotune.store import Store, now, open_store
 
 DEFAULT_PORT = 8321
 _SWEEP_SECONDS = 5.0
@@ -90,7 +90,7 @@ def is_own_address(host: str) -> bool:
 
 def steady_clock() -> Callable[[], datetime]:
     """Return a clock that starts at the time of day and is not moved when that is set."""
-    start, began = datetime.now(UTC), time.monotonic()
+    start, began = now(), time.monotonic()
     return lambda: start + timedelta(seconds=time.monotonic() - began)
 
 

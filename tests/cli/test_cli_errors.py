@@ -34,7 +34,7 @@ def check_error(ran: Ran, code: int, *named: str) -> None:
 # Arguments after the model and the device, exit code, what the error names.
 REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("--effective-batch 12 --batch-multiple 8", 2, ("--batch-multiple 8", "12", "1, 2, 3, 4, 6, 12")),
-    ("--effective-batch 64 --world-size 3", 2, ("64", "--world-size 3", "63 or 66")),
+    ("--effective-batch 64 --world-size 3", 2, ("64", "3 devices", "63 or 66")),
     ("--effective-batch 0", 2, ("'0'", "--effective-batch")),
     ("--effective-batch -8", 2, ("'-8'", "--effective-batch")),
     ("--effective-batch 99999999999999999999", 2, ("99999999999999999999", "2147483647")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sqlite3
-import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
@@ -291,7 +290,7 @@ MULTIPLY = f"""
 """
 
 
-def test_ten_thousand_trials_are_listed_in_time(
+def test_ten_thousand_trials_are_found_by_an_index(
     store: Store, database: Path, new_study: NewStudy, new_trial: NewTrial
 ) -> None:
     study = new_study("first")
@@ -307,14 +306,8 @@ def test_ten_thousand_trials_are_listed_in_time(
         lambda: [past.trial for past in store.past_trials(other_study)],
     )
     for read in reads:
-        # Of this process alone: the machine may have other work.
-        start = time.process_time()
-        found = read()
-        assert time.process_time() - start < 1.5
-        assert len(found) == MANY
-    start = time.process_time()
+        assert len(read()) == MANY
     assert store.studies()[1].trials == MANY
-    assert time.process_time() - start < 0.5
     with closing(sqlite3.connect(database)) as other:
         for columns in ("study_id = ''", "environment_id = '' AND workload_id = ''"):
             plan = other.execute(f"EXPLAIN QUERY PLAN SELECT * FROM autotune_trials WHERE {columns}").fetchall()

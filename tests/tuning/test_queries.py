@@ -65,7 +65,7 @@ def counted(store: Store) -> Iterator[list[str]]:
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
     ("show", lambda store: report_document(load_report(store, STUDY)), 8),
     ("studies", lambda store: store.studies(), 8),
-    ("repeat", lambda store: search(store, runner(), given=many(TRIALS)), 40),
+    ("repeat", lambda store: search(store, runner(), given=many(TRIALS)), 44),
 ]
 
 
@@ -74,8 +74,8 @@ def test_few_queries(store: Store, look: Callable[[Store], Any], most: int) -> N
     with counted(store) as statements:
         look(store)
     assert 0 < len(statements) <= most, statements
-    # Optuna's trials are read only where one is asked for.
-    assert not [text for text in statements if "trial_params" in text]
+    # Optuna's trials are read by nobody but Optuna, and at once.
+    assert len([text for text in statements if "trial_params" in text]) <= 1
 
 
 def test_asking_goes_on_at_the_end(store: Store) -> None:

@@ -136,7 +136,7 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
         "candidate": Candidate(Arm("fp32"), 2, 2).parameters(),
         "effort": dataclasses.asdict(effort),
         "device_kind": "cuda", "device_uuid": "", "cap_bytes": AMPLE_BYTES, "seed": 0,
-        "output_dir": str(tmp_path), "stop_file": str(tmp_path / "stop"),
+        "output_dir": str(tmp_path), "stop_file": str(tmp_path / "stop"), "cache_list": str(tmp_path / "caches"),
     }  # fmt: skip
     ended: list[Document] = []
 
