@@ -464,7 +464,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "tolerance", SHARE,
-        "A gain in samples/s that is not worth a trial; between two that were measured in turn, none at all.", HOW,
+        "Smallest gain in samples/s worth a trial; of candidates this close to the fastest, the simplest wins.", HOW,
         default_text="0.01", request_field="tolerance", sparse=True,
     ),
     Option(
