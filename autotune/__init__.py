@@ -1,4 +1,4 @@
-"""Find the fastest way to train a transformer on one device at a fixed effective batch size.
+"""Find the fastest way to train a transformer at a fixed effective batch size, on one device or several of one host.
 
 ``autotune.search`` runs a search, ``autotune.load`` opens a recorded study, ``autotune.errors`` holds what both raise.
 They are imported when they are first used, so that ``import autotune`` itself takes no time.

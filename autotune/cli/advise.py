@@ -1,4 +1,4 @@
-"""``autotune advise``: which GPU to rent for a training job, from predictions alone."""
+"""Compare GPUs to rent for a training job, from predictions alone (``autotune advise``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autotune.cli.options import SectionedCommand, print_json, table_options
+from autotune.cli.options import SectionedCommand, table_options
+from autotune.cli.output import print_json
 from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, speed_document
 from autotune.cli.table import print_table
 from autotune.core.units import format_bytes, format_rate

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from autotune.cli.options import print_json, table_options
+from autotune.cli.options import table_options
+from autotune.cli.output import print_json
 
 
 @click.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +93,3 @@ class SectionedCommand(click.Command):
                 records += left.values()
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record], col_max=28)
-
-
-def print_json(document: Any) -> None:
-    """Print one document on stdout."""
-    click.echo(json.dumps(document, indent=2))

@@ -1,7 +1,8 @@
-"""Write the output of a command to a file."""
+"""Write the output of a command to a file or to stdout."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,8 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}", "name another file") from error
+
+
+def print_json(document: Any) -> None:
+    """Print one document on stdout."""
+    click.echo(json.dumps(document, indent=2))

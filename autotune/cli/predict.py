@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autotune.cli.options import SectionedCommand, print_json, table_options
+from autotune.cli.options import SectionedCommand, table_options
+from autotune.cli.output import print_json
 from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, speed_document
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError

@@ -1,4 +1,4 @@
-"""``autotune search --server``: the same search on a service, with the same view, result and exit codes."""
+"""Run a search on a service, with the view, result and exit codes of a local one (``autotune search --server``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cli.options import print_json
+from autotune.cli.output import print_json
 from autotune.core.candidate import Document
 from autotune.core.ceiling import Headroom
 from autotune.core.errors import InvalidRequestError, ServiceError

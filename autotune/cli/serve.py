@@ -1,4 +1,4 @@
-"""``autotune serve``, ``autotune agent`` and ``autotune token``: the machine's side of a service."""
+"""Run a service, its agents, and manage its tokens (``autotune serve``, ``agent``, ``token`` and ``queue``)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def agent(server: str | None, device: str | None, database: str, shared: bool, w
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
     """List the searches of a service that wait or run, and its agents."""
-    from autotune.cli.options import print_json
+    from autotune.cli.output import print_json
 
     client = _client(server)
     query = {} if shows_all else {"state": ["queued", "running"]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import print_json
+from autotune.cli.output import print_json
 from autotune.cli.view import open_view
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search as run_observed_search

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import print_json, table_options
+from autotune.cli.options import table_options
+from autotune.cli.output import print_json
 from autotune.cli.table import print_table
 from autotune.core.outcome import Completed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell

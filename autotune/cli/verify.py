@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import print_json, table_options
+from autotune.cli.options import table_options
+from autotune.cli.output import print_json
 
 if TYPE_CHECKING:
     from autotune.results.report import Report

@@ -1,4 +1,4 @@
-"""What a training loop of the user's own is written with: ``LoopConfig``, which it is given, ``steps`` and ``step``.
+"""Define what a user's own training loop uses: ``LoopConfig``, which it is given, ``steps`` and ``step``.
 
 In a training by itself they do nothing: ``steps(loader)`` gives the loader's batches. In a trial, ``listen`` has them
 tell where each micro-step begins and ends.

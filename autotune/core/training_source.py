@@ -1,4 +1,4 @@
-"""Training that the user brings along: a function that builds a Trainer, or a script; found without running it."""
+"""Find the user's own training, a function or a script, without running it."""
 
 from __future__ import annotations
 

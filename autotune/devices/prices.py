@@ -1,4 +1,4 @@
-"""Prices of GPUs by the hour: examples for comparing, to be replaced by the user's own."""
+"""List prices of GPUs by the hour: examples for comparing, or the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent side of a trial: executors, the client of the trial server, one-off processes, the GPU monitor."""
+"""Run trials as processes, from the parent's side: executors, the trial server's client, the GPU monitor."""
 
 from autotune.execution.executor import Event, Executor, LocalExecutor, TrialJob, run_trial
 from autotune.execution.trial_server import TrialServer

@@ -1,4 +1,4 @@
-"""How a worker process is started; the one place at which tests start it from an interpreter that is warm already."""
+"""Start a worker process. Tests replace this one place, to fork from an interpreter that has imported torch."""
 
 from __future__ import annotations
 

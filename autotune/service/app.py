@@ -1,4 +1,4 @@
-"""The HTTP application: the API under ``/v1``, for clients and for agents, and who may use it."""
+"""Serve the HTTP API under ``/v1`` to clients and agents, and check who may use it."""
 
 from __future__ import annotations
 

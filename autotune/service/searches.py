@@ -1,4 +1,4 @@
-"""What the service does with searches: take them in, describe them, answer those that were answered before."""
+"""Queue and describe searches, and answer those that were answered before."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ search asks for. The rules:
   allocations counts under every cap at or above its peak. Under a lower cap it only shows that its candidate does not
   fit, if its *allocated* bytes alone exceed the line: reserved memory may include segments that could be freed.
 - Running out of memory under a cap shows that more than that cap is needed. So it counts while this search's line is
-not   above that cap, for every candidate that needs as much or more (``History.ruled_out_by``).
+  not above that cap, for every candidate that needs as much or more (``History.ruled_out_by``).
 - With accumulation, a step takes accumulation × micro-step + optimizer, and peak memory grows by the inputs of each
   micro-step, which the trial counted. So a trial at one accumulation gives the result at every other of 2 or more. Such
   a result is derived, and counts as measured in part: a winner is run in full. Records that did not count those inputs

@@ -1,0 +1,1 @@
+"""Load the user's dataset and prepare its batches for trials."""

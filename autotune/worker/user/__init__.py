@@ -1,0 +1,1 @@
+"""Run trials of the user's own training code."""

@@ -1,4 +1,4 @@
-"""Trials of scripts with a training loop of their own on accelerate's ``Accelerator``, unmodified.
+"""Run trials of unmodified scripts whose own training loop uses accelerate's ``Accelerator``.
 
 The candidate's precision and accumulation are put over those of the ``Accelerator`` that the script makes, its batch
 over that of the training ``DataLoader``, which an inspection finds: the one whose batch came last before the first

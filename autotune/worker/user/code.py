@@ -1,4 +1,4 @@
-"""Running the user's own code in a trial's process, as their shell would have run it."""
+"""Run the user's own code in a trial's process, as their shell would have run it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,6 @@ class Guard:
 def guard_started_python() -> None:
     """Stop a training in this process, one that the user's code started, and with it the job."""
     name = os.environ.get(WITHIN_VARIABLE, "the script")
-    # The names that torch.multiprocessing's and datasets' own helpers have on their command lines.
     command = shlex.join(sys.orig_argv)[:200]
 
     def on_step() -> None:

@@ -1,4 +1,4 @@
-"""What an inspection of the user's own code says: of the model and the data it trains with, or why it could not."""
+"""Report which model and data the user's own code trains with, or why that could not be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of scripts that train with Lightning's ``Trainer``, unmodified, from ``lightning`` or ``pytorch_lightning``.
+"""Run trials of unmodified scripts that train with Lightning's ``Trainer`` (``lightning``, ``pytorch_lightning``).
 
 The candidate's precision and accumulation are put over the arguments of the ``Trainer``, its batch over that of the
 training ``DataLoader``. A callback, the last one, tells where batches and steps begin and end.

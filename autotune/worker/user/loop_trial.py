@@ -1,4 +1,4 @@
-"""Trials of a training loop of the user's own, a function that is given a ``LoopConfig``."""
+"""Run trials of the user's own training loop, a function that is given a ``LoopConfig``."""
 
 from __future__ import annotations
 

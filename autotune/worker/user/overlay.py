@@ -1,4 +1,4 @@
-"""Putting a candidate's ``TrainingArguments`` over those that the user's code makes, wherever it makes them."""
+"""Replace fields of the ``TrainingArguments`` that the user's code makes with those of the candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial that the user's own code trains in, whatever it trains with: run, stopped once measured, judged."""
+"""Run a trial of the user's own training code: start it, stop it once it is measured, judge it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Trials of the user's own Trainer or script: their code runs, and is stopped within ``Trainer.train`` once measured.
+"""Run trials of the user's own Trainer or script, and stop within ``Trainer.train`` once measured.
 
-Whatever their code would do with an exception of ours, it gets none: results are sent and the
-process ends inside the callback.
+We raise no exception in user code, because it might catch it. The callback sends the result and ends the process.
 """
 
 from __future__ import annotations

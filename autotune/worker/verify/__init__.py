@@ -1,0 +1,1 @@
+"""Train with stock code, to check what a search promised."""

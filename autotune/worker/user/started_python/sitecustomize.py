@@ -1,4 +1,4 @@
-"""Imported by every Python that the user's code starts: a training in it is stopped at its first backward pass.
+"""Stop a training in a Python that the user's code starts, at its first backward pass. Every such Python imports this.
 
 Such a process has no trial's limits and nothing measures it, so what it would write is what a training writes.
 """
