@@ -15,8 +15,8 @@ from rich.text import Text
 
 from autotune.cli.output import print_json
 from autotune.core.candidate import Document
-from autotune.core.ceiling import Headroom
 from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.core.options import BRINGS_CODE, json_value
 from autotune.service.client import Client
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
@@ -58,12 +58,12 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
 
     Raises what the search raised there. Ctrl-C stops watching; the search goes on.
     """
-    for name in ("trainer", "script", "storage", "wait"):
+    for name in (*BRINGS_CODE, "storage", "wait"):
         if given.get(name):
             option = "the script" if name == "script" else f"--{name}"
             raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
     client = Client(server)
-    asked = {name: _as_json(value) for name, value in given.items() if name not in ("as_json", "server")}
+    asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}
     search = client.request("POST", "/v1/searches", asked)
     name = shlex.quote(str(search["study"]))
     path = f"/v1/searches/{quote(str(search['id']), safe='')}"
@@ -108,11 +108,3 @@ def _watch(client: Client, search: Document) -> Document | None:
                     view.line(f"back in the queue: {told['why']}", "dim")
                 view.status = {"running": "waiting for an agent" if state == "queued" else "starting"}
     return None
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Headroom):
-        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
-    return value

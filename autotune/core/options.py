@@ -506,6 +506,19 @@ def names(section: str) -> tuple[str, ...]:
     return tuple(option.name for option in OPTIONS if option.section == section)
 
 
+BRINGS_CODE: tuple[str, ...] = tuple(o.name for o in OPTIONS if o.kind in (TRAINER, LOOP, SCRIPT))
+"""The options that name training code of the user's own."""
+
+
+def json_value(value: Any) -> Any:
+    """Return the value of an option as JSON has it, from which ``check_arguments`` makes the same value again."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Headroom):
+        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
+    return value
+
+
 def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
     """Return Python arguments as the command line has them: text parsed, paths as text, lists as tuples.
 

@@ -46,11 +46,6 @@ class Rates:
     """Power limit of the board."""
     source: str
 
-    @property
-    def ridge_flops_per_byte(self) -> float:
-        """Arithmetic intensity above which 16-bit products are limited by arithmetic, not by memory bandwidth."""
-        return self.half_flops / self.bandwidth_bytes_per_second
-
 
 @dataclass(frozen=True, slots=True)
 class Chip:

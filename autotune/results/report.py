@@ -57,8 +57,12 @@ class Report:
         """What the baseline's settings are called."""
         if self.workload["task"] != "own":
             return "the TrainingArguments defaults"
-        is_loop = (self.workload.get("source") or {}).get("kind") == "loop"
-        return "the LoopConfig defaults" if is_loop else "your own settings"
+        return "the LoopConfig defaults" if self.is_loop else "your own settings"
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether a training loop of the user's own was searched."""
+        return (self.workload.get("source") or {}).get("kind") == "loop"
 
     def feasible(self, trial: TrialRecord) -> bool:
         """Return whether a trial completed with its peak at or under the line."""

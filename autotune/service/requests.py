@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Document
-from autotune.core.ceiling import Headroom
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
-from autotune.core.options import BY_NAME, check_arguments, options_of
+from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
 from autotune.devices import Device, Neighbour, find_device
 from autotune.store.queue import Needs
 from autotune.tuning.options import build_request
@@ -23,7 +22,7 @@ from autotune.tuning.request import SearchRequest, check_study_name
 from autotune.tuning.run import free_names
 
 # Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
-_NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "trainer", "script", "server", "priority", "gpus"})
+_NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "server", "priority", "gpus", *BRINGS_CODE})
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
 # Besides the options of a search.
 _EXTRA = ("priority", "needs")
@@ -73,13 +72,13 @@ def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
         raise InvalidRequestError(
             f"priority is {priority!r:.40}, no whole number from 0 to {_MOST_PRIORITY}", "0 is the usual one"
         )
-    return Submission({name: _as_json(value) for name, value in options.items()}, needs, priority)
+    return Submission({name: json_value(value) for name, value in options.items()}, needs, priority)
 
 
 def _check_names(document: Mapping[str, Any]) -> None:
     known = (*OPTION_NAMES, *_EXTRA)
     for name in document:
-        if name in ("trainer", "script"):
+        if name in BRINGS_CODE:
             raise InvalidRequestError(
                 f"{name} brings code of yours, and a service takes no code over HTTP",
                 "search with it on the machine itself: autotune search without --server",
@@ -146,14 +145,6 @@ def _needs(document: Any, device: str | None) -> Needs:
     return Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
 
 
-def _as_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Headroom):
-        return f"{value.size_bytes}B" if value.size_bytes is not None else str(value.fraction)
-    return value
-
-
 def canonical(document: Document) -> str:
     """Return a request as text that is the same for the same request, whatever the order of its options."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
@@ -163,7 +154,12 @@ def search_request(options: Document, device: Device, study: str | None = None) 
     """Return the request that these options make on a device; raises as the command does."""
     given = {name: value for name, value in options.items() if name != "verify"}
     every = {name: BY_NAME[name].default for name in OPTION_NAMES if name != "verify"}
-    filled = {**every, **check_arguments(given), "trainer": None, "script": (), "device": device.uuid}
+    filled = {
+        **every,
+        **check_arguments(given),
+        **{name: BY_NAME[name].default for name in BRINGS_CODE},
+        "device": device.uuid,
+    }
     request = build_request(filled, set(given), device)
     return replace(request, study=study) if study is not None else request
 

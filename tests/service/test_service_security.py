@@ -149,6 +149,7 @@ def test_a_path_within_the_operators_folders_is_allowed_but_for_links_out_of_the
     "code",
     [
         {"trainer": "train.py:build"},
+        {"loop": "train.py:train"},
         {"script": ["python", "-c", "import os"]},
         {"trust_remote_code": True},
         {"model": {"__class__": "x"}},
