@@ -263,6 +263,7 @@ class Agent:
 
     def run(self) -> None:
         """Claim and search until a SIGTERM, SIGINT or SIGHUP. A search that runs then goes back to the queue."""
+        is_waiting = False
         with self._signals():
             while not self._is_stopping:
                 try:
@@ -272,10 +273,14 @@ class Agent:
                     if error.status not in (0, 404, 500, 502, 503):
                         raise
                     self._id = None if error.status == 404 else self._id
+                    if not is_waiting:
+                        self._say(f"{error.message}; asking again every {_RETRY_SECONDS:g} s")
+                    is_waiting = True
                     self._pause()
                     continue
                 except KeyboardInterrupt:
                     break
+                is_waiting = False
                 if job is not None:
                     self._search(job)
         if self._id is not None:
@@ -394,8 +399,9 @@ def end_with_parent() -> None:
     """End this process when the process at the other end of its standard input ends."""
 
     def wait() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
                 pass
         os.kill(os.getpid(), signal.SIGTERM)
 

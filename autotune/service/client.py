@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -33,21 +34,31 @@ class StreamedEvent:
     number: int | None
 
 
+def _host_name(name: str | None) -> str:
+    """Return a host's name as DNS has it; raises ``ValueError`` for what can be none."""
+    plain = (name or "").encode("idna").decode()
+    if not re.fullmatch(r"[A-Za-z0-9._:%-]+", plain):
+        raise ValueError(f"{name!r} is no host name")
+    return plain
+
+
 class Client:
     """A service at a URL. The token is in the URL's fragment (``#token=…``) or in AUTOTUNE_TOKEN."""
 
     def __init__(self, url: str, token: str | None = None, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServiceError(f"{url[:200]!r} is no URL of a service", "write it as http://127.0.0.1:8321")
-        self._is_tls = parts.scheme == "https"
         try:
-            self._host, self._port = parts.hostname, parts.port
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            self._host, self._port = _host_name(parts.hostname), parts.port
         except ValueError as error:
-            raise ServiceError(f"{url[:200]!r} has no port that can be", "write it as http://host:8321") from error
+            raise ServiceError(f"{url[:200]!r} is no URL of a service", "write it as http://127.0.0.1:8321") from error
+        if parts.scheme not in ("http", "https"):
+            raise ServiceError(f"{url[:200]!r} begins with neither http:// nor https://", "correct --server")
+        self._is_tls = parts.scheme == "https"
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         in_url = parse_qs(parts.fragment).get("token", [""])[0]
         self._token = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
+        if not re.fullmatch(r"[!-~]*", self._token):
+            raise ServiceError("the token has characters that no token has", f"see --server and {TOKEN_VARIABLE}")
         self._timeout_seconds = timeout_seconds
 
     def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:

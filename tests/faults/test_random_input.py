@@ -41,8 +41,10 @@ def at_random(count: int, test: Callable[..., None], **strategies: Any) -> None:
 ODD = ["", " ", "-", "--", "0", "-1", "1e9", "nan", "∞", "٣", "8", "24GiB", "5%", "90s", "auto", "bf16,", "x" * 300,
        "a\nb", "'", '"', "../..", "/", "~", "\x00", "\udcff", "file:x", "sqlite://", ":memory:"]  # fmt: skip
 VALUES = ["bert-tiny", "cpu", "64", "1", "fp32", "json", "cli", "max-batch", "tpe", "1GiB", "study", "no.db"]
-# Without --help a search or a dashboard that understood its options would begin.
-STARTING = {"search", "resume", "dashboard", "predict", "db"}
+# Without --help a search, a dashboard or a service that understood its options would begin.
+STARTING = {"search", "resume", "dashboard", "serve", "db"}
+# An agent asks for work until it is ended; predictions take seconds.
+NEVER_RUN = {"agent", "predict", "advise"}
 
 
 def all_options() -> dict[str, list[str]]:
@@ -66,9 +68,9 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     name = draw(st.sampled_from([*OPTIONS, "nonsense", ""]))
     words = draw(st.lists(st.one_of(st.sampled_from(OPTIONS.get(name, ["-x"]) or ["-x"]), WORDS), max_size=8))
     # What would start a process or listen is given a database that cannot be.
-    place = ["--storage", "/proc/no/such.db"] if name in STARTING and name not in ("predict",) else []
-    if name == "predict":
-        words.append("--no-such-option")
+    place = ["--storage", "/proc/no/such.db"] if name in STARTING else []
+    if name in NEVER_RUN:
+        words.insert(0, "--no-such-option")
     return [*([name] if name else []), *words, *place]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -129,6 +130,30 @@ def test_a_search_whose_agent_is_ended_is_gone_on_with_by_another(scene: Scene) 
         assert process.wait(60) == 0
     assert all_gone(descendants)
     assert scene.token not in scene.text("serve.err") + scene.text("first.err") + scene.text("second.err")
+
+
+def test_an_agent_without_a_service_says_so_and_ends_when_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    words = ["agent", "--server", f"http://127.0.0.1:{port}", "--device", "cpu", "--with-parent"]
+    # Cold: a fork leaves without the end of the interpreter, where a thread that reads stdin can abort it.
+    with warm.cold(), (tmp_path / "err").open("wb") as err:
+        process = warm.Popen(
+            [sys.executable, "-m", "autotune", *words],
+            cwd=tmp_path,
+            env={**environment(), "AUTOTUNE_TOKEN": "x"},
+            stdin=subprocess.PIPE,
+            stderr=err,
+        )
+    with process:
+        try:
+            assert wait_until(lambda: b"asking again" in (tmp_path / "err").read_bytes(), 60)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    (line,) = (tmp_path / "err").read_text().splitlines()
+    assert line.startswith(f"no service answers at http://127.0.0.1:{port}: ")
 
 
 def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
