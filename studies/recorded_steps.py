@@ -171,27 +171,41 @@ def read_candidate(text: str) -> Candidate | None:
 
 @dataclass(frozen=True)
 class Published:
-    """A throughput that the vendor published for one GPU."""
+    """A training throughput that somebody published for one GPU."""
 
     gpu: str
     subject: Subject
     candidate: Candidate
     samples_per_second: float
     source: str
+    """The name under which title, address, date and settings are told."""
+    is_stock: bool
+    """Whether a stock Trainer was measured; else the settings of the source say what differs."""
+
+
+PUBLISHED = LANDSCAPES / "published_throughputs.json"
 
 
 def published() -> list[Published]:
     """Return the published throughputs.
 
-    They are of NVIDIA's own BERT-large, whose attention is not fused. A head that only sees the masked tokens is
-    taken for one that sees none.
+    A head that only sees the masked tokens is taken for one that sees none, as is one that marks an answer.
     """
-    document = json.loads((LANDSCAPES / "published_throughputs.json").read_text(encoding="utf-8"))
+    document = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     found = []
-    for gpu, seq_len, precision, batch, accumulation, rate, source in document["rows"]:
-        arm = Arm(precision, attn_implementation="eager")
-        subject = Subject("bert-large-uncased", seq_len)
-        found.append(Published(gpu, subject, Candidate(arm, batch, accumulation), rate, document["sources"][source]))
+    for row in document["rows"]:
+        known = dict(zip(document["columns"], row, strict=True))
+        arm = Arm(
+            known["precision"],
+            known["gradient_checkpointing"],
+            attn_implementation=known["attn_implementation"],
+        )
+        candidate = Candidate(arm, known["per_device_train_batch_size"], known["gradient_accumulation_steps"])
+        is_stock = document["sources"][known["source"]]["comparable"] == "stock"
+        subject = Subject(known["model"], known["seq_len"])
+        found.append(
+            Published(known["gpu"], subject, candidate, known["samples_per_second"], known["source"], is_stock)
+        )
     return found
 
 

@@ -1,7 +1,5 @@
 """Compare predicted with measured GPU time and step time, on every step that was recorded on an H200.
 
-Published throughputs of other GPUs are compared as well.
-
     python studies/step_times.py compare
     python studies/step_times.py fit
     python studies/step_times.py trace
@@ -31,7 +29,6 @@ from typing import Any
 
 from recorded_steps import (
     OPERATIONS,
-    Published,
     Step,
     Subject,
     operations_key,
@@ -44,7 +41,7 @@ from recorded_steps import (
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, Operations, gpu_time
-from autotune.estimate.step_time import HostSpeed, StepTime, StepTimeModel, step_seconds
+from autotune.estimate.step_time import HostSpeed, StepTimeModel, step_seconds
 
 H200 = CHIPS["h200"]
 _RELATIVE_ERROR = 0.03
@@ -168,7 +165,7 @@ def fitted(known: Sequence[Cell], start: Efficiencies = EFFICIENCIES) -> Efficie
     import numpy as np
     from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
-    names = [field.name for field in dataclasses.fields(Efficiencies)]
+    names = [field.name for field in dataclasses.fields(Efficiencies) if field.name != "half_rate_products"]
     of_family = Counter(cell.subject.family for cell in known)
     weights = [math.sqrt(min(1.0, _MOST_OF_A_FAMILY / of_family[cell.subject.family])) for cell in known]
 
@@ -262,32 +259,6 @@ def compare() -> None:
     for family in sorted({cell.subject.family for cell, _ in outside}):
         print(error_line(f"  {family}", [error for cell, error in outside if cell.subject.family == family]))
     _compare_steps(steps)
-    _compare_published()
-
-
-def published_predictions() -> list[tuple[Published, StepTime]]:
-    """Return each published throughput with what is predicted for it."""
-    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
-    found = []
-    for known in published():
-        of_step = operations[operations_key(known.subject, known.candidate.arm)]
-        found.append((known, StepTimeModel(CHIPS[known.gpu]).predict(of_step, known.candidate)))
-    return found
-
-
-def _compare_published() -> None:
-    print("Published throughputs of other GPUs (NVIDIA, BERT-large):")
-    found = published_predictions()
-    errors = [predicted.samples_per_second / known.samples_per_second - 1 for known, predicted in found]
-    print(error_line("  all", errors))
-    for gpu in sorted({known.gpu for known, _ in found}):
-        own = [error for (known, _), error in zip(found, errors, strict=True) if known.gpu == gpu]
-        print(error_line(f"  {gpu}", own))
-    inside = 0
-    for known, predicted in found:
-        low, high = predicted.interval_samples_per_second
-        inside += low <= known.samples_per_second <= high
-    print(f"  in its interval: {inside} of {len(found)}")
 
 
 def _by(known: Sequence[Cell], error: Callable[[Cell], float]) -> None:

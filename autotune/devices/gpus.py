@@ -46,6 +46,14 @@ class Rates:
     """Power limit of the board."""
     source: str
 
+    @property
+    def sums_at_half_rate(self) -> bool:
+        """Whether tensor cores add up products in float32 at half their rate: GeForce cards since Ampere, and the L40.
+
+        Their 16-bit rate is then twice that of float32, where other chips have four times or more.
+        """
+        return self.half_flops < 3 * self.fp32_flops
+
 
 @dataclass(frozen=True, slots=True)
 class Chip:

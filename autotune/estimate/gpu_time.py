@@ -96,6 +96,10 @@ class Efficiencies:
     unaligned_half_products: float = 0.17
     """Further factor for matrices whose rows are not multiples of 16 bytes, which cannot be loaded in blocks."""
     unaligned_tf32_products: float = 0.32
+    half_rate_products: float = 1.0
+    """Share on chips whose tensor cores sum in float32 at half rate, for 16-bit and TF32 products. Not fitted: 1.01 on
+    an RTX 3090 Ti and 1.04 on an RTX 4090, where 0.74 of an A100's rate was reached (github.com/mli/
+    transformers-benchmarks, micro-benchmarks of 2022 and 2024). These chips are not held back by their power limit."""
     product_overhead: float = 76.0
     """Overhead at the beginning and end of each tile of a product, in steps of its inner dimension."""
     product_traffic: float = 0.98
@@ -154,10 +158,10 @@ class GpuModel:
         self._rates, self._precision, self._efficiencies = rates, precision, efficiencies
         self._bandwidth = rates.bandwidth_bytes_per_second
         own = efficiencies
-        self._half = rates.half_flops * own.half_products
+        half_rate = rates.sums_at_half_rate
+        self._half = rates.half_flops * (own.half_rate_products if half_rate else own.half_products)
         self._single = rates.fp32_flops * own.fp32_products
-        tf32 = (rates.tf32_flops or 0.0) * own.tf32_products
-        # GeForce cards compute TF32 at the specified rate of float32, of which products in float32 reach more.
+        tf32 = (rates.tf32_flops or 0.0) * (own.half_rate_products if half_rate else own.tf32_products)
         self._uses_tf32 = precision == "tf32" and tf32 > self._single
         if self._uses_tf32:
             self._single = tf32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import replace
 
 import pytest
-from recorded_steps import Subject, operations_key, recorded_operations
-from step_times import H200, cells, known_steps, published_predictions
+from published import FITTED, is_inside, published_predictions
+from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operations
+from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices.gpus import ALIASES, CHIPS, find_chip
@@ -43,13 +45,34 @@ def test_intervals_hold_the_recorded_steps_and_those_that_the_gpu_limits_are_nea
 
 
 def test_published_throughputs_of_other_gpus_are_in_their_intervals() -> None:
-    found = published_predictions()
-    assert len(found) >= 20
-    inside = 0
-    for known, predicted in found:
-        low, high = predicted.interval_samples_per_second
-        inside += low <= known.samples_per_second <= high
-    assert inside >= 0.8 * len(found)
+    others = [pair for pair in published_predictions() if pair[0].gpu != FITTED]
+    assert len(others) >= 100
+    assert len({known.gpu for known, _ in others}) >= 18
+    assert sum(map(is_inside, others)) >= 0.95 * len(others)
+
+
+def test_published_throughputs_have_source_date_and_settings() -> None:
+    document = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    used = {row[document["columns"].index("source")] for row in document["rows"]}
+    assert used == set(document["sources"])
+    for source in document["sources"].values():
+        assert source["address"].startswith("https://")
+        assert source["title"]
+        assert source["date"]
+        assert source["settings"]
+        assert source["comparable"] in ("stock", "near")
+
+
+def test_tensor_cores_that_sum_at_half_rate_reach_all_of_it(bert_large: Operations) -> None:
+    geforce, workstation = CHIPS["rtx-4090"], CHIPS["rtx-6000-ada"]
+    assert geforce.rates is not None
+    assert workstation.rates is not None
+    assert geforce.rates.sums_at_half_rate
+    assert not workstation.rates.sums_at_half_rate
+    product = Operation("forward", "matrix_product", "float16", (0, 0), (0, 0), ((0, 1), *[(0, 8192)] * 3), 1)
+    for rates, least in ((geforce.rates, 0.95), (workstation.rates, 0.7)):
+        flops = 2 * 8192**3 / GpuModel(rates, "fp16").seconds(product, 1)
+        assert least < flops / rates.half_flops < least + 0.1
 
 
 def test_what_limits_is_told(bert_large: Operations) -> None:

@@ -1,0 +1,102 @@
+"""Compare predicted with published training throughputs, on GPUs that were not at hand.
+
+    python studies/published.py
+
+``studies/landscapes/published_throughputs.json`` has each throughput with its source, date and settings. Throughputs
+of the H200 are told apart: constants were fitted to that GPU, so they show what the other software makes of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+from recorded_steps import Published, operations_key, published, recorded_operations
+from step_times import error_line
+
+from autotune.devices.gpus import CHIPS
+from autotune.estimate.gpu_time import Operations
+from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
+
+FITTED = "h200"
+Pair = tuple[Published, StepTime]
+_HALVES = 200
+
+
+def published_predictions(doubt: Doubt | None = None) -> list[Pair]:
+    """Return each published throughput with what is predicted for it."""
+    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    found = []
+    for known in published():
+        of_step = operations[operations_key(known.subject, known.candidate.arm)]
+        found.append((known, StepTimeModel(CHIPS[known.gpu], doubt=doubt).predict(of_step, known.candidate)))
+    return found
+
+
+def is_inside(pair: Pair) -> bool:
+    """Return whether a throughput lies in its interval."""
+    known, predicted = pair
+    low, high = predicted.interval_samples_per_second
+    return low <= known.samples_per_second <= high
+
+
+def error(pair: Pair) -> float:
+    """Return the relative error of a prediction."""
+    known, predicted = pair
+    return predicted.samples_per_second / known.samples_per_second - 1
+
+
+def held_out(pairs: Sequence[Pair]) -> tuple[float, float, float]:
+    """Return the median factor that half of the GPUs ask for, and the least and median coverage of the others.
+
+    The factor is the least one, to both sides, that holds 80 % of the throughputs of a half.
+    """
+    gpus = sorted({known.gpu for known, _ in pairs})
+    misses = {gpu: [abs(math.log(1 + error(pair))) for pair in pairs if pair[0].gpu == gpu] for gpu in gpus}
+    factors, coverages = [], []
+    for seed in range(_HALVES):
+        half = set(random.Random(seed).sample(gpus, len(gpus) // 2))
+        own = sorted(miss for gpu in half for miss in misses[gpu])
+        width = own[math.ceil(0.8 * len(own)) - 1]
+        others = [miss for gpu in gpus if gpu not in half for miss in misses[gpu]]
+        factors.append(math.exp(width))
+        coverages.append(sum(miss <= width for miss in others) / len(others))
+    return statistics.median(factors), min(coverages), statistics.median(coverages)
+
+
+def main() -> None:
+    """Print each throughput, the errors and the coverage."""
+    pairs = published_predictions()
+    head = f"{'GPU':<15}{'model':<24}{'candidate':<36}{'published':>10}{'predicted':>10}{'error':>8}"
+    print(f"{head}  {'interval':<18}")
+    for known, predicted in sorted(pairs, key=lambda pair: pair[0].gpu):
+        low, high = predicted.interval_samples_per_second
+        name = known.subject.model.rpartition("/")[2] + (f" {known.subject.seq_len}" if known.subject.seq_len else "")
+        told = f"{known.gpu:<15}{name:<24}{known.candidate.describe():<36}{known.samples_per_second:>10.1f}"
+        told += f"{predicted.samples_per_second:>10.1f}{error((known, predicted)):>+8.0%}"
+        told += f"  {low:.1f} to {high:.1f}".ljust(20)
+        print(told + ("" if is_inside((known, predicted)) else "  outside ") + f"  {known.source}")
+    others = [pair for pair in pairs if pair[0].gpu != FITTED]
+    print(f"\n{'relative error':<58}   n   median  90 of 100  most    bias")
+    print(error_line("other GPUs", [error(pair) for pair in others]))
+    for name, chosen in (("stock Trainer", True), ("other training code", False)):
+        print(error_line(f"  {name}", [error(pair) for pair in others if pair[0].is_stock == chosen]))
+    for precision in ("fp16", "tf32", "fp32"):
+        own = [error(pair) for pair in others if pair[0].candidate.arm.precision == precision]
+        print(error_line(f"  {precision}", own))
+    for gpu in sorted({known.gpu for known, _ in others}):
+        print(error_line(f"  {gpu}", [error(pair) for pair in others if pair[0].gpu == gpu]))
+    print(error_line("the H200, with the other software", [error(p) for p in pairs if p[0].gpu == FITTED]))
+    inside = sum(map(is_inside, others))
+    print(f"in the printed interval: {inside} of {len(others)} ({inside / len(others):.0%})")
+    factor, least, median = held_out(others)
+    print(
+        f"a factor that holds 80 % of half of the GPUs ({_HALVES} halves): {factor:.2f} in the median; it holds "
+        f"{median:.0%} of the others in the median, {least:.0%} at least"
+    )
+
+
+if __name__ == "__main__":
+    main()
