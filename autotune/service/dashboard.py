@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from autotune.core.errors import ServiceError
 from autotune.results.dashboard import DashboardStorage, app_over
-from autotune.service.app import access_of, problem_response
+from autotune.service.access import access_of
+from autotune.service.app import problem_response
 from autotune.store import Store
 
 PATHS = ("/dashboard", "/static/", "/api/", "/favicon")

@@ -25,7 +25,7 @@ from autotune.results.html.markup import Child, Markup, element
 from autotune.results.html.page import report_sections
 from autotune.results.html.style import STYLE
 from autotune.results.report import Report
-from autotune.service.app import COOKIE, Known, Reader, Writer, access_of, searches_of
+from autotune.service.access import COOKIE, Known, Reader, Writer, access_of, searches_of
 from autotune.service.bell import ANY_CHANGE, wait_for
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_agent

@@ -9,7 +9,7 @@ from serving import URL, Agent, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
-from autotune.service.app import COOKIE
+from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
 from autotune.store import Store

@@ -1,0 +1,1 @@
+"""Answer requests under ``/v1``, by subject."""

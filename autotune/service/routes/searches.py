@@ -1,0 +1,197 @@
+"""Submit, list, show, follow, cancel and export searches over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from autotune.core.candidate import Document
+from autotune.core.errors import InvalidRequestError, UnknownStudyError
+from autotune.core.options import BY_NAME
+from autotune.results.document import report_document
+from autotune.results.export import FORMATS, Format, beside_lines, make_export, render
+from autotune.results.html.page import html_page
+from autotune.results.text import summary_lines
+from autotune.service.access import Known, Reader, Writer
+from autotune.service.bell import wait_for
+from autotune.service.requests import OPTION_NAMES
+from autotune.service.searches import Searches
+from autotune.store.queue import ENDED, JOB_STATES, JobState
+
+# A listener asks the database anew after so long, for what happened without a ring: another process's writes.
+_POLL_SECONDS = 2.0
+_MOST_LOG_BYTES = 64 * 1024
+
+router = APIRouter(tags=["searches"])
+
+
+def _submission_schema() -> Document:
+    """Return the JSON schema of a submission, made from the table of options."""
+    properties: Document = {}
+    for name in OPTION_NAMES:
+        option = BY_NAME[name]
+        told: Document = {"description": option.help}
+        if option.kind.choices and option.kind.name == "choice":
+            told["enum"] = list(option.kind.choices)
+        properties[name] = told
+    properties["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any agent's]"
+    properties["priority"] = {"type": "integer", "minimum": 0, "maximum": 10, "default": 0}
+    properties["needs"] = {
+        "type": "object",
+        "properties": {
+            "gpu": {"type": "string", "description": "A part of the GPU's name."},
+            "memory_bytes": {"type": "integer"},
+            "count": {"type": "integer"},
+        },
+        "additionalProperties": False,
+    }
+    return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
+
+
+@router.post(
+    "/v1/searches",
+    status_code=202,
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _submission_schema()}}}
+    },
+)
+async def submit(
+    request: Request, response: Response, token: Writer, searches: Known,
+    idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
+) -> Document:  # fmt: skip
+    """Queue a search. 202 with its Location; 200 where the same request was answered or submitted before."""
+    try:
+        document = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("the body is no JSON", "send the options of a search as a JSON object") from error
+    job, is_new = await run_in_threadpool(searches.submit, document, by=token.name, idempotency_key=idempotency_key)
+    response.status_code = 202 if is_new else 200
+    response.headers["Location"] = f"/v1/searches/{job.id}"
+    return await run_in_threadpool(searches.describe, job)
+
+
+@router.get("/v1/searches")
+def list_searches(
+    token: Reader, searches: Known,
+    state: Annotated[list[JobState] | None, Query(description="One or more of " + ", ".join(JOB_STATES))] = None,
+    study: str | None = None,
+    before: Annotated[int | None, Query(description="Only searches with a smaller number.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Document:  # fmt: skip
+    """List searches, the newest first."""
+    jobs = searches.store.queue.jobs(states=state or (), study=study, before=before, most=limit)
+    agents = searches.agents()
+    return {"searches": [searches.describe(job, agents) for job in jobs]}
+
+
+@router.get("/v1/searches/{search}")
+def show(search: str, token: Reader, searches: Known) -> Document:
+    """Show a search, by its id or by the name of its study."""
+    return searches.describe(searches.job(search))
+
+
+@router.delete("/v1/searches/{search}", status_code=202)
+def cancel(search: str, token: Writer, searches: Known) -> Document:
+    """Cancel a search: at once where it waits, else through its agent. What was measured stays."""
+    return searches.describe(searches.cancel(searches.job(search)))
+
+
+@router.get("/v1/searches/{search}/trials")
+def trials(search: str, token: Reader, searches: Known) -> Document:
+    """List the trials of a search, as ``--json`` has them."""
+    return {"trials": searches.trials(searches.job(search))}
+
+
+@router.get("/v1/searches/{search}/trials/{number}/log", response_class=PlainTextResponse)
+def log(search: str, number: int, token: Reader, searches: Known) -> str:
+    """Show the end of a trial's log."""
+    return trial_log(searches, search, number)
+
+
+@router.get("/v1/searches/{search}/report")
+def report(
+    search: str, token: Reader, searches: Known,
+    form: Annotated[Literal["json", "text", "html"], Query(alias="format")] = "json",
+) -> Response:  # fmt: skip
+    """Return the result: the document of ``--json``, the lines of the command line, or a page with charts."""
+    loaded = searches.report(searches.job(search))
+    if form == "text":
+        return PlainTextResponse("\n".join(summary_lines(loaded)) + "\n")
+    if form == "html":
+        return Response(
+            html_page(loaded, None),
+            media_type="text/html",
+            headers={"Content-Disposition": 'attachment; filename="report.html"'},
+        )
+    return JSONResponse(report_document(loaded))
+
+
+@router.get("/v1/searches/{search}/export", response_class=PlainTextResponse)
+def export(
+    search: str, token: Reader, searches: Known, form: Annotated[Format, Query(alias="format")] = "json"
+) -> Response:
+    """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
+    made = make_export(searches.report(searches.job(search)))
+    assert form in FORMATS
+    notes = {"Autotune-Note": " | ".join(beside_lines(made)).encode("ascii", "replace").decode()}
+    return PlainTextResponse(render(made, form), headers=notes)
+
+
+@router.get("/v1/searches/{search}/events", response_class=EventSourceResponse)
+async def events(
+    search: str, token: Reader, searches: Known,
+    last_event_id: Annotated[int | None, Header(ge=0)] = None,
+    after: Annotated[int, Query(ge=0, description="As Last-Event-ID, for clients that cannot set it.")] = 0,
+) -> AsyncIterator[ServerSentEvent]:  # fmt: skip
+    """Stream what happens to a search, from the event after Last-Event-ID on, to its end.
+
+    ``status`` events, of what runs now, have no id and are not kept.
+    """
+    async for event in _events(searches, search, after if last_event_id is None else last_event_id):
+        yield event
+
+
+async def _events(searches: Searches, search: str, after: int) -> AsyncIterator[ServerSentEvent]:
+    job = await run_in_threadpool(searches.job, search)
+    queue, status = searches.store.queue, None
+    while True:
+        ticket = searches.bell.ticket(job.id)
+        job = await run_in_threadpool(searches.job, job.id)
+        found = await run_in_threadpool(queue.events, job.id, after)
+        for event in found:
+            after = event.number
+            data = {**event.document, "at": event.created_at.isoformat()}
+            yield ServerSentEvent(event=event.kind, id=str(event.number), data=data)
+        if job.status is not None and job.status != status:
+            status = job.status
+            yield ServerSentEvent(event="status", data=status)
+        if job.state in ENDED and after >= job.events:
+            return
+        if searches.is_closing:
+            return
+        if not found:
+            await wait_for(ticket, _POLL_SECONDS)
+
+
+def trial_log(searches: Searches, search: str, number: int) -> str:
+    """Return the end of a trial's log; ``UnknownStudyError`` where there is none."""
+    report = searches.report(searches.job(search))
+    trial = next((trial for trial in report.trials if trial.number == number), None)
+    if trial is None or trial.log_path is None:
+        raise UnknownStudyError(f"trial {number} has no log", "a trial that was reused from another search has none")
+    path = searches.log_path(report.study.name, number)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _MOST_LOG_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError as error:
+        raise UnknownStudyError(
+            f"the log of trial {number} is not on this machine", f"its agent has it at {trial.log_path}"
+        ) from error
