@@ -18,6 +18,7 @@ from step_times import error_line
 
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.gpu_time import Operations
+from autotune.estimate.grades import SCALED_DOUBT
 from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
 
 FITTED = "h200"
@@ -66,6 +67,27 @@ def held_out(pairs: Sequence[Pair]) -> tuple[float, float, float]:
     return statistics.median(factors), min(coverages), statistics.median(coverages)
 
 
+_BASES = ("h200", "a100-80gb", "h100-80gb", "rtx-3090")
+
+
+def scaled(pairs: Sequence[Pair]) -> list[float]:
+    """Return measured over scaled predictions: each GPU's, scaled by what another one's say of the predictions.
+
+    Only throughputs of Lambda are taken, which has the same software and models on all GPUs. What float32 says of
+    TF32 is taken for what it says of GPUs without.
+    """
+    own = [pair for pair in pairs if pair[0].source.startswith("lambda")]
+
+    def key(known: Published) -> tuple[str, bool]:
+        return known.subject.model, known.candidate.arm.precision == "fp16"
+
+    ratios = []
+    for base in _BASES:
+        factors = {key(known): 1 + error((known, predicted)) for known, predicted in own if known.gpu == base}
+        ratios += [factors[key(pair[0])] / (1 + error(pair)) for pair in own if pair[0].gpu != base]
+    return ratios
+
+
 def main() -> None:
     """Print each throughput, the errors and the coverage."""
     pairs = published_predictions()
@@ -95,6 +117,13 @@ def main() -> None:
     print(
         f"a factor that holds 80 % of half of the GPUs ({_HALVES} halves): {factor:.2f} in the median; it holds "
         f"{median:.0%} of the others in the median, {least:.0%} at least"
+    )
+
+    ratios = scaled(pairs)
+    held = sum(1 / SCALED_DOUBT <= ratio <= SCALED_DOUBT for ratio in ratios)
+    print(
+        f"scaled from another GPU: {held} of {len(ratios)} ({held / len(ratios):.0%}) within a factor of "
+        f"{SCALED_DOUBT}, median error {statistics.median(abs(1 / ratio - 1) for ratio in ratios):.1%}"
     )
 
 

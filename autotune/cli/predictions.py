@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,9 +43,15 @@ def find_named(name: str, known: dict[str, Chip]) -> Chip:
 
 
 def predictions(
-    targets: Sequence[tuple[Chip, int]], options: Sequence[dict[str, Any]], answers: AnswersBeside
+    targets: Sequence[tuple[Chip, int]],
+    options: Sequence[dict[str, Any]],
+    answers: AnswersBeside,
+    ranks: Sequence[int] = (1,),
 ) -> list[tuple[Prepared, MemoryModel]]:
-    """Return the predictions for each chip with so much memory; one process makes those that are not stored."""
+    """Return the predictions for each chip with so much memory; one process makes those that are not stored.
+
+    They are for every batch that so many ranks could have.
+    """
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
@@ -71,7 +78,7 @@ def predictions(
         facts = remembered or runner.inspect()
         every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
         asked = [
-            Target(chip, prepared.ceiling, _questions(prepared.space))
+            Target(chip, prepared.ceiling, _questions(prepared.space, ranks))
             for (chip, _), prepared in zip(targets, every, strict=True)
         ]
         forecast = Forecast(
@@ -94,12 +101,21 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     return SearchRequest(workload=workload, device=stand_in, **asked)
 
 
-def _questions(space: Space) -> list[Question]:
+def _questions(space: Space, ranks: Sequence[int]) -> list[Question]:
     from autotune.estimate.memory import questions
 
-    pairs = [(batch, space.batches.accumulation(batch)) for batch in batches_of(space)]
+    shared = [of_ranks(space, count) for count in ranks] if ranks != (1,) else [space]
+    pairs = [(batch, each.batches.accumulation(batch)) for each in shared for batch in batches_of(each)]
     multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
     return questions(space.arms, pairs, multiple)
+
+
+def of_ranks(space: Space, count: int) -> Space:
+    """Return the space with the effective batch shared by so many ranks.
+
+    Raises ``InvalidRequestError`` where it cannot be shared equally.
+    """
+    return dataclasses.replace(space, batches=dataclasses.replace(space.batches, world_size=count))
 
 
 def batches_of(space: Space) -> list[int]:

@@ -188,6 +188,20 @@ def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0)
     return Kind(name, parse, check, json, least)
 
 
+def _read_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(sorted({COUNT.read(word) for word in text.split(",") if word.strip()}))
+    if not counts:
+        raise ValueError("the list is empty")
+    return counts
+
+
+def _check_counts(name: str, value: Any) -> tuple[int, ...]:
+    given = value if isinstance(value, list | tuple) else [value]
+    if not given:
+        raise refuse(name, value, "a list of numbers", "write it as [1, 2]")
+    return tuple(sorted({COUNT.check(name, count) for count in given}))
+
+
 TEXT = Kind("text", str, _check_text)
 PATH = Kind("path", str, _check_path)
 TRAINER = Kind("path", str, _check_trainer)
@@ -196,6 +210,7 @@ SCRIPT = Kind("words", str, _check_script)
 GPUS = Kind("gpus", str, _check_gpus)
 FLAG = Kind("flag", str, _check_flag, bool)
 COUNT = _whole(1)
+COUNTS = Kind("n,…", _read_counts, _check_counts, tuple[int, ...], 1)
 SEED = _whole(0)
 BYTES = _quantity("size", parse_bytes, int, 1)
 SECONDS = _quantity("duration", parse_seconds, float)
@@ -368,6 +383,10 @@ OPTIONS: tuple[Option, ...] = (
         metavar="GPU=PRICE,…",
     ),
     Option("prices", PATH, "The same as a JSON file [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
+    Option(
+        "gpu_counts", COUNTS, "How many GPUs of a kind train together (DDP), e.g. 1,2,4.", DEVICE, ADVISE, "1",
+        flag="--gpus",
+    ),
     Option("samples", NUMBER, "Samples that are trained on in all, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
     Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE,

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune.core.device import Precision, precisions_of
 from autotune.core.errors import InvalidRequestError
@@ -32,6 +33,36 @@ this is the median in bf16. Other GPUs differ somewhat."""
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """What GPUs of one host exchange data through."""
+
+    kind: Literal["NVLink", "PCIe"]
+    bytes_per_second: float
+    """Specified, of one GPU in one direction."""
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Share of that rate which an all-reduce reaches: least, usual, most."""
+        return _SHARES_OF_LINKS[self.kind]
+
+
+# Bus bandwidth of NCCL's all_reduce_perf. NVLink: 230 to 250 of 300 GB/s on eight A100 and 460 to 480 of 450 GB/s on
+# eight H100, which sum in the switch (docs.alayanew.com, "NCCL-tests in practice", 2026); 116 of 300 GB/s through the
+# bridge of two H100 PCIe (github.com/NVIDIA/nccl-tests/issues/194). PCIe: 35 to 45 of 63 GB/s on eight H100 PCIe (the
+# same page), 28 and 35 of 63 GB/s on eight and four RTX 5090 (github.com/NVIDIA/nccl/issues/1639), 6.2 of 15.8 GB/s
+# between two RTX 3090 Ti without direct access (github.com/mli/transformers-benchmarks).
+_SHARES_OF_LINKS = {"NVLink": (0.38, 0.8, 1.05), "PCIe": (0.18, 0.5, 0.71)}
+
+# The rate of 16 lanes, after encoding: 8, 16 and 32 GT/s with 128 of 130 bits (PCI Express base specifications).
+PCIE_3, PCIE_4, PCIE_5 = (Link("PCIe", gigabytes * 1e9) for gigabytes in (15.75, 31.5, 63.0))
+
+
+def _nvlink(gigabytes_per_second: float) -> Link:
+    """Return the link of a board with NVLink in every direction; data sheets give both directions together."""
+    return Link("NVLink", gigabytes_per_second / 2 * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """The specified rates at which a GPU computes and moves data."""
 
@@ -45,6 +76,8 @@ class Rates:
     power_watts: int
     """Power limit of the board."""
     source: str
+    link: Link | None = PCIE_4
+    """``None`` where several GPUs are not put into one host. Bridges that are sold apart are left out."""
 
     @property
     def sums_at_half_rate(self) -> bool:
@@ -127,6 +160,7 @@ def _chip(
     gigabytes_per_second: float = 0.0,
     watts: int = 0,
     source: str = "",
+    link: Link | None = PCIE_4,
 ) -> Chip:
     """``tflops`` are those of 16-bit, TF32 and float32 arithmetic."""
     rates = None
@@ -140,6 +174,7 @@ def _chip(
             multiprocessors,
             watts,
             source,
+            link,
         )
     return Chip(capability, multiprocessors, threads, name, memory_mib * MIB, rates)
 
@@ -147,7 +182,7 @@ def _chip(
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _chip("rtx-2080-ti", 11264, (7, 5), 68, 1024, (53.8, None, 13.4), 616, 250, _TURING),
+        _chip("rtx-2080-ti", 11264, (7, 5), 68, 1024, (53.8, None, 13.4), 616, 250, _TURING, PCIE_3),
         _chip("rtx-3060-12gb", 12288, (8, 6), 28, 1536, (25.5, 12.7, 12.7), 360, 170, _GA102),
         _chip("rtx-3070", 8192, (8, 6), 46, 1536, (40.6, 20.3, 20.3), 448, 220, _GA102),
         _chip("rtx-3080-10gb", 10240, (8, 6), 68, 1536, (59.5, 29.8, 29.8), 760, 320, _GA102),
@@ -155,15 +190,15 @@ CHIPS: dict[str, Chip] = {
         _chip("rtx-4070", 12282, (8, 9), 46, 1536, (58.3, 29.1, 29.1), 504, 200, _ADA),
         _chip("rtx-4080", 16376, (8, 9), 76, 1536, (97.5, 48.7, 48.7), 716.8, 320, _ADA),
         _chip("rtx-4090", 24564, (8, 9), 128, 1536, (165.2, 82.6, 82.6), 1008, 450, _ADA),
-        _chip("rtx-5070-ti", 16303, (12, 0), 70, 1536, (87.9, 43.9, 43.9), 896, 300, _BLACKWELL),
-        _chip("rtx-5080", 16303, (12, 0), 84, 1536, (112.6, 56.3, 56.3), 960, 360, _BLACKWELL),
-        _chip("rtx-5090", 32607, (12, 0), 170, 1536, (209.5, 104.8, 104.8), 1792, 575, _BLACKWELL),
+        _chip("rtx-5070-ti", 16303, (12, 0), 70, 1536, (87.9, 43.9, 43.9), 896, 300, _BLACKWELL, PCIE_5),
+        _chip("rtx-5080", 16303, (12, 0), 84, 1536, (112.6, 56.3, 56.3), 960, 360, _BLACKWELL, PCIE_5),
+        _chip("rtx-5090", 32607, (12, 0), 170, 1536, (209.5, 104.8, 104.8), 1792, 575, _BLACKWELL, PCIE_5),
         _chip("a6000", 49140, (8, 6), 84, 1536, (154.8, 77.4, 38.7), 768, 300, _GA102),
         _chip("rtx-6000-ada", 49140, (8, 9), 142, 1536, (364.2, 182.1, 91.1), 960, 300, _ADA),
-        _chip("rtx-pro-6000", 97887, (12, 0), 188, 1536, (503.8, 251.9, 125.0), 1792, 600, _PRO),
-        _chip("t4", 15360, (7, 5), 40, 1024, (65.0, None, 8.1), 320, 70, _T4),
-        _chip("v100-16gb", 16384, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA),
-        _chip("v100-32gb", 32768, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA),
+        _chip("rtx-pro-6000", 97887, (12, 0), 188, 1536, (503.8, 251.9, 125.0), 1792, 600, _PRO, PCIE_5),
+        _chip("t4", 15360, (7, 5), 40, 1024, (65.0, None, 8.1), 320, 70, _T4, PCIE_3),
+        _chip("v100-16gb", 16384, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA, _nvlink(300)),
+        _chip("v100-32gb", 32768, (7, 0), 80, 2048, (125.0, None, 15.7), 900, 300, _VOLTA, _nvlink(300)),
         _chip("a10", 23028, (8, 6), 72, 1536, (125.0, 62.5, 31.2), 600, 150, _A10),
         # Made for one cloud, without a public data sheet.
         _chip("a10g", 23028, (8, 6), 80, 1536),
@@ -171,15 +206,49 @@ CHIPS: dict[str, Chip] = {
         _chip("l4", 23034, (8, 9), 58, 1536, (121.0, 60.0, 30.3), 300, 72, _L4),
         _chip("l40", 46068, (8, 9), 142, 1536, (181.0, 90.5, 90.5), 864, 300, _L40),
         _chip("l40s", 46068, (8, 9), 142, 1536, (362.0, 183.0, 91.6), 864, 350, _L40S),
-        _chip("a100-40gb", 40960, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 1555, 400, _A100),
-        _chip("a100-80gb", 81920, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 2039, 400, _A100),
-        _chip("h100-pcie", 81559, (9, 0), 114, 2048, (756.0, 378.0, 51.0), 2000, 350, _H100),
-        _chip("h100-80gb", 81559, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 3350, 700, _H100),
-        _chip("h100-nvl", 95830, (9, 0), 132, 2048, (835.0, 417.0, 60.0), 3900, 400, _H100),
-        _chip("gh200-96gb", 97871, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4000, 1000, _GH200),
-        _chip("h200", 143771, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4800, 700, _H200),
-        _chip("b200", 183359, (10, 0), 148, 2048, (2250.0, 1100.0, 80.0), 8000, 1000, _B200),
+        _chip("a100-40gb", 40960, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 1555, 400, _A100, _nvlink(600)),
+        _chip("a100-80gb", 81920, (8, 0), 108, 2048, (312.0, 156.0, 19.5), 2039, 400, _A100, _nvlink(600)),
+        _chip("h100-pcie", 81559, (9, 0), 114, 2048, (756.0, 378.0, 51.0), 2000, 350, _H100, PCIE_5),
+        _chip("h100-80gb", 81559, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 3350, 700, _H100, _nvlink(900)),
+        _chip("h100-nvl", 95830, (9, 0), 132, 2048, (835.0, 417.0, 60.0), 3900, 400, _H100, PCIE_5),
+        _chip("gh200-96gb", 97871, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4000, 1000, _GH200, None),
+        _chip("h200", 143771, (9, 0), 132, 2048, (989.0, 494.0, 67.0), 4800, 700, _H200, _nvlink(900)),
+        _chip("b200", 183359, (10, 0), 148, 2048, (2250.0, 1100.0, 80.0), 8000, 1000, _B200, _nvlink(1800)),
     )
+}
+
+# Where the figures of each chip were read and compared on 22 November 2026: public copies of NVIDIA's documents, or
+# tables that name them. Rates with sparsity were halved. Not found: the rates of the H100 NVL (its memory and power
+# were), and of the RTX 4070, 5070 Ti and 5080; the PCIe generation follows from the architecture.
+CHECKED_AGAINST: Mapping[str, str] = {
+    "rtx-2080-ti": "NVIDIA's Turing whitepaper, reference board, copied in a public repository",
+    "rtx-3060-12gb": "https://sysrqmts.com/ru/gpus/compare/nvidia-geforce-rtx-3060-vs-nvidia-rtx-a6000",
+    "rtx-3070": "https://huggingface.co/datasets/Fdddhhhill/Advanced_AI_GPU_Benchmark_Dataset.csv",
+    "rtx-3080-10gb": "https://huggingface.co/datasets/Fdddhhhill/Advanced_AI_GPU_Benchmark_Dataset.csv",
+    "rtx-3090": "NVIDIA's GA102 whitepaper, quoted in public notes",
+    "rtx-4080": "https://calwoo.github.io/notes/concepts/deep-learning-engineering/nvidia-gpu-hardware",
+    "rtx-4090": "NVIDIA's Ada whitepaper, V2.1, appendix A, quoted in public notes",
+    "rtx-5090": "https://www.codesota.com/hardware/rtx-5090",
+    "a6000": "NVIDIA's GA102 whitepaper, V2, quoted in public code; "
+    "https://sysrqmts.com/tr/gpus/compare/nvidia-a16-pcie-vs-nvidia-rtx-a6000",
+    "rtx-6000-ada": "https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation",
+    "rtx-pro-6000": "https://hmc-tech.com/gpu/nvidia-rtx-pro-6000-blackwell-vs-amd-radeon-pro-duo-polaris",
+    "t4": "https://sysrqmts.com/es/gpus/compare/nvidia-tesla-t4-vs-nvidia-tesla-v100-sxm3-32-gb",
+    "v100-16gb": "NVIDIA's A100 whitepaper, comparison of data center GPUs, copied in public repositories",
+    "v100-32gb": "NVIDIA's A100 whitepaper, comparison of data center GPUs, copied in public repositories",
+    "a10": "https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/fabric/utilities/throughput.py",
+    "a40": "https://www.ecer.com/corp/details-uuuedqa-p1bsay9-multi-display-setups-supported-by-48gb-gddr6-ecc-memory-"
+    "nvidia-a40-gpu-and-vga-outputs.html",
+    "l4": "https://store.sourcecode.com/en-us/bg-bucket-compare/125/9820; https://grokipedia.com/page/NVIDIA_L4_vs_L40S",
+    "l40": "https://www.mullet.se/product.html?product_id=355414",
+    "l40s": "https://www.mullet.se/product.html?product_id=355414",
+    "a100-40gb": "NVIDIA's A100 whitepaper, comparison of data center GPUs, copied in public repositories",
+    "a100-80gb": "https://github.com/mli/transformers-benchmarks; NVIDIA's A100 whitepaper",
+    "h100-pcie": "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+    "h100-80gb": "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+    "gh200-96gb": "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md",
+    "h200": "https://hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200",
+    "b200": "NVIDIA's Blackwell architecture technical brief (2024)",
 }
 
 ALIASES = {
@@ -246,7 +315,7 @@ _SPEC_EXAMPLE = (
 )
 _SPEC_FIELDS = frozenset(
     ("memory", "capability", "multiprocessors", "threads_per_multiprocessor", "half_tflops", "tf32_tflops")
-) | {"fp32_tflops", "gigabytes_per_second", "watts"}
+) | {"fp32_tflops", "gigabytes_per_second", "watts", "nvlink_gigabytes_per_second"}
 
 
 def read_chips(path: str) -> dict[str, Chip]:
@@ -282,6 +351,7 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
     except (ValueError, InvalidRequestError) as error:
         raise InvalidRequestError(f"{where}: memory or capability: {error}", _SPEC_EXAMPLE) from error
     tf32 = number("tf32_tflops") if figures.get("tf32_tflops") is not None else None
+    has_nvlink = figures.get("nvlink_gigabytes_per_second") is not None
     return _chip(
         name.lower(),
         memory_mib,
@@ -293,4 +363,5 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
         number("gigabytes_per_second"),
         int(number("watts")),
         f"as given in {path}",
+        _nvlink(number("nvlink_gigabytes_per_second")) if has_nvlink else PCIE_4,
     )

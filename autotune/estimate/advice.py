@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.devices.gpus import Chip
+from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
 
 _SECONDS_PER_HOUR = 3600.0
@@ -13,15 +14,27 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Offer:
-    """One GPU for the job."""
+    """One or several equal GPUs for the job."""
 
     chip: Chip
-    best: StepTime | None
+    graded: Graded | None
     """The fastest candidate that fits; ``None`` where none does or speed is not predicted."""
     why_not: str | None
     """Why there is none."""
     samples: float
-    price_per_hour: float | None
+    price_of_one: float | None
+    """For an hour of one GPU."""
+    gpus: int = 1
+
+    @property
+    def best(self) -> StepTime | None:
+        """The step of the fastest candidate."""
+        return None if self.graded is None else self.graded.step
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """What an hour of all GPUs costs."""
+        return None if self.price_of_one is None else self.price_of_one * self.gpus
 
     @property
     def hours(self) -> float | None:
@@ -55,10 +68,10 @@ class Offer:
 
     @property
     def most_joules_per_sample(self) -> float | None:
-        """Energy of a sample, if the board drew all the power that it may."""
+        """Energy of a sample, if the boards drew all the power that they may."""
         if self.best is None or self.chip.rates is None:
             return None
-        return self.chip.rates.power_watts / self.best.samples_per_second
+        return self.gpus * self.chip.rates.power_watts / self.best.samples_per_second
 
 
 def in_order(offers: Sequence[Offer]) -> list[Offer]:

@@ -112,6 +112,10 @@ class Pool:
         self._speeds: dict[Candidate, Speed] = {}
         self._deviations: dict[_Kind, _Deviations] | None = None
 
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return every candidate of which a trial completed."""
+        return tuple(self._trials)
+
     def processes(self, candidate: Candidate) -> int:
         """Return how many distinct processes were measured; a reused trial counts once."""
         return distinct_processes((tried.trial_id, tried.outcome) for tried in self._trials.get(candidate, ()))

@@ -15,6 +15,7 @@ from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve
 if TYPE_CHECKING:
     from autotune.store.answers import AnswerKind, Answers, open_answers
     from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
+    from autotune.store.measured import MeasuredTrial, measured_trials
     from autotune.store.migrate import migrations_folder
     from autotune.store.opening import current_revision, open_store, upgrade
     from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
@@ -39,6 +40,7 @@ __all__ = [
     "TRIAL_ID_ATTRIBUTE",
     "AnswerKind",
     "Answers",
+    "MeasuredTrial",
     "PastTrial",
     "Stage",
     "Store",
@@ -50,6 +52,7 @@ __all__ = [
     "close_optuna",
     "current_revision",
     "damaged",
+    "measured_trials",
     "migrations_folder",
     "new_id",
     "now",
@@ -66,6 +69,8 @@ _MODULE_OF = {
     "AnswerKind": "answers",
     "Answers": "answers",
     "LOCK_TIMEOUT_SECONDS": "engine",
+    "MeasuredTrial": "measured",
+    "measured_trials": "measured",
     "PastTrial": "records",
     "Stage": "records",
     "StudyRecord": "records",

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 from command_line import Run, run_process
+from recorded import measurement
+from recorded_steps import Subject
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
+from autotune.core.outcome import Completed
 from autotune.devices.prices import EXAMPLES, read_prices
+from autotune.store import StudyRecord, TrialRecord, open_store
 
 _SMALL = (
     "advise",
@@ -22,25 +27,44 @@ _SMALL = (
     "--gradient-checkpointing",
     "off",
 )
+
+
+def keep_a_measurement(storage: str) -> None:
+    """Keep a study of the small model on an H100 with one trial."""
+    workload = Subject("bert-tiny", 64).workload()
+    candidate = Candidate(Arm("bf16"), 64)
+    with open_store(storage) as store:
+        workload_id = store.intern_workload(workload.recorded_document(), workload.fingerprint())
+        named = {"device_kind": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+        environment_id = store.intern_environment(named, "environment")
+        study = StudyRecord("h100", workload_id, environment_id, {}, {"cap_bytes": 2**36}, "0.1.0")
+        store.create_study(study)
+        outcome = Completed(measurement(candidate, 64 / 5000.0, 2**30, 2**30, None))
+        store.start_trial(TrialRecord(study.id, 0, candidate, workload_id, environment_id, outcome=outcome))
+
+
 NAMES = {"h100": "h100-80gb", "h100-80gb": "h100-80gb", "l4": "l4"}
 
 
 def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path) -> None:
     few = ("--gpu", "l4,h100,t4,a10g", "--price", "l4=0.70EUR,h100=2.95EUR", "--precision", "bf16,fp16")
-    done = run_process(*_SMALL, *few, "--samples", "1e6", "--json", folder=tmp_path, cold=True)
+    storage = str(tmp_path / "studies.db")
+    keep_a_measurement(storage)
+    words = (*few, "--gpus", "1,2", "--samples", "1e6", "--storage", storage, "--json")
+    done = run_process(*_SMALL, *words, folder=tmp_path, cold=True)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["prices"] == {"unit": "EUR", "source": "as given"}
-    by_name = {row["gpu"]: row for row in document["gpus"]}
+    by_name = {row["gpu"]: row for row in document["gpus"] if row["gpus"] == 1}
     # So small a model waits for the host on either, so that the cheaper one costs less.
-    assert [row["gpu"] for row in document["gpus"]] == ["l4", "h100-80gb", "t4", "a10g"]
+    assert [row["gpu"] for row in document["gpus"] if row["gpus"] == 1] == ["l4", "h100-80gb", "t4", "a10g"]
     l4, h100, t4, unknown = by_name["l4"], by_name["h100-80gb"], by_name["t4"], by_name["a10g"]
     assert l4["candidate"]["precision"] in ("bf16", "fp16")
     assert l4["hours"] == pytest.approx(1e6 / l4["samples_per_second"] / 3600)
     assert l4["cost"] == pytest.approx(0.7 * l4["hours"])
     assert l4["cost_interval"][0] < l4["cost"] < l4["cost_interval"][1]
     assert l4["rank"] == 1
-    assert h100["rank"] in (1, 2)
+    assert h100["rank"] in (1, 2, 3)
     assert l4["is_on_pareto_front"]
     # A GPU without bf16, and without a price.
     assert t4["candidate"]["precision"] == "fp16"
@@ -48,6 +72,13 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path) -> None
     assert unknown["fits"] is False
     assert "not published" in unknown["why_not"]
     assert l4["grade"] == "predicted"
+    # Measured in a study of this very workload.
+    assert (h100["grade"], h100["samples_per_second"]) == ("measured", pytest.approx(5000.0))
+    (two,) = [row for row in document["gpus"] if (row["gpu"], row["gpus"]) == ("l4", 2)]
+    assert two["candidate"]["ranks"] == 2
+    assert two["candidate"]["per_device_train_batch_size"] <= 32
+    assert two["price_per_hour"] == pytest.approx(1.4)
+    assert two["samples_per_second_interval"][1] / two["samples_per_second_interval"][0] > 2.5
 
 
 def test_the_prices_of_others_are_said_to_be_examples() -> None:
@@ -93,6 +124,8 @@ def test_prices_have_one_unit() -> None:
         (("advise", "--model", "bert-tiny"), "--effective-batch"),
         ((*_SMALL, "--gpu", "h1000"), "h1000"),
         ((*_SMALL, "--samples", "0"), "0"),
+        ((*_SMALL, "--gpus", "0"), "whole number"),
+        ((*_SMALL, "--gpus", "3"), "cannot be shared equally by 3 devices"),
         ((*_SMALL, "--price", "h100=0"), "not above 0"),
     ],
 )

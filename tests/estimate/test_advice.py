@@ -9,6 +9,7 @@ import pytest
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.advice import Offer, in_order, pareto_front, rank
+from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
 
 
@@ -17,7 +18,7 @@ def offer(name: str, seconds: float, price: float | None, doubt: float = 1.1) ->
     candidate = Candidate(Arm("bf16"), 32, 2)
     interval = (seconds / doubt, seconds * doubt)
     step = StepTime(candidate, seconds, interval, seconds, 0.0, {}, 1e12, 1e15)
-    return Offer(CHIPS[name], step, None, 64 * 3600.0, price)
+    return Offer(CHIPS[name], Graded(step, "predicted"), None, 64 * 3600.0, price)
 
 
 def test_hours_and_cost_follow_from_the_step() -> None:
@@ -27,6 +28,13 @@ def test_hours_and_cost_follow_from_the_step() -> None:
     assert known.interval_cost == pytest.approx((0.5, 2.0))
     # 72 W for 32 samples a second.
     assert known.most_joules_per_sample == pytest.approx(72 / 32)
+
+
+def test_several_gpus_cost_and_draw_as_many_times_as_much() -> None:
+    four = replace(offer("l4", 2.0, 0.5), gpus=4)
+    assert four.price_per_hour == pytest.approx(2.0)
+    assert four.cost == pytest.approx(4.0)
+    assert four.most_joules_per_sample == pytest.approx(4 * 72 / 32)
 
 
 def test_offers_whose_intervals_overlap_share_a_rank() -> None:
@@ -42,5 +50,5 @@ def test_without_any_price_hours_count() -> None:
 
 def test_the_front_has_what_nothing_beats() -> None:
     cheap, fast, worse = offer("l4", 4.0, 0.5), offer("h100-80gb", 1.0, 4.0), offer("a10", 4.5, 0.6)
-    none = replace(cheap, best=None, why_not="too small")
+    none = replace(cheap, graded=None, why_not="too small")
     assert pareto_front([cheap, fast, worse, none]) == [cheap, fast]

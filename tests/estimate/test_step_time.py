@@ -12,7 +12,7 @@ from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operatio
 from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.devices.gpus import ALIASES, CHIPS, find_chip
+from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, find_chip
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, Operation, Operations
 from autotune.estimate.step_time import HostSpeed, StepTimeModel
 
@@ -144,6 +144,8 @@ def test_a_chip_without_tf32_computes_float32_instead() -> None:
 def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
     known = [chip for chip in CHIPS.values() if chip.rates is not None]
     assert len(known) >= 25
+    assert set(CHECKED_AGAINST) <= {chip.name for chip in known}
+    assert {chip.name for chip in known} - set(CHECKED_AGAINST) == {"rtx-4070", "rtx-5070-ti", "rtx-5080", "h100-nvl"}
     for chip in known:
         assert chip.rates is not None
         assert chip.rates.source
