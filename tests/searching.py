@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from optuna.storages import InMemoryStorage, RDBStorage
 from recorded import ComputedRunner, RecordedRunner
+from sqlalchemy import Engine
 
 from autotune.core.candidate import Arm, Candidate, Document, Precision
 from autotune.core.messages import Progress
@@ -106,11 +108,26 @@ def _empty_database() -> bytes:
         return path.read_bytes()
 
 
-def new_store(folder: Path, name: str = "autotune.db") -> Store:
-    """An open, empty store in a file of its own."""
+class _MemoryStorage(InMemoryStorage):
+    """Optuna's storage in memory, with the connections that ``Store.close`` closes."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+
+def new_store(folder: Path, name: str = "autotune.db", *, optuna_tables: bool = False) -> Store:
+    """An open, empty store in a file of its own.
+
+    Optuna's record of a search is in the file only with ``optuna_tables``, else in memory: Optuna writes each value of
+    a trial in a transaction of its own, and most of a search over computed trials would be that.
+    """
     path = folder / name
     path.write_bytes(_empty_database())
-    return open_store(str(path))
+    store = open_store(str(path))
+    if not optuna_tables:
+        store.optuna = cast(RDBStorage, _MemoryStorage(store.optuna.engine))
+    return store
 
 
 @dataclass

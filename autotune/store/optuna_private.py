@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import FrozenTrial
 
 METRIC_NAMES_KEY = "study:metric_names"
@@ -33,6 +33,20 @@ class HookedStorage(RDBStorage):
             return trials
 
         return self.read_trials(study_id, read)
+
+
+def create_trial(storage: BaseStorage, study_id: int, trial: FrozenTrial) -> tuple[int, int]:
+    """Write a trial as a whole; return its key and its number within the study.
+
+    Optuna's database storage knows the number after writing. Its public method returns the key only, and reading the
+    number by that takes half as long again.
+    """
+    create: Callable[[int, FrozenTrial], Any] | None = getattr(storage, "_create_new_trial", None)
+    if create is None:
+        row_id = storage.create_new_trial(study_id, trial)
+        return row_id, storage.get_trial_number_from_id(row_id)
+    written = create(study_id, trial)
+    return written._trial_id, written.number
 
 
 def id_of_study(study: Any) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
-from optuna.trial import TrialState
+from optuna.storages import InMemoryStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import Objective
@@ -19,8 +20,9 @@ from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
+from autotune.store.optuna_private import create_trial, id_of_study
 from autotune.store.records import OBJECTIVE_NAMES
-from autotune.tuning.sampler import params_of
+from autotune.tuning.sampler import PolicySampler, params_of
 
 # The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
 CONSTRAINT = "memory_over_line_gib"
@@ -31,22 +33,23 @@ _THIS_MODULE = re.escape(__name__) + r"\Z"
 class Asked:
     """A trial that Optuna proposed, and that has not been told yet."""
 
-    optuna_trial: optuna.Trial
     trial_id: str
-
-    @property
-    def number(self) -> int:
-        """Optuna's number of the trial within the study."""
-        return self.optuna_trial.number
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The proposed candidate."""
-        return self.optuna_trial.params
+    number: int
+    """Optuna's number of the trial within the study."""
+    params: dict[str, Any]
+    """The proposed candidate."""
+    row_id: int
+    """The key of the trial in Optuna's tables."""
+    proposal: optuna.Trial
+    """The same trial in the sampler's own study."""
 
 
 class OptunaStudy:
-    """Ask and tell of one study, which is created if it does not exist."""
+    """Ask and tell of one study, which is created if it does not exist.
+
+    The sampler works on a copy of the study in memory. Optuna writes each parameter of a trial in its own transaction
+    when it is asked for a trial; here the trial is written as a whole once the sampler has proposed it.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class OptunaStudy:
         self._check_lease = store.check_lease
         self._storage = store.optuna
         self.sampler = sampler
+        self._copy: optuna.Study | None = None
         with storage_errors(self._label):
             self._study = optuna.create_study(
                 storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
@@ -92,7 +96,9 @@ class OptunaStudy:
             for left in (trial for trial in unfinished if trial.state is TrialState.RUNNING):
                 record = trials.get(left.user_attrs.get(TRIAL_ID_ATTRIBUTE, ""))
                 if record is not None and record.outcome is not None:
-                    self._tell(left.number, record.candidate, record.outcome)
+                    state, value = self._state_and_value(record.candidate, record.outcome)
+                    self._check_lease()
+                    self._study.tell(left.number, value, state)
                 else:
                     self._study.tell(left.number, state=TrialState.FAIL)
             for _ in (trial for trial in unfinished if trial.state is TrialState.WAITING):
@@ -106,49 +112,75 @@ class OptunaStudy:
         """Return the next proposal, or ``forced`` as if it had been proposed."""
         self._check_lease()
         with storage_errors(self._label):
+            if self._copy is None:
+                self._copy = self._copy_study()
             if forced is not None:
-                self._study.enqueue_trial(params_of(forced, self._space))
-            trial = self._study.ask(self._space)
+                self._copy.enqueue_trial(params_of(forced, self._space))
+            proposal = self._copy.ask(self._space)
             trial_id = new_id()
-            trial.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
-            trial.set_user_attr("stage", stage)
-            return Asked(trial, trial_id)
+            proposal.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
+            proposal.set_user_attr("stage", stage)
+            row_id, number = create_trial(self._storage, id_of_study(self._study), self._frozen(proposal))
+            return Asked(trial_id, number, proposal.params, row_id, proposal)
+
+    def _copy_study(self) -> optuna.Study:
+        """Return a study in memory for the sampler, with the recorded trials where the sampler learns from them."""
+        storage = InMemoryStorage()
+        study = optuna.create_study(storage=storage, direction="maximize", sampler=self.sampler)
+        if not isinstance(self.sampler, PolicySampler):
+            # Study.add_trial would refuse a baseline that is not among the values of the search space.
+            for trial in self._study.get_trials(deepcopy=False):
+                storage.create_new_trial(id_of_study(study), trial)
+        return study
+
+    def _frozen(self, proposal: optuna.Trial) -> FrozenTrial:
+        """Return a trial as it is in the sampler's study."""
+        assert self._copy is not None
+        return self._copy.get_trials(deepcopy=False)[proposal.number]
 
     def describe(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
         """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
+        excess = over_line_gib(outcome, self._ceiling, candidate.arm)
+        self._set_attributes(asked, _attributes(candidate, outcome), excess)
+
+    def _set_attributes(self, asked: Asked, attributes: Mapping[str, float | str], excess: float | None) -> None:
         self._check_lease()
         with storage_errors(self._label):
-            for name, value in _attributes(candidate, outcome).items():
-                asked.optuna_trial.set_user_attr(name, value)
-            excess = over_line_gib(outcome, self._ceiling, candidate.arm)
+            for name, value in attributes.items():
+                asked.proposal.set_user_attr(name, value)
+                self._storage.set_trial_user_attr(asked.row_id, name, value)
             if excess is not None:
-                _constrain(asked.optuna_trial, excess)
+                before = set(self._frozen(asked.proposal).system_attrs)
+                _constrain(asked.proposal, excess)
+                # Optuna chooses the key.
+                after = self._frozen(asked.proposal).system_attrs
+                for name in after.keys() - before:
+                    self._storage.set_trial_system_attr(asked.row_id, name, after[name])
 
     def tell(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
         """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
-        self._tell(asked.number, candidate, outcome)
-
-    def _tell(self, number: int, candidate: Candidate, outcome: Outcome) -> None:
-        value = None
-        is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
-        state = TrialState.PRUNED if is_over else TrialState.FAIL
-        if isinstance(outcome, Completed):
-            batch = candidate.per_device_train_batch_size
-            value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
-            state = TrialState.COMPLETE
-        self._check_lease()
-        with storage_errors(self._label):
-            self._study.tell(number, value, state)
+        self._tell_asked(asked, *self._state_and_value(candidate, outcome))
 
     def skip(self, asked: Asked, why: str, known: Outcome | None = None) -> None:
         """Tell that a proposal was not run, because its result is ``known`` or it is not wanted."""
+        excess = over_line_gib(known, self._ceiling) if known is not None else None
+        self._set_attributes(asked, {"skipped": why}, excess)
+        self._tell_asked(asked, TrialState.PRUNED, None)
+
+    def _tell_asked(self, asked: Asked, state: TrialState, value: float | None) -> None:
+        assert self._copy is not None
         self._check_lease()
         with storage_errors(self._label):
-            asked.optuna_trial.set_user_attr("skipped", why)
-            excess = over_line_gib(known, self._ceiling) if known is not None else None
-            if excess is not None:
-                _constrain(asked.optuna_trial, excess)
-            self._study.tell(asked.optuna_trial, state=TrialState.PRUNED)
+            self._copy.tell(asked.proposal, value, state)
+            self._storage.set_trial_state_values(asked.row_id, state, None if value is None else [value])
+
+    def _state_and_value(self, candidate: Candidate, outcome: Outcome) -> tuple[TrialState, float | None]:
+        if isinstance(outcome, Completed):
+            batch = candidate.per_device_train_batch_size
+            value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
+            return TrialState.COMPLETE, value
+        is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+        return TrialState.PRUNED if is_over else TrialState.FAIL, None
 
 
 def _name_objective(study: optuna.Study, name: str) -> None:

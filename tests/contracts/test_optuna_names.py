@@ -10,10 +10,11 @@ from typing import Any
 import optuna
 import optuna_dashboard._serializer
 import pytest
-from optuna.trial import FrozenTrial
+from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.results.dashboard_private import CONSTRAINTS_KEY, show_constraints
-from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
+from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, create_trial, id_of_study
 
 
 class Storage(HookedStorage):
@@ -52,6 +53,19 @@ def test_the_names_of_objectives_are_a_system_attribute(storage: Storage) -> Non
     assert storage.get_study_system_attrs(id_of_study(study))[METRIC_NAMES_KEY] == ["samples/s"]
     (frozen,) = storage.get_all_studies()
     assert id_of_study(frozen) == id_of_study(study)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_trial_is_created_with_its_number(storage: Storage, in_memory: bool) -> None:
+    place: BaseStorage = InMemoryStorage() if in_memory else storage
+    assert hasattr(place, "_create_new_trial") is not in_memory
+    study = optuna.create_study(storage=place)
+    study.ask()
+    template = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={"stage": "search"})
+    row_id, number = create_trial(place, id_of_study(study), template)
+    assert number == 1
+    assert place.get_trial(row_id) == study.trials[1]
+    assert study.trials[1].user_attrs == {"stage": "search"}
 
 
 def test_the_dashboard_looks_for_constraints_there() -> None:

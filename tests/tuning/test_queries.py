@@ -35,7 +35,7 @@ def runner() -> ComputedRunner:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
-    with new_store(folder, "many.db") as store:
+    with new_store(folder, "many.db", optuna_tables=True) as store:
         search(store, runner(), given=many(TRIALS))
     return folder / "many.db"
 

@@ -15,6 +15,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
+from sqlalchemy import event
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
@@ -24,7 +25,7 @@ from autotune.execution import Event, TrialJob
 from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
 from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.tuning.prepare import prepare
-from autotune.tuning.sampler import distributions
+from autotune.tuning.sampler import distributions, params_of
 
 FOREIGN = ["tpe", "random"]
 # Of what asks Optuna a hundred times, one sampler is enough of a sample.
@@ -34,7 +35,7 @@ Pair = tuple[TrialRecord, FrozenTrial]
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
+    with new_store(tmp_path, optuna_tables=True) as opened:
         yield opened
 
 
@@ -42,6 +43,45 @@ def told(store: Store) -> dict[str, FrozenTrial]:
     """Optuna's trials by our id; those that were not run have none of ours."""
     study = optuna.load_study(study_name="bert", storage=store.optuna)
     return {trial.user_attrs[TRIAL_ID_ATTRIBUTE]: trial for trial in study.get_trials()}
+
+
+def test_a_trial_is_written_at_once(store: Store) -> None:
+    ready = prepared()
+    space = distributions(ready.space, ready.baseline, "autotune")
+    study = OptunaStudy("bert", store, optuna.samplers.RandomSampler(), space, "throughput", ready.ceiling)
+    # The first one reads what is recorded.
+    study.ask(ready.baseline, "baseline")
+    commits: list[object] = []
+    event.listen(store.optuna.engine, "commit", commits.append)
+    asked = study.ask(ready.baseline, "baseline")
+    assert len(commits) == 1
+    _, written = optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
+    assert written.state is TrialState.RUNNING
+    assert written.number == asked.number
+    assert written.params == asked.params == params_of(ready.baseline, space)
+    assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked.trial_id, "stage": "baseline"}
+
+
+def test_a_sampler_of_optunas_sees_what_was_recorded_before(store: Store) -> None:
+    seen: list[list[tuple[object, ...]]] = []
+
+    class Noting(optuna.samplers.RandomSampler):
+        def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+            seen.append([(t.number, t.state, t.params, t.constraints) for t in study.trials])
+
+    ready = prepared(sampler="random")
+    space = distributions(ready.space, ready.baseline, "random")
+    # A batch that the sampler itself never proposes.
+    unusual = Candidate(Arm("fp32"), 1, 64)
+    for _ in range(2):
+        study = OptunaStudy("bert", store, Noting(), space, "throughput", ready.ceiling)
+        asked = study.ask(unusual, "baseline")
+        study.describe(asked, unusual, OutOfMemory("full"))
+        study.tell(asked, unusual, OutOfMemory("full"))
+    recorded, asked_for = seen[1]
+    assert recorded[:3] == (0, TrialState.PRUNED, params_of(unusual, space))
+    assert list(recorded[3]) == [CONSTRAINT]  # type: ignore[call-overload]
+    assert asked_for[:2] == (1, TrialState.RUNNING)
 
 
 def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.WarningsRecorder) -> None:
@@ -76,7 +116,7 @@ def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     runner = RecordedRunner(EFFECTIVE_64)
     runner.faults[Candidate(Arm("fp16"), 16, 4)] = [fault()]
     runner.faults[Candidate(Arm("fp16"), 32, 2)] = [fault()]
-    with new_store(tmp_path_factory.mktemp("view")) as store:
+    with new_store(tmp_path_factory.mktemp("view"), optuna_tables=True) as store:
         run = search(store, runner, sampler=request.param, trials=10)
         theirs = told(store)
     return [(trial, theirs[trial.id]) for trial in run.trials]

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
 from searching import (
@@ -40,7 +41,7 @@ from autotune.tuning.prepare import Prepared, prepare
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
+    with new_store(tmp_path, optuna_tables=True) as opened:
         yield opened
 
 
@@ -261,9 +262,8 @@ class TestKilled:
     @pytest.mark.parametrize(
         ("owner", "method", "times", "repeats"),
         [
-            (optuna.Study, "enqueue_trial", 1, 0),
-            (optuna.Study, "ask", 1, 0),
-            (optuna.Study, "ask", 3, 0),
+            (RDBStorage, "_create_new_trial", 1, 0),
+            (RDBStorage, "_create_new_trial", 3, 0),
             (Store, "start_trial", 3, 0),
             (RecordedRunner, "submit", 3, 1),
             (OptunaStudy, "describe", 3, 1),
@@ -290,7 +290,7 @@ class TestKilled:
         check_optuna_agrees(store, run)
 
     def test_after_being_enqueued_in_vain_nothing_waits(self, store: Store) -> None:
-        """``enqueue_trial`` and ``ask`` are two writes, with a trial waiting in between."""
+        """Earlier versions enqueued a trial and asked for it, which are two writes."""
         interrupted(store, 1)
         study = optuna.load_study(study_name="bert", storage=store.optuna)
         params = study.trials[0].params
@@ -365,6 +365,6 @@ def test_a_lock_that_optuna_alone_meets_is_the_same_error(store: Store, monkeypa
     def locked(*_: Any) -> None:
         raise optuna.exceptions.StorageInternalError("locked") from sqlite3.OperationalError("database is locked")
 
-    monkeypatch.setattr(optuna.Study, "ask", locked)
+    monkeypatch.setattr(RDBStorage, "_create_new_trial", locked)
     with pytest.raises(StorageError, match=r"autotune\.db"):
         search(store, RecordedRunner(EFFECTIVE_64))

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from replay import SimulatedRunner
-from searching import RecordingObserver
+from searching import RecordingObserver, new_store
 from worlds import Machine, Summary, World, draw, play
 
 from autotune.core.errors import NoResultError, NothingFitsError
 from autotune.core.outcome import Outcome
 from autotune.execution import TrialJob
-from autotune.store import open_store
 from autotune.tuning.loop import Search
 
 
@@ -85,7 +84,7 @@ class _Trials(SimulatedRunner):
 )
 def test_the_whole_search_with_its_database_answers_too(tmp_path: Path, sampler: str, slots: int, worlds: int) -> None:
     """With Optuna's samplers, the judge refuses what it refuses the policy; none may end a search early."""
-    with open_store(str(tmp_path / "worlds.db")) as store:
+    with new_store(tmp_path) as store:
         for seed in range(worlds):
             world = replace(draw(seed), trials=None)
             prepared = world.prepared()
