@@ -226,6 +226,7 @@ def search(
     world_size: int = 1,
     precision: str | Sequence[str] | None = None,
     gradient_checkpointing: CheckpointingChoice = "auto",
+    strategy: str | Sequence[str] | None = None,
     attn: str | Sequence[str] | None = None,
     optim: str | Sequence[str] | None = None,
     expandable_segments: LeverChoice | None = None,

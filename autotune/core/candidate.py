@@ -14,8 +14,15 @@ from autotune.core.schema import decode
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
-Strategy = Literal["ddp"]
-"""How several ranks share a model. ``ddp``: each has all of it, and they exchange gradients."""
+Strategy = Literal["ddp", "fsdp", "fsdp-keep"]
+"""How several ranks share a model.
+
+``ddp``: each has all of it, and they exchange gradients. ``fsdp`` (FSDP2): each keeps a part of weights, gradients and
+optimizer state; a layer's weights are gathered for its forward pass, freed, and gathered again for its backward pass.
+``fsdp-keep``: gathered weights stay until the backward pass has used them.
+"""
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "fsdp")
+"""In the order in which they are tried: the one with the least communication first."""
 
 Document = dict[str, Any]
 
@@ -45,6 +52,17 @@ class Arm:
     """Processes that train together, each on a device of its own."""
     ddp_find_unused_parameters: bool | None = None
     """``None`` leaves it to the Trainer, which has DDP look for them unless checkpointing is on."""
+    ddp_broadcast_buffers: bool | None = None
+    """Whether rank 0 sends its buffers to all ranks before each forward pass; ``None`` is DDP's default, which does."""
+    transformer_layer_cls_to_wrap: str | None = None
+    """The layer classes that FSDP shards one by one, with commas between them; ``None`` where nothing is sharded."""
+    sync_each_batch: bool = False
+    """Whether each micro-step reduces its gradients, so that no rank keeps whole gradients while it accumulates."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank keeps only a part of the model."""
+        return self.strategy in ("fsdp", "fsdp-keep")
 
     def describe(self) -> str:
         """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
@@ -70,10 +88,19 @@ class Arm:
         if self.strategy:
             words.append(f"{self.strategy} × {self.ranks}")
             words += [] if self.ddp_find_unused_parameters is None else ["no search for unused parameters"]
+            words += ["gradients reduced in each micro-step"] if self.sync_each_batch else []
         return ", ".join(words)
 
 
-_OF_RANKS = frozenset({"strategy", "ranks", "ddp_find_unused_parameters"})
+OF_RANKS = (
+    "strategy",
+    "ranks",
+    "ddp_find_unused_parameters",
+    "ddp_broadcast_buffers",
+    "transformer_layer_cls_to_wrap",
+    "sync_each_batch",
+)
+"""The fields of an arm that only several ranks have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +138,7 @@ class Candidate:
 
         So were trials recorded before there were several.
         """
-        names = _OF_RANKS if self.arm.ranks == 1 else frozenset[str]()
+        names = OF_RANKS if self.arm.ranks == 1 else ()
         return {name: value for name, value in self.parameters().items() if name not in names}
 
     @classmethod

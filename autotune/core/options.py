@@ -7,6 +7,7 @@ and, where a search records it, the field of ``SearchRequest``; tests compare th
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from autotune.core.candidate import PRECISIONS
+from autotune.core.candidate import PRECISIONS, STRATEGIES
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError
 from autotune.core.training_source import locate_function
@@ -142,6 +143,19 @@ def words(known: tuple[str, ...] = ()) -> Kind:
 
     word: Any = Literal[known] if known else str
     return Kind("list", read, check, tuple[word, ...], 1, known)
+
+
+def _words_or_auto(known: tuple[str, ...]) -> Kind:
+    """Return the kind of a list of known words, or ``auto``, which is the same as giving nothing."""
+    listed = words(known)
+
+    def read(text: str) -> tuple[str, ...] | None:
+        return None if text.strip() == "auto" else listed.read(text)
+
+    def check(name: str, value: Any) -> tuple[str, ...] | None:
+        return None if value == "auto" else listed.check(name, value)
+
+    return dataclasses.replace(listed, name="list|auto", read=read, check=check)
 
 
 def _whole(least: int) -> Kind:
@@ -398,7 +412,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "gpus", GPUS,
-        "Train on several GPUs together (DDP): a number, all, or a list such as 0,1 [default: one, see --device].",
+        "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
         DEVICE, metavar="N|all|LIST",
     ),
     Option(
@@ -420,6 +434,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)), "Both ways, always, never.", TRIED, ALL,
         "auto", request_field="gradient_checkpointing",
+    ),
+    Option(
+        "strategy", _words_or_auto(STRATEGIES),
+        "How several GPUs share the model: ddp, fsdp-keep, fsdp [default: auto, all that can be].", TRIED,
+        request_field="strategies", recorded_as="strategy", sparse=True,
     ),
     Option(
         "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa if there is one].", TRIED, ALL,

@@ -1,4 +1,4 @@
-"""Describe where a trial runs: the host, one device for each rank, and how the ranks share the model."""
+"""Describe where a trial runs: the host, and one device for each rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class Placement:
 
     host: str
     devices: tuple[Device, ...]
-    strategy: str | None = None
-    """How several ranks share a model, as ``ddp``; ``None`` for one rank."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -49,9 +47,9 @@ class Placement:
             raise DeviceError(f"{' and '.join(names)} are not equal", "choose GPUs of one kind")
 
     @classmethod
-    def of(cls, *devices: Device, strategy: str | None = None) -> Placement:
+    def of(cls, *devices: Device) -> Placement:
         """Return the placement on these devices of this host."""
-        return cls(this_host(), devices, strategy)
+        return cls(this_host(), devices)
 
     @property
     def ranks(self) -> int:
@@ -109,5 +107,4 @@ class Placement:
             "device_uuid": self.device.uuid,
             "device_uuids": [device.uuid for device in self.devices],
             "ranks": self.ranks,
-            "strategy": self.strategy,
         }

@@ -50,7 +50,18 @@ class Judge:
 
     def is_open(self, candidate: Candidate) -> bool:
         """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction."""
-        return not self._history.attempts(candidate) and not self._history.is_ruled_out(candidate)
+        if self._history.attempts(candidate) or self._history.is_ruled_out(candidate):
+            return False
+        return not self._syncs_needlessly(candidate)
+
+    def _syncs_needlessly(self, candidate: Candidate) -> bool:
+        """Return whether a candidate reduces gradients in each micro-step although memory does not call for it.
+
+        That costs communication. It is worth a trial only where keeping whole gradients while accumulating does not
+        fit.
+        """
+        plain = self._space.without_sync(candidate)
+        return plain is not None and not (candidate.accumulates and self._history.is_ruled_out(plain))
 
     def is_doubtful(self, arm: Arm) -> bool:
         """Return whether an arm failed at several batches and completed at none."""
@@ -111,6 +122,8 @@ class Judge:
         return next((c for c in left if not self.is_doubtful(c.arm) or self._has_tries_left(c.arm)), None)
 
     def _is_untested(self, candidate: Candidate) -> bool:
+        if self._syncs_needlessly(candidate):
+            return False
         return not self._history.outcomes_of(candidate) and self._history.ruled_out_by(candidate) is None
 
     def _has_tries_left(self, arm: Arm) -> bool:
@@ -128,6 +141,8 @@ class Judge:
             return Refusal("tried before")
         if candidate in self._history.pending:
             return Refusal("under way")
+        if self._syncs_needlessly(candidate):
+            return Refusal("gradients need not be reduced in each micro-step")
         over = self._history.ruled_out_by(candidate)
         if over is not None:
             return Refusal("known not to fit", over.outcome)

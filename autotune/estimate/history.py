@@ -185,8 +185,8 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the candidate to recommend: the least intrusive of those within the tolerance of the fastest.
 
-        Preferred in this order: bf16, then fp16, then tf32; no compilation; no checkpointing; no Liger kernels; torch's
-        default allocator; fewer data loader workers; no pinning to cores; the lower peak memory.
+        Preferred in this order: bf16, then fp16, then tf32; DDP; no compilation; no checkpointing; no Liger kernels;
+        torch's default allocator; fewer data loader workers; no pinning to cores; the lower peak memory.
         """
         believed = self.believed(among)
         fastest = max(map(_speed, believed), default=0.0)
@@ -219,7 +219,13 @@ def _speed(tried: Tried) -> float:
 def _comfort(tried: Tried) -> tuple[int, int, int, bool, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
-    levers = (arm.torch_compile, arm.gradient_checkpointing, arm.use_liger_kernel, arm.expandable_segments)
+    levers = (
+        arm.is_sharded,
+        arm.torch_compile,
+        arm.gradient_checkpointing,
+        arm.use_liger_kernel,
+        arm.expandable_segments,
+    )
     # One bit an option, the most significant first: an option outweighs all that follow it.
     digits = int("".join(str(int(on)) for on in levers), 2)
     return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, arm.cpu_affinity, peak

@@ -172,12 +172,15 @@ class Speeds:
     def is_beaten(self, view: ArmView, batch: int) -> bool:
         """Return whether an arm that is never slower was measured at this batch or a larger one.
 
-        That is the same arm without checkpointing, with torch's default allocator, or in the faster of two precisions.
+        That is the same arm without checkpointing, with torch's default allocator, in the faster of two precisions, or
+        with less communication. FSDP that frees weights after the forward pass gathers them a second time.
         """
         twins = [
             dataclasses.replace(view.arm, gradient_checkpointing=False),
             dataclasses.replace(view.arm, expandable_segments=False),
             self._faster_precision(view.arm) or view.arm,
+            dataclasses.replace(view.arm, sync_each_batch=False),
+            *([dataclasses.replace(view.arm, strategy="fsdp-keep")] if view.arm.strategy == "fsdp" else []),
         ]
         faster = [twin for twin in twins if twin != view.arm]
         return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())

@@ -20,7 +20,13 @@ from autotune.results.own_arguments import flags, hand_over, kind_of, own_argume
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable
-from autotune.space.training_arguments import EVALUATION_BATCH, data_arguments, evaluation_arguments, training_arguments
+from autotune.space.training_arguments import (
+    EVALUATION_BATCH,
+    data_arguments,
+    evaluation_arguments,
+    fsdp_settings,
+    training_arguments,
+)
 
 Format = Literal["json", "yaml", "cli", "python", "env"]
 FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
@@ -252,10 +258,11 @@ def _torchrun(export: Export) -> str:
 def _accelerate_config(export: Export) -> str:
     """Return the file that ``accelerate config`` would write; the training itself gets the exported arguments."""
     on_cpu = bool(export.arguments.get("use_cpu"))
+    arm = export.candidate.arm
     precision = export.candidate.arm.precision
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU",
+        "distributed_type": "FSDP" if arm.is_sharded else "MULTI_CPU" if on_cpu else "MULTI_GPU",
         "num_machines": 1,
         "machine_rank": 0,
         "num_processes": export.ranks,
@@ -266,6 +273,9 @@ def _accelerate_config(export: Export) -> str:
         "same_network": True,
         "debug": False,
     }
+    if arm.is_sharded:
+        settings = {**fsdp_settings(arm), "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap}
+        config["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
     comments = "".join(f"# {line}\n" for line in beside_lines(export))
     return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
 
@@ -308,6 +318,9 @@ def _flags(export: Export) -> list[str]:
 
 
 def _flag(name: str, value: Any) -> str:
+    if name == "fsdp" and value is True:
+        # A word after it would be read as one of the older settings of the same name.
+        return f"--{name}"
     text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
     return f"--{name} {shlex.quote(text)}"
 

@@ -51,6 +51,7 @@ def notes(report: Report) -> list[str]:
     found += compiled_notes(report)
     if best is not None and measured:
         found += _host_notes(report, best, measured)
+    found += sharding_notes(best.candidate) if best is not None else []
     found += _own_batch_notes(report)
     found += _reused(report)
     if request["world_size"] > request.get("ranks", 1):
@@ -141,6 +142,25 @@ def _gain_of(report: Report, winner: Candidate, lever: str) -> float | None:
 def _with_lever(arm: Arm, lever: str, is_on: bool) -> Arm:
     changed: Any = {lever: is_on}
     return dataclasses.replace(arm, **changed)
+
+
+def sharding_notes(winner: Candidate) -> list[str]:
+    """Say what FSDP2 computes otherwise than DDP does."""
+    arm = winner.arm
+    if not arm.is_sharded:
+        return []
+    found = []
+    if arm.precision in ("bf16", "fp16"):
+        found.append(
+            f"{arm.precision} under FSDP2 is no autocast: normalisation, softmax and the loss are computed in "
+            f"{arm.precision}, too, and gradients are reduced in it; compare its losses with those of DDP"
+        )
+    if arm.gradient_checkpointing:
+        found.append(
+            "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, the gradients "
+            "belong to another mask than the loss"
+        )
+    return found
 
 
 def _own_batch_notes(report: Report) -> list[str]:

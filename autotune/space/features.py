@@ -41,6 +41,16 @@ def optim_package(optim: str) -> str | None:
     return next((package for package, names in _PACKAGE_OF_OPTIM if optim.startswith(names)), None)
 
 
+# Optimizers of torch that update a parameter by operations for which DTensor has sharding rules
+# (torch/distributed/tensor/_ops/_pointwise_ops.py). bitsandbytes' kernels take no DTensor; of others nothing is known.
+_SHARDING_OPTIMS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+
+
+def shards_with(optim: str) -> bool:
+    """Return whether an optimizer is known to update weights that FSDP2 sharded."""
+    return optim in _SHARDING_OPTIMS
+
+
 def packages_of(arm: Arm) -> tuple[str, ...]:
     """Return the optional packages that an arm needs."""
     needed = [optim_package(arm.optim)]

@@ -160,6 +160,16 @@ class Space:
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
 
+    def without_sync(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate that reduces gradients once a step rather than in each micro-step.
+
+        ``None`` where that is the candidate itself, or no candidate of the space.
+        """
+        if not candidate.arm.sync_each_batch:
+            return None
+        plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
+        return plain if self.contains(plain) else None
+
     def is_last_resort(self, arm: Arm) -> bool:
         """Return whether the arm is compiled and exists uncompiled as well: then only the winner is tried compiled."""
         return arm.torch_compile and replace(arm, torch_compile=False) in self.arms

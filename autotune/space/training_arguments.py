@@ -39,21 +39,55 @@ def training_arguments(
         "bf16": arm.precision == "bf16",
         "fp16": arm.precision == "fp16",
         "tf32": _tf32(arm, device_kind, revision),
-        checkpointing: arm.gradient_checkpointing,
+        checkpointing: arm.gradient_checkpointing and not arm.is_sharded,
         "optim": arm.optim,
     }
     # Set also where they are false, if the installed transformers has them, so that training runs as it was measured.
     arguments |= {name: getattr(arm, name) for name in ("torch_compile", "use_liger_kernel") if name in fields}
-    if arm.gradient_checkpointing:
+    if arguments[checkpointing]:
         arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     if arm.dataloader_num_workers:
         arguments["dataloader_num_workers"] = arm.dataloader_num_workers
     if arm.dataloader_prefetch_factor is not None:
         arguments["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
-    if arm.ddp_find_unused_parameters is not None:
-        arguments["ddp_find_unused_parameters"] = arm.ddp_find_unused_parameters
+    for name in ("ddp_find_unused_parameters", "ddp_broadcast_buffers"):
+        if getattr(arm, name) is not None:
+            arguments[name] = getattr(arm, name)
+    if arm.is_sharded:
+        arguments |= _fsdp(arm, fields)
     if device_kind == "cpu":
         arguments["use_cpu"] = True
+    return arguments
+
+
+def fsdp_settings(arm: Arm) -> dict[str, Any]:
+    """Return the settings of FSDP2 that an arm was measured with, named as in ``fsdp_config``.
+
+    The layer classes are always named: by default accelerate shards the input embedding a second time where the model
+    lists its module of embeddings as one that is not to be split (accelerate 1.15, BERT). Checkpointing is FSDP's own:
+    that of ``TrainingArguments`` would gather every layer once more.
+    """
+    assert arm.transformer_layer_cls_to_wrap is not None
+    return {
+        "version": 2,
+        "reshard_after_forward": arm.strategy == "fsdp",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap.split(","),
+        "activation_checkpointing": arm.gradient_checkpointing,
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+
+
+def _fsdp(arm: Arm, fields: Collection[str]) -> dict[str, Any]:
+    # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
+    is_new = _CHECKPOINTING_FIELDS[0] in fields
+    arguments: dict[str, Any] = {
+        "fsdp": True if is_new else "full_shard auto_wrap",
+        "fsdp_config": fsdp_settings(arm),
+    }
+    if arm.sync_each_batch:
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return arguments
 
 

@@ -124,7 +124,6 @@ def _ranks(placement: Placement) -> Document:
         "device_uuids": [device.uuid for device in placement.devices],
         "ranks": {
             "world_size": placement.ranks,
-            "strategy": placement.strategy,
             "backend": "nccl" if placement.kind == "cuda" else "gloo",
             "links": list(gpu_links(placement.uuids)) if placement.kind == "cuda" else [],
         },
@@ -133,7 +132,11 @@ def _ranks(placement: Placement) -> Document:
 
 def measured_environment(environment: Document) -> Document:
     """Select the part of an environment that a measurement depends on."""
-    return {key: value for key, value in environment.items() if key not in _NOT_IN_FINGERPRINT}
+    facts = {key: value for key, value in environment.items() if key not in _NOT_IN_FINGERPRINT}
+    if "ranks" in facts:
+        # Once recorded here; it belongs to the arm.
+        facts["ranks"] = {key: value for key, value in facts["ranks"].items() if key != "strategy"}
+    return facts
 
 
 def environment_fingerprint(environment: Document) -> str:

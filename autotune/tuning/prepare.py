@@ -31,6 +31,7 @@ from autotune.tuning.environment import (
     records_host,
 )
 from autotune.tuning.request import SearchRequest, differences
+from autotune.tuning.strategies import arms_of_ranks, least_share
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,17 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         pinned=request.pins == "on",
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
-    if request.ranks > 1:
-        arms = tuple(replace(arm, **_joint(request, model)) for arm in arms)
     if not arms:
         raise InvalidRequestError(
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
+    if request.ranks > 1:
+        arms = arms_of_ranks(arms, request, model)
     space = Space(arms, _batches(request, model), _own_baseline(model), pins_winner=request.pins == "auto")
     default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
-        joint = {**_joint(request, model), "ddp_find_unused_parameters": None}
-        baseline = replace(baseline, arm=replace(baseline.arm, **joint))
+        baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))
     return Prepared(
         request,
         space,
@@ -129,15 +129,6 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
     )
-
-
-def _joint(request: SearchRequest, model: Document) -> Document:
-    """Return the fields of an arm that all arms of several ranks have in common.
-
-    Where every parameter was seen to get a gradient, DDP has none to look for in each step. That changes no value.
-    """
-    find_unused = False if model.get("unused_parameters") == [] else None
-    return {"strategy": "ddp", "ranks": request.ranks, "ddp_find_unused_parameters": find_unused}
 
 
 def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
@@ -420,7 +411,7 @@ def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> in
 
 def _check_training_state_fits(request: SearchRequest, model: Document, context_bytes: int) -> None:
     device, limit_bytes = request.device, request.memory_limit_bytes
-    state_bytes = training_state_bytes(request, model)
+    state_bytes = training_state_bytes(request, model) // least_share(request, model)
     least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
     free_bytes = request.placement.least_free_bytes
     reachable_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.candidate import Document, Precision
+from autotune.core.candidate import Document, Precision, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import (
     HEADROOM,
@@ -28,7 +28,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require
+from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require, shards_with
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -63,6 +63,8 @@ class SearchRequest:
     precisions: tuple[Precision, ...] | None = None
     """``None`` means all memory of the device."""
     gradient_checkpointing: CheckpointingChoice = "auto"
+    strategies: tuple[Strategy, ...] | None = None
+    """How several ranks share the model; ``None`` means every way that this model and device can."""
     attn_implementations: tuple[str, ...] | None = None
     """``None`` means sdpa where the model has it, else eager, as transformers chooses."""
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
@@ -109,7 +111,7 @@ class SearchRequest:
     @property
     def placement(self) -> Placement:
         """Where each trial runs."""
-        return Placement.of(self.device, *self.others, strategy="ddp" if self.others else None)
+        return Placement.of(self.device, *self.others)
 
     @property
     def most_trials(self) -> int | None:
@@ -140,6 +142,7 @@ class SearchRequest:
         """Raise an error for everything that is known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
         self._check_levers()
+        self._check_strategies()
         if self.others and self.workload.source is not None:
             raise InvalidRequestError(
                 f"--gpus: {self.workload.source.name} can be searched on one GPU only",
@@ -187,6 +190,35 @@ class SearchRequest:
             if is_cpu:
                 raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
             require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+    def _check_strategies(self) -> None:
+        """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
+        asked = self.strategies
+        if asked is None:
+            return
+        if self.ranks == 1:
+            raise InvalidRequestError(
+                f"--strategy {','.join(asked)} is about several GPUs, and there is one", "add --gpus 2, or leave it out"
+            )
+        sharded = [strategy for strategy in asked if strategy != "ddp"]
+        if not sharded:
+            return
+        if self.device.kind == "cpu":
+            raise DeviceError(
+                f"--strategy {sharded[0]}: on a CPU accelerate trains with DDP, whatever is asked for", "use ddp"
+            )
+        if self.workload.quantize is not None:
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]}: weights in {self.workload.quantize[0]} bits are not sharded, every rank "
+                "keeps all of them",
+                "use --strategy ddp",
+            )
+        for optim in self.optims:
+            if not shards_with(optim):
+                raise InvalidRequestError(
+                    f"--strategy {sharded[0]}: --optim {optim} cannot update sharded weights",
+                    f"use --strategy ddp, or --optim {DEFAULT_OPTIM}",
+                )
 
     def _why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

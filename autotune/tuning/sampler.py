@@ -20,6 +20,7 @@ _FOREIGN_LARGEST_FREE_BATCH = 1024
 # With a large multiple, that would leave them few values.
 _FOREIGN_FEWEST_FREE_BATCHES = 16
 
+_OF_RANKS = ("strategy", "sync_each_batch")
 _LEVERS = ("expandable_segments", "torch_compile", "use_liger_kernel")
 
 
@@ -52,8 +53,9 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
 
 
 def _levers(arms: tuple[Arm, ...]) -> tuple[str, ...]:
-    """Return the names of parameters that are on or off, without those that are tried with the winner only."""
-    return (*_LEVERS, *(["cpu_affinity"] if any(arm.cpu_affinity for arm in arms) else []))
+    """Return the names of further parameters, without those that are tried with the winner only."""
+    searched = [name for name in _OF_RANKS if len({getattr(arm, name) for arm in arms}) > 1]
+    return (*_LEVERS, *(["cpu_affinity"] if any(arm.cpu_affinity for arm in arms) else []), *searched)
 
 
 def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:
@@ -61,12 +63,11 @@ def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:
     batch = int(params["per_device_train_batch_size"])
     if not space.batches.valid(batch):
         return None
-    arm = space.arms[0]
-    # What all arms of a space have in common is no parameter of Optuna's.
-    common = {name: getattr(arm, name) for name in ("strategy", "ranks", "ddp_find_unused_parameters")}
-    accumulation = space.batches.accumulation(batch)
-    candidate = Candidate.from_parameters({**common, **params, "gradient_accumulation_steps": accumulation})
-    return candidate if space.contains(candidate) else None
+    chosen = {name: value for name, value in params.items() if name != "per_device_train_batch_size"}
+    # What several ranks have besides follows from the strategy, and is no parameter of Optuna's.
+    arms = (arm for arm in space.arms if all(getattr(arm, name) == value for name, value in chosen.items()))
+    arm = next(arms, None)
+    return None if arm is None else space.candidate(arm, batch)
 
 
 def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> dict[str, Any]:

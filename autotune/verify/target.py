@@ -179,7 +179,7 @@ def placement_of(report: Report) -> Placement:
     measured = report.environment
     if "ranks" in measured:
         devices = devices_of_ranks(measured, report.study.name)
-        return Placement.of(*devices, strategy=measured["ranks"]["strategy"])
+        return Placement.of(*devices)
     here = [device for device in list_devices() if device.kind == measured["device_kind"]]
     for device in here:
         if device.uuid == measured["device_uuid"] and device.name == measured["device_name"]:

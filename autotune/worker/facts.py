@@ -13,7 +13,8 @@ from transformers import TrainingArguments
 from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
-from autotune.worker.private.transformers import attention_implementations, optimizer_names
+from autotune.worker.private.accelerate import has_fsdp2
+from autotune.worker.private.transformers import attention_implementations, modules_not_to_split, optimizer_names
 from autotune.worker.trial.build import build_config, build_model, model_class
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
@@ -31,6 +32,26 @@ def package_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in _PACKAGES}
 
 
+def layer_classes(model: torch.nn.Module) -> list[str]:
+    """Return the names of the classes of the model's layers, which FSDP shards one by one; none where it has none.
+
+    Layers are what the outermost lists of modules hold. Where the model says which modules are not to be split, those
+    among them that it names; else those of the lists with the most parameters.
+    """
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
+    outermost = [module for module in lists if id(module) not in inner]
+    held = {type(layer).__name__: 0 for outer in outermost for layer in outer}
+    for outer in outermost:
+        for layer in outer:
+            held[type(layer).__name__] += sum(parameter.numel() for parameter in layer.parameters())
+    named = [name for name in modules_not_to_split(model) if held.get(name)]
+    if named:
+        return sorted(named)
+    largest = max(held.values(), default=0)
+    return sorted(name for name, size in held.items() if 2 * size >= largest > 0)
+
+
 def _model_facts(workload: Workload) -> Document:
     """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
     model_type: Any = model_class(workload)
@@ -43,6 +64,7 @@ def _model_facts(workload: Workload) -> Document:
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "attn_implementations": attentions,
         "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "layer_classes": layer_classes(model) if has_fsdp2() else [],
         "num_labels": getattr(build_config(workload), "num_labels", None),
     }
 
@@ -53,9 +75,9 @@ def inspect(job: Document) -> Document:
     try:
         facts["model"] = _model_facts(Workload.from_document(job["workload"]))
         if job.get("ranks", 1) > 1:
-            from autotune.worker.fake.unused import unused_parameters
+            from autotune.worker.fake.unused import what_ddp_can_skip
 
-            facts["model"]["unused_parameters"] = unused_parameters(Workload.from_document(job["workload"]))
+            facts["model"] |= what_ddp_can_skip(Workload.from_document(job["workload"]))
     except Exception as error:
         facts["model_error"] = first_line(error)
     return facts

@@ -89,7 +89,7 @@ class TestPlacement:
         assert placement.document()["device_uuid"] == "GPU-a"
 
     def test_the_rank_with_the_least_free_memory_decides(self) -> None:
-        placement = Placement.of(self.GPU, self.OTHER, strategy="ddp")
+        placement = Placement.of(self.GPU, self.OTHER)
         assert (placement.ranks, placement.label) == (2, "cuda:0, cuda:1")
         assert placement.least_free_bytes == GIB // 2
 

@@ -31,7 +31,7 @@ def under_way(server: TrialServer) -> list[int]:
 @pytest.fixture
 def ranks(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[TrialServer]:
     """A server whose jobs have two ranks, which behave as the job's id says."""
-    with TrialServer(Placement.of(cpu, cpu, strategy="ddp"), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
+    with TrialServer(Placement.of(cpu, cpu), tiny_workload("bert-tiny"), tmp_path / "logs") as server:
         yield server
 
 
@@ -94,7 +94,7 @@ def test_ranks_find_the_variables_of_torchrun(ranks: TrialServer, tmp_path: Path
 @pytest.fixture(scope="module")
 def trainers(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialServer]:
     """A server whose trials are two ranks of a real Trainer."""
-    placement = Placement.of(cpu, cpu, strategy="ddp")
+    placement = Placement.of(cpu, cpu)
     with TrialServer(placement, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as server:
         yield server
 

@@ -30,6 +30,10 @@ from autotune.space.training_arguments import checkpointing_field
 
 LOADER = Path(__file__).with_name("load_exports.py")
 
+FSDP = Arm(
+    "bf16", gradient_checkpointing=True, strategy="fsdp", ranks=2, transformer_layer_cls_to_wrap="BertLayer",
+    sync_each_batch=True,
+)  # fmt: skip
 WINNERS: dict[str, tuple[str, Candidate]] = {
     "cpu-fp32": ("cpu", Candidate(Arm("fp32"), 8)),
     "cpu-bf16-checkpointing": ("cpu", Candidate(Arm("bf16", gradient_checkpointing=True), 4, 3)),
@@ -37,6 +41,7 @@ WINNERS: dict[str, tuple[str, Candidate]] = {
     "cuda-fp32": ("cuda", Candidate(Arm("fp32"), 8, 2)),
     "cuda-tf32": ("cuda", Candidate(Arm("tf32"), 8)),
     "cuda-bf16": ("cuda", Candidate(Arm("bf16"), 32, 2)),
+    "cuda-fsdp": ("cuda", Candidate(FSDP, 16, 2)),
     "cuda-fp16-checkpointing": ("cuda", Candidate(Arm("fp16", gradient_checkpointing=True), 16)),
 }
 

@@ -12,7 +12,7 @@ import yaml
 from searching import BERT_LARGE, FACTS, H200, RecordingObserver
 from tiny import tiny_workload
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import BY_NAME
 from autotune.core.outcome import Completed
@@ -54,14 +54,15 @@ def test_a_search_on_two_ranks_from_request_to_export(cpu: Device, tmp_path: Pat
     assert candidate.samples_per_step == 16
     assert candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps == 8
     assert measured.samples_per_second == pytest.approx(16 / measured.step_seconds)
-    assert report.environment["ranks"] == {"world_size": 2, "strategy": "ddp", "backend": "gloo", "links": []}
+    assert report.environment["ranks"] == {"world_size": 2, "backend": "gloo", "links": []}
     assert report.baseline is not None
     assert report.baseline.candidate.arm == Arm(strategy="ddp", ranks=2)
-    # Every parameter of the model gets a gradient.
+    # Every parameter of the model gets a gradient, and its buffers never change.
     assert candidate.arm.ddp_find_unused_parameters is False
+    assert candidate.arm.ddp_broadcast_buffers is False
 
     export = make_export(report)
-    assert export.arguments["ddp_find_unused_parameters"] is False
+    assert export.arguments["ddp_find_unused_parameters"] is export.arguments["ddp_broadcast_buffers"] is False
     words = shlex.split(render_launch(export, "torchrun"))
     assert words[:6] == ["OMP_NUM_THREADS=1", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     assert words[6:] == shlex.split(render(export, "cli"))
@@ -103,7 +104,7 @@ def test_a_request_of_two_ranks_is_recorded_and_read_back() -> None:
 
 
 def test_trials_of_one_rank_are_recorded_as_before_there_were_several() -> None:
-    names = {"strategy", "ranks", "ddp_find_unused_parameters"}
+    names = set(OF_RANKS)
     assert not names & Candidate(Arm(), 8).recorded_parameters().keys()
     joint = Candidate(Arm(strategy="ddp", ranks=2), 8)
     assert names <= joint.recorded_parameters().keys()
@@ -138,6 +139,8 @@ def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
         ({"gpus": "2", "device": "cuda:0"}, "--device cuda:0 is one device, and --gpus 2 names others"),
         ({"gpus": "2", "world_size": 4}, "--world-size 4 is not the 2 GPUs"),
         ({"gpus": "2", "effective_batch": 33}, "--effective-batch 33 cannot be shared equally by 2 devices"),
+        ({"strategy": ("fsdp",)}, "--strategy fsdp is about several GPUs, and there is one"),
+        ({"gpus": "2", "strategy": ("fsdp",), "optim": ("adafactor",)}, "--optim adafactor cannot update sharded"),
     ],
 )
 def test_gpus_that_cannot_be_are_one_clear_line(options: Document, message: str) -> None:

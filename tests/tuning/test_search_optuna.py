@@ -17,7 +17,7 @@ from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, alwa
 from searching import FACTS, H200, Run, ceiling_of, new_store, prepared, request, search
 from sqlalchemy import event
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import OF_RANKS, Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
@@ -132,7 +132,8 @@ class TestOptunasView:
             assert theirs.user_attrs["dataloader_num_workers"] == parameters.pop("dataloader_num_workers")
             del parameters["dataloader_prefetch_factor"], parameters["cpu_affinity"]
             # With one GPU there is nothing to choose.
-            del parameters["ranks"], parameters["strategy"], parameters["ddp_find_unused_parameters"]
+            for name in OF_RANKS:
+                del parameters[name]
             assert theirs.params == parameters
             assert theirs.user_attrs["stage"] == ours.stage
 

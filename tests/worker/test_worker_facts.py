@@ -168,3 +168,20 @@ print([before, _cublas_version()])
     before, after = ast.literal_eval(ran.stdout)
     # A torch that is built for CUDA has loaded a real one, which then answers.
     assert (before, after) == (None, "13.1.3") or re.fullmatch(r"\d+\.\d+\.\d+", before)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("bert-tiny", ["BertLayer"]),
+        # Says nothing of what is not to be split.
+        ("distilbert-base-uncased", ["TransformerBlock"]),
+        ("t5-small", ["T5Block"]),
+        ("whisper-tiny", ["WhisperDecoderLayer", "WhisperEncoderLayer"]),
+        ("vit-tiny", ["ViTLayer"]),
+    ],
+)
+def test_the_layers_that_can_be_sharded_one_by_one_are_found(
+    trial_server: ServerClient, name: str, layers: list[str]
+) -> None:
+    assert trial_server.inspect(tiny_workload(name))["model"]["layer_classes"] == layers

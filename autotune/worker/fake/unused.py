@@ -1,4 +1,4 @@
-"""Find the parameters that get no gradient in a training step, on fake tensors: without memory, values or a GPU."""
+"""Find what DDP need not do in each step, from a step on fake tensors: without memory, values or a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import traceback
 
 import torch
 
+from autotune.core.candidate import Document
 from autotune.core.workload import Workload
 from autotune.worker.private.torch import fake_tensor_mode
 from autotune.worker.private.transformers import decide_masks_without_values
@@ -15,25 +16,35 @@ from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 
-def unused_parameters(workload: Workload) -> list[str] | None:
-    """Return the names of trainable parameters without a gradient after a step; ``None`` where no step can be run.
+def what_ddp_can_skip(workload: Workload) -> Document:
+    """Return ``unused_parameters`` and ``changed_buffers``, each ``None`` where no step can be run.
 
-    DDP waits for a gradient of every parameter, unless it looks in each step for those that have none. Changes how
-    this process computes attention masks, so it belongs into one that ends soon.
+    The first are the trainable parameters without a gradient after a step: DDP waits for a gradient of every parameter,
+    unless it looks in each step for those that have none. The second are the buffers that a step replaces or writes to,
+    such as running means: DDP sends all buffers from rank 0 to the others before each step. Changes how this process
+    computes attention masks, so it belongs into one that ends soon.
     """
     try:
-        return _unused(dataclasses.replace(workload, weights=None))
+        return _after_a_step(dataclasses.replace(workload, weights=None))
     except Exception:
-        # Operations that need values. DDP then looks for unused parameters, as it does by default.
+        # Operations that need values. DDP then does both, as it does by default.
         traceback.print_exc(file=sys.stderr)
-        return None
+        return {"unused_parameters": None, "changed_buffers": None}
 
 
-def _unused(workload: Workload) -> list[str]:
+def _after_a_step(workload: Workload) -> Document:
     decide_masks_without_values(padded=workload.padding > 0)
     with fake_tensor_mode():
         model = build_model(workload, "eager" if workload.task == "seq2seq-lm" else "sdpa", torch.device("cpu"))
         sample = synthetic_dataset(workload, model, 1, 0)[0]
         batch = {name: torch.zeros((2, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+        before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
         model(**batch).loss.backward()
-    return [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+        after = dict(model.named_buffers())
+    unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    changed = [
+        name
+        for name, (buffer, version) in before.items()
+        if after.get(name) is not buffer or buffer._version != version
+    ]
+    return {"unused_parameters": unused, "changed_buffers": [*changed, *sorted(after.keys() - before.keys())]}

@@ -10,3 +10,10 @@ def with_float32_outputs(forward: Any) -> Any:
     from accelerate.utils.operations import convert_outputs_to_fp32
 
     return convert_outputs_to_fp32(forward)
+
+
+def has_fsdp2() -> bool:
+    """Return whether the installed accelerate can shard with FSDP2."""
+    from accelerate.utils import fsdp_utils
+
+    return hasattr(fsdp_utils, "fsdp2_prepare_model")

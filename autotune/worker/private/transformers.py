@@ -64,6 +64,11 @@ def attention_of(config: Any) -> str:
     return attention if isinstance(attention, str) else "eager"
 
 
+def modules_not_to_split(model: Any) -> list[str]:
+    """List the classes of modules that a model says must stay on one device; none where it does not say."""
+    return sorted(getattr(model, "_no_split_modules", None) or [])
+
+
 def optimizer_names() -> list[str]:
     """List the values of ``TrainingArguments.optim``."""
     from transformers.training_args import OptimizerNames

@@ -1,0 +1,76 @@
+"""Choose how the ranks of a search share the model, and what each way of sharing sets besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.core.candidate import STRATEGIES, Arm, Document, Strategy
+from autotune.core.errors import InvalidRequestError
+from autotune.space.features import shards_with
+from autotune.tuning.request import SearchRequest
+
+
+def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: Document) -> tuple[Arm, ...]:
+    """Return the arms with every strategy that they can be trained with, those with the least communication first.
+
+    Raises ``InvalidRequestError`` for a strategy that was asked for and that the model cannot do.
+    """
+    strategies = _strategies(request, model)
+    accumulates = request.effective_batch is not None
+    variants = [(strategy, False) for strategy in strategies]
+    # Without accumulation every micro-step reduces its gradients anyway.
+    variants += [(strategy, True) for strategy in strategies if strategy != "ddp" and accumulates]
+    return tuple(
+        _shared(arm, strategy, syncs, request.ranks, model)
+        for strategy, syncs in variants
+        for arm in arms
+        if strategy == "ddp" or shards_with(arm.optim)
+    )
+
+
+def least_share(request: SearchRequest, model: Document) -> int:
+    """Return by how many ranks weights, gradients and optimizer state are divided at most; 1 where they are whole."""
+    if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model)):
+        return 1
+    return request.ranks
+
+
+def _strategies(request: SearchRequest, model: Document) -> tuple[Strategy, ...]:
+    """Return the strategies to search."""
+    asked = request.strategies
+    has_layers = bool(model.get("layer_classes"))
+    if asked is not None:
+        sharded = [strategy for strategy in asked if strategy != "ddp"]
+        if sharded and not has_layers:
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]}: {model['class']} has no layers of one class that could be sharded one by one",
+                "use --strategy ddp",
+            )
+        return tuple(strategy for strategy in STRATEGIES if strategy in asked)
+    can_shard = (
+        has_layers
+        and request.device.kind == "cuda"
+        and request.workload.source is None
+        and request.workload.quantize is None
+        and any(map(shards_with, request.optims))
+    )
+    return STRATEGIES if can_shard else ("ddp",)
+
+
+def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: Document) -> Arm:
+    """Return the arm as several ranks train it.
+
+    Where every parameter was seen to get a gradient, DDP has none to look for in each step; where no buffer was seen to
+    change, rank 0 has none to send. Neither changes a value.
+    """
+    if strategy == "ddp":
+        return replace(
+            arm,
+            strategy=strategy,
+            ranks=ranks,
+            ddp_find_unused_parameters=False if model.get("unused_parameters") == [] else None,
+            ddp_broadcast_buffers=False if model.get("changed_buffers") == [] else None,
+        )
+    layers = ",".join(model["layer_classes"])
+    return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)

@@ -1,0 +1,176 @@
+"""Test which ways of sharing a model are searched, what each sets, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from histories import completed, ran_out
+from searching import BERT_LARGE, H200, ceiling_of, facts
+
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.units import GIB
+from autotune.devices import Device
+from autotune.estimate.feasibility import Judge
+from autotune.estimate.history import History
+from autotune.estimate.throughput import Speeds
+from autotune.space.space import Batches, Space
+from autotune.space.training_arguments import training_arguments
+from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.sampler import candidate_of, distributions, params_of
+
+SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1)
+LAYERS = {"layer_classes": ["BertLayer"], "unused_parameters": [], "changed_buffers": []}
+FIELDS = {"activation_checkpointing", "bf16", "fp16", "tf32", "optim"}
+
+
+def of_two(model: Document | None = None, **options: Any) -> Prepared:
+    """A prepared search on two GPUs."""
+    changed: Document = {"effective_batch": 64, "world_size": 2, "study": "two", "precisions": ("bf16",), **options}
+    workload = changed.pop("workload", BERT_LARGE)
+    device: Device = changed.pop("device", H200)
+    others = (SECOND if device is H200 else device,)
+    request = SearchRequest(workload, device, others=others, **changed)
+    request.check()
+    return prepare(request, facts(**(LAYERS if model is None else model)))
+
+
+def ways(prepared: Prepared) -> list[tuple[str | None, bool, bool]]:
+    """Strategy, synchronisation and checkpointing of each arm, in order."""
+    return [(arm.strategy, arm.sync_each_batch, arm.gradient_checkpointing) for arm in prepared.space.arms]
+
+
+def test_every_strategy_is_an_arm_with_and_without_checkpointing() -> None:
+    plain = [(s, False, c) for s in ("ddp", "fsdp-keep", "fsdp") for c in (False, True)]
+    synchronised = [(s, True, c) for s in ("fsdp-keep", "fsdp") for c in (False, True)]
+    assert ways(of_two()) == plain + synchronised
+    # Without accumulation each micro-step reduces its gradients.
+    assert ways(of_two(effective_batch=None)) == plain
+    assert ways(of_two(strategies=("fsdp", "ddp"), gradient_checkpointing="off", effective_batch=None)) == [
+        ("ddp", False, False),
+        ("fsdp", False, False),
+    ]
+    for arm in of_two().space.arms:
+        assert (arm.transformer_layer_cls_to_wrap, arm.ranks) == ("BertLayer" if arm.is_sharded else None, 2)
+        of_ddp = None if arm.is_sharded else False
+        assert (arm.ddp_find_unused_parameters, arm.ddp_broadcast_buffers) == (of_ddp, of_ddp)
+    # What speed-ups are relative to is what an untuned Trainer does on two GPUs.
+    assert of_two(strategies=("fsdp",)).baseline.arm == Arm(strategy="ddp", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [({}, {}), ({"layer_classes": []}, {}), (LAYERS, {"optims": ("adafactor",)})],
+    ids=["not known", "no layers", "no optimizer for shards"],
+)
+def test_what_cannot_be_sharded_is_trained_with_ddp(model: Document, options: Document) -> None:
+    assert {arm.strategy for arm in of_two(model, **options).space.arms} == {"ddp"}
+
+
+def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
+    arms = of_two(optims=("adamw_torch_fused", "adafactor")).space.arms
+    assert {(arm.optim, arm.is_sharded) for arm in arms} == {
+        ("adamw_torch_fused", False), ("adamw_torch_fused", True), ("adafactor", False)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (
+            {"model": {"layer_classes": []}},
+            "BertForSequenceClassification has no layers of one class",
+            "--strategy ddp",
+        ),
+        ({"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights", "--optim adamw_torch_fused"),
+        (
+            {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
+            "weights in 4 bits are not sharded",
+            "--strategy ddp",
+        ),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, options: Document, message: str, hint: str
+) -> None:
+    monkeypatch.setattr("autotune.tuning.request.require", lambda *_: None)
+    with pytest.raises(InvalidRequestError) as caught:
+        of_two(strategies=("fsdp",), **options)
+    assert message in caught.value.message
+    assert hint in str(caught.value.hint)
+
+
+def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:
+    with pytest.raises(DeviceError, match="on a CPU accelerate trains with DDP"):
+        of_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
+    assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
+
+
+def test_the_arguments_of_fsdp_are_those_that_the_trainer_takes() -> None:
+    arm = Arm(
+        "bf16", gradient_checkpointing=True, strategy="fsdp", ranks=2,
+        transformer_layer_cls_to_wrap="WhisperDecoderLayer,WhisperEncoderLayer", sync_each_batch=True,
+    )  # fmt: skip
+    arguments = training_arguments(Candidate(arm, 8, 2), FIELDS, "cuda")
+    assert arguments["fsdp"] is True
+    config = arguments["fsdp_config"]
+    assert (config["version"], config["reshard_after_forward"], config["activation_checkpointing"]) == (2, True, True)
+    assert config["transformer_layer_cls_to_wrap"] == ["WhisperDecoderLayer", "WhisperEncoderLayer"]
+    # FSDP's own checkpointing instead of the argument's: both at once are refused by the Trainer.
+    assert arguments["activation_checkpointing"] is False
+    assert "activation_checkpointing_kwargs" not in arguments
+    assert arguments["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    keep = dataclasses.replace(arm, strategy="fsdp-keep", sync_each_batch=False, gradient_checkpointing=False)
+    kept = training_arguments(Candidate(keep, 8, 2), FIELDS - {"activation_checkpointing"}, "cuda")
+    assert kept["fsdp"] == "full_shard auto_wrap"
+    assert kept["fsdp_config"]["reshard_after_forward"] is kept["fsdp_config"]["activation_checkpointing"] is False
+    assert "accelerator_config" not in kept
+
+
+def sharded(strategy: Any, **options: Any) -> Arm:
+    return Arm("bf16", strategy=strategy, ranks=2, transformer_layer_cls_to_wrap="BertLayer", **options)
+
+
+def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it() -> None:
+    plain, synchronised = sharded("fsdp"), sharded("fsdp", sync_each_batch=True)
+    space = Space((plain, synchronised), Batches(64, 2))
+    history = History(ceiling_of(20 * GIB))
+    judge = Judge(space, history)
+    assert judge.is_open(space.candidate(plain, 8))
+    assert not judge.is_open(space.candidate(synchronised, 8))
+    refusal = judge.refusal(space.candidate(synchronised, 8))
+    assert refusal is not None
+    assert refusal.why == "gradients need not be reduced in each micro-step"
+    history.add(ran_out(plain, 8, 4))
+    assert judge.is_open(space.candidate(synchronised, 8))
+    # Where nothing is accumulated the two are the same.
+    history.add(ran_out(plain, 32))
+    assert not judge.is_open(space.candidate(synchronised, 32))
+
+
+def test_gathering_weights_twice_is_never_faster() -> None:
+    keep, reshard = sharded("fsdp-keep"), sharded("fsdp")
+    space = Space((keep, reshard), Batches(64, 2))
+    history = History(ceiling_of(20 * GIB))
+    speeds = Speeds(space, history)
+    assert not speeds.is_beaten(speeds.view(reshard), 16)
+    history.add(completed(keep, 16, 2))
+    assert speeds.is_beaten(speeds.view(reshard), 16)
+    assert not speeds.is_beaten(speeds.view(reshard), 32)
+
+
+def test_optuna_chooses_the_strategy_as_a_parameter() -> None:
+    prepared = of_two()
+    names = distributions(prepared.space, prepared.baseline, "tpe")
+    assert {"strategy", "sync_each_batch"} <= names.keys()
+    for arm in prepared.space.arms:
+        candidate = prepared.space.candidate(arm, 8)
+        assert candidate_of(params_of(candidate, names), prepared.space) == candidate
+    params = params_of(prepared.space.candidate(prepared.space.arms[0], 8), names)
+    # A strategy without such a choice.
+    assert candidate_of({**params, "sync_each_batch": True}, prepared.space) is None
+    only_ddp = of_two(strategies=("ddp",))
+    assert not {"strategy", "sync_each_batch"} & distributions(only_ddp.space, only_ddp.baseline, "tpe").keys()

@@ -1,0 +1,75 @@
+"""Runs a trial of two ranks that shard a model with FSDP2 on the CPU: ``python shard_on_cpu.py JOB FOLDER``.
+
+On a CPU accelerate trains with DDP whatever ``fsdp`` says, so this makes it shard there as it does on GPUs. Writes the
+outcome of each rank to a file of its own in FOLDER, with how the parameters were split.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+from autotune.worker.rendezvous import open_store, rank_variables
+from autotune.worker.trial.run import run_trial
+
+_start = AcceleratorState.__init__
+
+
+def shard_on_cpu(state: Any, *args: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+    """Start accelerate's state; what it does for FSDP on GPUs follows (AcceleratorState.__init__ of 1.15)."""
+    _start(state, *args, fsdp_plugin=fsdp_plugin, **named)
+    if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.FSDP
+        if state._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(state._mixed_precision)
+        state.fsdp_plugin = fsdp_plugin
+
+
+class Shards(TrainerCallback):  # type: ignore[misc]
+    """Notes which parameters are split between the ranks, and which layers gather theirs."""
+
+    found: dict[str, Any] = {}
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.found["whole"] = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+        self.found["units"] = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "reshard")})
+
+
+def rank_of(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
+    """Run one rank in a process of its own; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update(rank_variables(rank, 2, port))
+    torch.set_num_threads(1)
+    AcceleratorState.__init__ = shard_on_cpu
+    register = CallbackHandler.__init__
+
+    def with_shards(handler: Any, callbacks: Any, *args: Any, **named: Any) -> None:
+        register(handler, [*callbacks, Shards()], *args, **named)
+
+    CallbackHandler.__init__ = with_shards
+    output = folder / str(rank)
+    output.mkdir()
+    outcome = run_trial({**job, "rank": rank, "output_dir": str(output)}, lambda _: None)
+    (folder / f"{rank}.json").write_text(json.dumps({**outcome, "shards": Shards.found}))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    store = open_store()
+    given, place = json.loads(sys.argv[1]), Path(sys.argv[2])
+    ranks = [rank_of(given, rank, store.port, place) for rank in range(2)]
+    for pid in ranks:
+        os.waitpid(pid, 0)
