@@ -157,7 +157,7 @@ def sharding_notes(winner: Candidate) -> list[str]:
         )
     if arm.gradient_checkpointing:
         found.append(
-            "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, the gradients "
+            "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, gradients "
             "belong to another mask than the loss"
         )
     return found

@@ -44,7 +44,7 @@ def _strategies(request: SearchRequest, model: Document) -> tuple[Strategy, ...]
         sharded = [strategy for strategy in asked if strategy != "ddp"]
         if sharded and not has_layers:
             raise InvalidRequestError(
-                f"--strategy {sharded[0]}: {model['class']} has no layers of one class that could be sharded one by one",
+                f"--strategy {sharded[0]}: {model['class']} has no class of layers to shard one by one",
                 "use --strategy ddp",
             )
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.state import AcceleratorState
@@ -38,7 +38,7 @@ def shard_on_cpu(state: Any, *args: Any, fsdp_plugin: Any = None, **named: Any) 
 class Shards(TrainerCallback):  # type: ignore[misc]
     """Notes which parameters are split between the ranks, and which layers gather theirs."""
 
-    found: dict[str, Any] = {}
+    found: ClassVar[dict[str, Any]] = {}
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.found["whole"] = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autotune.worker.fake.operations import OperationTally
-from autotune.worker.private.torch import is_in_autograd, is_view
+from autotune.worker.private.torch import is_in_autograd, is_view, local_part, on_resize
 
 DEATH = -1
 """In place of a size: the allocation is released."""
@@ -46,6 +46,8 @@ class Trace:
     """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
     embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Allocations that are scratch memory of an embedding's gradient, with its indices, rows and columns."""
+    streams: dict[int, int] = field(default_factory=dict)
+    """The CUDA stream that an allocation is made in, by a number; those of the default stream are not there."""
     parts: dict[str, int] = field(default_factory=dict)
     """Index of the event at which each part of the step begins; events before the first are set-up."""
 
@@ -60,12 +62,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: set[tuple[bool, int]] = set()
         self.phase = "activations"
         """The label of new allocations."""
+        self.knows_streams = False
+        """Whether allocations in different streams are told apart."""
         self.has_padding = False
         """Whether samples are padded, so that masks have false elements."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._number = 0
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._streams: dict[int, int] = {}
         self._gradients: dict[int, list[int]] = {}
         """Allocations that became a parameter's gradient, by the event before which they did."""
         self.operations = operations
@@ -177,15 +182,27 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
+        if self.knows_streams and (stream := self._stream()):
+            self.trace.streams[self._number] = stream
         return self._number
+
+    def _stream(self) -> int:
+        """Return the number of the current stream, 0 for the default one.
+
+        Code for any device selects streams on a CPU as well, where they do nothing.
+        """
+        return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
     def let_go(self, number: int) -> None:
         """Record the release of what ``hold`` recorded."""
         self.trace.events.append((number, DEATH))
 
     def see(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Record the tensor's storage unless it is known; a ``label`` renames it in either case."""
-        storage = tensor.untyped_storage()
+        """Record the tensor's storage unless it is known; a ``label`` renames it in either case.
+
+        Of a tensor that is split between ranks it is the storage of this rank's part.
+        """
+        storage = local_part(tensor).untyped_storage()
         number: int | None = self._known.get(storage)  # type: ignore[no-untyped-call]
         if number is None:
             if storage.nbytes() == 0:
@@ -194,6 +211,25 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._references[number] = weakref.ref(storage, self._death_of(number))
         if label is not None:
             self.trace.labels[number] = label
+
+    def follow_resizes(self) -> None:
+        """Record storages that are emptied and filled again in place, as FSDP does with gathered weights.
+
+        Replaces a function of torch in the rest of this process.
+        """
+        self.knows_streams = True
+        # The default stream gets number 0.
+        self._stream()
+        on_resize(self._resized)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        number = self._known.pop(storage, None)  # type: ignore[no-untyped-call]
+        if number is not None and self._references.pop(number, None) is not None:
+            self.let_go(number)
+        if size_bytes := storage.nbytes():
+            label = self.phase if number is None else self.trace.labels[number]
+            number = self._known[storage] = self.hold(label, size_bytes)
+            self._references[number] = weakref.ref(storage, self._death_of(number))
 
     def _death_of(self, number: int) -> Callable[[Any], None]:
         def died(_: Any) -> None:

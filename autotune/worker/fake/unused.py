@@ -38,13 +38,9 @@ def _after_a_step(workload: Workload) -> Document:
         model = build_model(workload, "eager" if workload.task == "seq2seq-lm" else "sdpa", torch.device("cpu"))
         sample = synthetic_dataset(workload, model, 1, 0)[0]
         batch = {name: torch.zeros((2, *value.shape), dtype=value.dtype) for name, value in sample.items()}
-        before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+        before = [(name, buffer, int(buffer._version)) for name, buffer in model.named_buffers()]
         model(**batch).loss.backward()
-        after = dict(model.named_buffers())
+        after: dict[str, torch.Tensor] = dict(model.named_buffers())
     unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
-    changed = [
-        name
-        for name, (buffer, version) in before.items()
-        if after.get(name) is not buffer or buffer._version != version
-    ]
-    return {"unused_parameters": unused, "changed_buffers": [*changed, *sorted(after.keys() - before.keys())]}
+    changed = [name for name, was, version in before if was._version != version or after.get(name) is not was]
+    return {"unused_parameters": unused, "changed_buffers": changed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -17,3 +18,36 @@ def has_fsdp2() -> bool:
     from accelerate.utils import fsdp_utils
 
     return hasattr(fsdp_utils, "fsdp2_prepare_model")
+
+
+def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any) -> Any:
+    """Shard a model on the CPU between the ranks of a mesh, by accelerate's own functions.
+
+    ``settings`` are those of ``fsdp_config``. ``Accelerator`` itself shards on GPUs only, so a stand-in has what its
+    functions read.
+    """
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=settings["reshard_after_forward"],
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=settings["transformer_layer_cls_to_wrap"],
+        activation_checkpointing=settings["activation_checkpointing"],
+        cpu_ram_efficient_loading=False,
+    )
+    if mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)
+    stand_in = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        mixed_precision=mixed_precision,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        is_main_process=True,
+        device=torch.device("cpu"),
+    )
+    if settings["activation_checkpointing"]:
+        model = fsdp2_apply_ac(stand_in, model)
+    return fsdp2_prepare_model(stand_in, model)

@@ -54,6 +54,37 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def join_fake_ranks(ranks: int) -> Any:
+    """Join a process group as its rank 0, and return its mesh.
+
+    Its collectives exchange nothing, and the other ranks need not exist. Must come before tensors are fake, since a
+    mesh reads values.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank keeps of a tensor that is split between ranks; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
+    """Call ``resized`` with every storage whose size is changed in place from now on, after the change."""
+    real = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        answer = real(storage, size_bytes)
+        resized(storage)
+        return answer
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+
+
 def is_in_autograd() -> bool:
     """Return whether this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
