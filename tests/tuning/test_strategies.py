@@ -82,7 +82,7 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
     [
         (
             {"model": {"layer_classes": []}},
-            "BertForSequenceClassification has no layers of one class",
+            "BertForSequenceClassification has no class of layers",
             "--strategy ddp",
         ),
         ({"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights", "--optim adamw_torch_fused"),
