@@ -17,6 +17,7 @@ from recorded_steps import Published, operations_key, published, recorded_operat
 from step_times import error_line
 
 from autotune.devices.gpus import CHIPS
+from autotune.estimate.calibration import Calibration, calibrated
 from autotune.estimate.gpu_time import Operations
 from autotune.estimate.grades import SCALED_DOUBT
 from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
@@ -88,6 +89,38 @@ def scaled(pairs: Sequence[Pair]) -> list[float]:
     return ratios
 
 
+# TFLOP/s of large matrix products in 16 bits, and in TF32 or float32 (github.com/mli/transformers-benchmarks, README).
+_PRODUCTS: dict[str, tuple[float, str, float]] = {
+    "a100-80gb": (230, "tf32", 116),
+    "a6000": (95, "tf32", 60),
+    "v100-16gb": (95, "fp32", 14),
+    "v100-32gb": (95, "fp32", 14),
+    "rtx-4090": (172, "tf32", 86),
+}
+
+
+def calibrated_errors() -> list[tuple[str, float, float]]:
+    """Return the median errors by precision without and with published micro-benchmarks as a calibration."""
+    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for known in published():
+        if known.gpu not in _PRODUCTS:
+            continue
+        half, kind, single = _PRODUCTS[known.gpu]
+        measured = Calibration(4096, {"half": half * 1e12, kind: single * 1e12}, None, 0.0, 0.0)
+        of_step = operations[operations_key(known.subject, known.candidate.arm)]
+        plain, corrected = (
+            StepTimeModel(chip).predict(of_step, known.candidate)
+            for chip in (CHIPS[known.gpu], calibrated(CHIPS[known.gpu], measured))
+        )
+        pair = abs(error((known, plain))), abs(error((known, corrected)))
+        errors.setdefault(known.candidate.arm.precision, []).append(pair)
+    return [
+        (precision, statistics.median(before for before, _ in each), statistics.median(after for _, after in each))
+        for precision, each in sorted(errors.items())
+    ]
+
+
 def main() -> None:
     """Print each throughput, the errors and the coverage."""
     pairs = published_predictions()
@@ -125,6 +158,8 @@ def main() -> None:
         f"scaled from another GPU: {held} of {len(ratios)} ({held / len(ratios):.0%}) within a factor of "
         f"{SCALED_DOUBT}, median error {statistics.median(abs(1 / ratio - 1) for ratio in ratios):.1%}"
     )
+    for precision, before, after in calibrated_errors():
+        print(f"calibrated by published micro-benchmarks, {precision}: median error {before:.1%}, then {after:.1%}")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class History:
         self.tried.append(tried)
         if self.memory is not None:
             self.memory.learn(tried.candidate, tried.outcome)
+        if self.steps is not None and tried.measurement is not None:
+            self.steps.learn(tried.candidate, tried.measurement.samples_per_second)
 
     def begin(self, candidate: Candidate) -> None:
         """Take down that a trial of the candidate is under way."""

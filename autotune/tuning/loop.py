@@ -15,6 +15,7 @@ from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.devices.gpus import chip_of_device
+from autotune.estimate.calibration import calibrated
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.step_forecast import StepForecast
@@ -88,7 +89,9 @@ class Search:
         self._forecast = forecast
         memory = forecast.model if forecast else None
         chip = chip_of_device(prepared.request.device.name)
-        steps = StepForecast(memory, chip) if memory is not None and chip is not None and chip.rates else None
+        steps = None
+        if memory is not None and chip is not None and chip.rates is not None:
+            steps = StepForecast(memory, calibrated(chip, prepared.calibration))
         tolerance = prepared.request.tolerance
         self._history = History(prepared.ceiling, memory=memory, steps=steps, tolerance=tolerance)
         self._library: Library | None = None

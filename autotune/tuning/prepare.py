@@ -16,6 +16,7 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
 from autotune.devices.gpus import Chip
 from autotune.devices.host import host_memory
+from autotune.estimate.calibration import Calibration
 from autotune.estimate.memory import questions
 from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
 from autotune.models.hub_revision import commit_of
@@ -49,6 +50,9 @@ class Prepared:
 
     chip: Chip | None = None
     """The GPU's properties that determine memory; ``None`` on a CPU, for which nothing is predicted."""
+
+    calibration: Calibration | None = None
+    """What the machine was measured to do; ``None`` on a CPU, and where that failed."""
 
     @property
     def environment_fingerprint(self) -> str:
@@ -128,6 +132,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         ),
         model,
         Chip.from_document(facts["chip"]) if "chip" in facts else None,
+        Calibration.from_document(facts["calibration"]) if facts.get("calibration") else None,
     )
 
 

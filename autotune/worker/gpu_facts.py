@@ -1,4 +1,4 @@
-"""Report what only a process that uses the GPU can tell: its CUDA context, cuDNN, cuBLAS and the chip's properties.
+"""Report what only a process that uses the GPU can tell: its CUDA context, libraries, the chip's properties and rates.
 
 Started as ``python -m autotune.worker.gpu_facts RESULT_FD`` with one job, a line of JSON, on standard input. It runs
 beside the trial server and imports torch alone, so that it has ended before the server has imported transformers.
@@ -6,12 +6,14 @@ beside the trial server and imports torch alone, so that it has ended before the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from pathlib import Path
 
 import torch
 
 from autotune.core.candidate import Document
+from autotune.worker.calibration import calibrate
 from autotune.worker.context import context_bytes
 from autotune.worker.process import serve_one_job
 
@@ -34,6 +36,9 @@ def gpu_facts(job: Document) -> Document:
         "threads_per_multiprocessor": properties.max_threads_per_multi_processor,
         "name": properties.name,
     }
+    # Only to predict better: without it, specified rates are used.
+    with contextlib.suppress(Exception):
+        facts["calibration"] = calibrate(torch.device("cuda", 0))
     return facts
 
 

@@ -100,8 +100,11 @@ def import_everything(preload: dict[str, Any] | None) -> int:
     if workload is not None and workload.source is not None:
         # The user's own code may use any package.
         workload = None
+    from autotune.worker.private.transformers_imports import import_models
+
     hidden = ((), ()) if workload is None else (_NO_STEP_NEEDS, _not_used_by(workload))
     with _cuda_not_started(), _without(*hidden):
+        import_models()
         import autotune.worker.facts
         import autotune.worker.trial.run  # noqa: F401
 

@@ -112,6 +112,64 @@ def test_predictions_hold_while_all_that_was_measured_is_in_its_interval(forecas
     assert not forecast.has_held([(Candidate(Arm("bf16", torch_compile=True), 8), 100.0)])
 
 
+def test_a_measured_step_corrects_those_of_its_arm_and_of_its_precision(memory: MemoryModel) -> None:
+    forecast = StepForecast(memory, CHIPS["h200"])
+    small, large, other, tf32 = (
+        Candidate(BF16, 16, 4), Candidate(BF16, 32, 2), Candidate(CHECKPOINTED, 64, 1), Candidate(TF32, 16, 4)
+    )  # fmt: skip
+    before = {each: forecast.predicted(each) for each in (small, large, other, tf32)}
+    measured = before[large].samples_per_second / 1.05  # type: ignore[union-attr]
+    forecast.learn(large, measured)
+    for each, spread in ((small, 1.07), (large, 1.07), (other, 1.09)):
+        corrected, plain = forecast.step(each), before[each]
+        assert corrected is not None
+        assert plain is not None
+        assert corrected.seconds == pytest.approx(1.05 * plain.seconds)
+        low, high = corrected.interval_seconds
+        assert low == pytest.approx(corrected.seconds / spread)
+        assert high == pytest.approx(corrected.seconds * spread)
+    assert forecast.step(tf32) == before[tf32]
+    # Whether predictions held is asked of those before the correction.
+    assert forecast.has_held([(large, measured)])
+    assert not forecast.has_held([(large, measured / 1.5)])
+
+
+def test_what_the_host_limits_is_corrected_by_what_the_host_limits(memory: MemoryModel) -> None:
+    forecast = StepForecast(memory, CHIPS["h200"])
+    waits, computes = Candidate(BF16, 1, 1), Candidate(BF16, 32, 2)
+    plain = forecast.predicted(waits)
+    assert plain is not None
+    assert plain.limited_by == "host"
+    forecast.learn(computes, 200.0)
+    assert forecast.step(waits) == plain
+    forecast.learn(waits, plain.samples_per_second / 1.6)
+    corrected = forecast.step(Candidate(TF32, 1, 1))
+    predicted = forecast.predicted(Candidate(TF32, 1, 1))
+    assert corrected is not None
+    assert predicted is not None
+    assert corrected.seconds == pytest.approx(1.6 * predicted.seconds)
+
+
+def test_other_gpus_stay_less_known_after_a_measurement(memory: MemoryModel) -> None:
+    def width(name: str) -> float:
+        forecast = StepForecast(memory, CHIPS[name])
+        forecast.learn(Candidate(BF16, 32, 2), 100.0)
+        corrected = forecast.step(Candidate(BF16, 16, 4))
+        assert corrected is not None
+        return corrected.interval_seconds[1] / corrected.seconds
+
+    assert width("h200") == pytest.approx(1.07)
+    assert width("a100-80gb") == pytest.approx(1.4)
+
+
+def test_a_trial_that_ends_corrects_the_predictions(memory: MemoryModel) -> None:
+    forecast = StepForecast(memory, CHIPS["h200"])
+    history = History(Ceiling(None, 139 * GIB, 0), steps=forecast)
+    candidate = Candidate(BF16, 32, 2)
+    history.add(Tried("0", candidate, Completed(measurement(candidate, 64 / 250.0, GIB, GIB))))
+    assert forecast.samples_per_second(candidate) == pytest.approx(250.0)
+
+
 def test_the_upper_end_of_an_arm_is_that_of_its_fastest_batch(forecast: StepForecast) -> None:
     small, large = Candidate(CHECKPOINTED, 8, 8), Candidate(CHECKPOINTED, 64, 1)
     most = forecast.most([small, large])
