@@ -27,7 +27,7 @@ def report(study: str, page: Path | None, storage: str) -> None:
     from autotune.results.html.page import html_page
     from autotune.results.report import load_report
     from autotune.store import open_store
-    from autotune.tuning.stored_predictions import stored_prediction
+    from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
     with open_store(storage, create=False) as store:
         loaded = load_report(store, study)
@@ -36,7 +36,8 @@ def report(study: str, page: Path | None, storage: str) -> None:
             return
         best = loaded.best
         prediction = stored_prediction(loaded, best.candidate, store.answers) if best is not None else None
-    text = html_page(loaded, prediction)
+        step = stored_step(loaded, best.candidate, store.answers) if best is not None else None
+    text = html_page(loaded, prediction, step)
     if str(page) == "-":
         click.echo(text, nl=False)
     else:

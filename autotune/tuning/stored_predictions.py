@@ -1,4 +1,4 @@
-"""Look up stored memory predictions of a recorded study, without starting a process."""
+"""Look up stored predictions of a recorded study, without starting a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from autotune.core.errors import AutotuneError
 from autotune.core.messages import Answer
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.estimate.memory import MemoryPrediction
+from autotune.devices.gpus import chip_of_device
+from autotune.estimate.memory import MemoryModel, MemoryPrediction
+from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
 from autotune.store import AnswerKind
 from autotune.tuning.answers import KeptPredictions, inspection_key
@@ -45,6 +47,25 @@ def stored_prediction(report: Report, candidate: Candidate, answers: Answers) ->
     ``None`` where none is stored: on a CPU, for the user's own code, and where other versions of torch, transformers or
     autotune made the predictions than are installed.
     """
+    model = _stored_model(report, answers)
+    return model.prediction(candidate) if model is not None else None
+
+
+def stored_step(report: Report, candidate: Candidate, answers: Answers) -> StepTime | None:
+    """Return the step of a candidate as it was predicted from the operations that the study's search traced.
+
+    Nothing that was measured corrects it. ``None`` where no operations are stored, and for a GPU whose rates are not
+    known.
+    """
+    model = _stored_model(report, answers)
+    operations = model.operations(candidate.arm) if model is not None else None
+    chip = chip_of_device(str(report.environment.get("device_name")))
+    if operations is None or chip is None or chip.rates is None:
+        return None
+    return StepTimeModel(chip).predict(operations, candidate)
+
+
+def _stored_model(report: Report, answers: Answers) -> MemoryModel | None:
     try:
         workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
@@ -58,7 +79,7 @@ def stored_prediction(report: Report, candidate: Candidate, answers: Answers) ->
     except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
         # Records of another version, or a damaged answer. The rest of a report does not need it.
         return None
-    return forecast.model.prediction(candidate) if forecast is not None else None
+    return forecast.model if forecast is not None else None
 
 
 def _device_of(report: Report) -> Device:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner, always
+from recorded_steps import Subject, operations_key, recorded_operations
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
@@ -26,6 +27,7 @@ from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryPrediction
+from autotune.estimate.step_time import StepTime
 from autotune.results.document import report_document
 from autotune.results.export import make_export
 from autotune.results.html.axes import text_width
@@ -35,7 +37,7 @@ from autotune.results.text import summary_lines
 from autotune.store import Store
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import Prepared, forecast_of, prepare
-from autotune.tuning.stored_predictions import stored_prediction
+from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
 VOID = {"meta", "link", "br"}
 
@@ -101,9 +103,9 @@ class Page(HTMLParser):
         return [heading.text for heading in self.root.all("h2")]
 
 
-def checked(made: Report, prediction: MemoryPrediction | None = None) -> Page:
+def checked(made: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> Page:
     """The page of a report, checked for all that holds for any page."""
-    text = html_page(made, prediction)
+    text = html_page(made, prediction, step)
     text.encode()
     page = Page(text)
     everything = list(page.root.all())
@@ -333,6 +335,13 @@ def test_a_long_study_is_drawn_in_part_and_listed_whole() -> None:
 ANATOMY = {"weights": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB, "activations": 13 * GIB}
 
 
+def arm_of(details: Document) -> Arm:
+    """The arm that a prediction job is for."""
+    return Candidate.from_parameters(
+        {**details["arm"], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    ).arm
+
+
 class _Predicting:
     """Answers prediction jobs at once: every batch of an arm needs the same."""
 
@@ -344,7 +353,8 @@ class _Predicting:
             dataclasses.asdict(MemoryPrediction(*batch, 0, 21 * GIB, 22 * GIB, False, True, ANATOMY))
             for batch in details["batches"]
         ]
-        self._answers[job_id] = Answer({"batches": batches, "largest_batch": None})
+        traced = recorded_operations().get(operations_key(Subject("bert-large-uncased", 512), arm_of(details)))
+        self._answers[job_id] = Answer({"batches": batches, "largest_batch": None, "operations": traced})
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         answers, self._answers = self._answers, {}
@@ -366,11 +376,21 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
         made = searched(store, RecordedRunner(EFFECTIVE_64), given)
         assert made.best is not None
         found = stored_prediction(made, made.best.candidate, store.answers)
-    page = checked(made, found)
+        step = stored_step(made, made.best.candidate, store.answers)
+    page = checked(made, found, step)
     if not is_stored:
         assert found is None
+        assert step is None
         assert "Memory of the best configuration" not in page.titles
+        assert "Where the time goes" not in page.titles
         return
+    assert step is not None
+    time = page.section("Where the time goes")
+    first = [cell.text for cell in next(time.all("tr")).all("td")][1:]
+    assert first[0] == "matrix product"
+    assert "predicted" in time.text
+    assert f"measured ({step.seconds / made.pooled(made.best).step_seconds - 1:+.1%})" in time.text  # type: ignore[union-attr]
+    assert "the GPU computes" in time.text
     assert found is not None
     assert found.anatomy == ANATOMY
     section = page.section("Memory of the best configuration")

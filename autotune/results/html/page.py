@@ -11,6 +11,7 @@ from autotune.core.outcome import Measurement
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.estimate.memory import MemoryPrediction
+from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, speed_chart, step_chart
 from autotune.results.document import report_document
@@ -37,11 +38,13 @@ _WIDTHS = (("wide", 920.0), ("narrow", 358.0))
 # Most marks and rows in a chart; the table has all trials.
 _MOST_MARKS = 600
 _MOST_STEP_ROWS = 24
+_MOST_KINDS = 6
+"""Kinds of work with a colour of their own."""
 _ANATOMY = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
 
-def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str:
-    """Return the page. ``prediction`` is the predicted memory of the winner; ``None`` leaves that section out."""
+def html_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> str:
+    """Return the page. ``prediction`` and ``step`` are those of the winner; ``None`` leaves their section out."""
     document = report_document(report)
     title = f"{report.study.name}: autotune report"
     head = element(
@@ -62,7 +65,7 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str
         _header(report),
         element(
             "main",
-            _result_sections(report, document, prediction),
+            _result_sections(report, document, prediction, step),
             _export_section(report),
             _trials_section(report),
         ),
@@ -75,16 +78,19 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None) -> str
 def report_sections(report: Report) -> list[Child]:
     """Return what the page shows of a study, for a page that has its own frame and its own way to export."""
     facts = element("details", element("summary", "What was searched, on what"), _header_lines(report))
-    return [*_result_sections(report, report_document(report), None), _trials_section(report), facts]
+    return [*_result_sections(report, report_document(report)), _trials_section(report), facts]
 
 
-def _result_sections(report: Report, document: Document, prediction: MemoryPrediction | None) -> list[Child]:
+def _result_sections(
+    report: Report, document: Document, prediction: MemoryPrediction | None = None, step: StepTime | None = None
+) -> list[Child]:
     return [
         _answer(report, document),
         _speed_section(report),
         _step_section(report),
         _anatomy_section(report, prediction),
         _limit_section(report),
+        _time_section(report, step),
         _left_out_section(document),
         _notes_section(document),
     ]
@@ -312,6 +318,61 @@ def _anatomy_section(report: Report, prediction: MemoryPrediction | None) -> Mar
                 "figcaption",
                 "Predicted, at the moment of the peak. Without accumulation that is often before there are gradients. "
                 "Logits and loss are among the activations.",
+            ),
+        ),
+    )
+
+
+def _time_section(report: Report, step: StepTime | None) -> Markup | None:
+    """Return what the GPU does in a step of the winner, as predicted, beside what was measured of the whole."""
+    measured = report.pooled(report.best)
+    if step is None or measured is None or report.best is None:
+        return None
+    kinds = sorted(step.gpu_seconds_by_kind.items(), key=lambda kind: -kind[1])
+    shown = [(name.replace("_", " "), seconds) for name, seconds in kinds[:_MOST_KINDS] if seconds > 0]
+    parts = [
+        Part(name, seconds, series_class(number), format_seconds(seconds))
+        for number, (name, seconds) in enumerate(shown)
+    ]
+    rest = sum(seconds for _, seconds in kinds[_MOST_KINDS:])
+    if rest > 0:
+        parts.append(Part("all other", rest, "spare", format_seconds(rest)))
+    busy = measured.gpu_busy_share or report.history.busy_share(report.best.candidate)
+    computes = None if busy is None else busy * measured.step_seconds
+    marks = [BarMark(f"measured step {format_seconds(measured.step_seconds)}", measured.step_seconds, "ceiling-line")]
+    if computes is not None:
+        marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
+    total = sum(part.size for part in parts)
+    whole = max(total, measured.step_seconds, computes or 0.0) * 1.005
+    rows = [
+        element(
+            "tr",
+            element("td", _swatch(part.kind)),
+            element("td", part.name),
+            element("td", part.told, class_="number"),
+            element("td", f"{part.size / total:.1%}", class_="number"),
+        )
+        for part in parts
+    ]
+    compared = [("a step", step.seconds, measured.step_seconds), ("the GPU computes", step.gpu_seconds, computes)]
+    told = "; ".join(
+        f"{name} {format_seconds(predicted)} predicted"
+        + (", not measured" if found is None else f", {format_seconds(found)} measured ({predicted / found - 1:+.1%})")
+        for name, predicted, found in compared
+    )
+    return _section(
+        "Where the time goes",
+        element("p", f"{told[:1].upper()}{told[1:]}."),
+        element(
+            "figure",
+            _both_widths(
+                lambda name, width: draw_stack("The GPU's time in a step", parts, whole, marks, f"time-{name}", width)
+            ),
+            element("table", element("tbody", rows), class_="parts"),
+            element(
+                "figcaption",
+                "The kinds of work are predicted from the operations of a step, before any measurement corrected that. "
+                "Only the whole is measured.",
             ),
         ),
     )
