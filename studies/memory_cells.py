@@ -16,7 +16,6 @@ import argparse
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,17 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
+from autotune.core.jobs import Job, TrialWork
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, outcome_document
+from autotune.core.placement import Placement
+from autotune.core.scratch import make_scratch
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import Device, device_used_bytes, find_device
@@ -191,7 +194,7 @@ def measure(folder: Path, seconds: float, models: int, *, traces: bool) -> None:
 
 def _trace_cells(folder: Path, device: Device, cap_bytes: int, deadline: float, write: Any) -> None:
     """Run the cells that are worth a look again, each in a process that takes down what the allocator does."""
-    environment = {**server_environment(device, os.environ, offline=True, own_code=False)}
+    environment = {**server_environment(Placement.of(device), os.environ, offline=True, own_code=False)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     for name, candidate in _TRACED:
         subject = next(subject for subject in _SUBJECTS if subject.model == name)
@@ -201,25 +204,22 @@ def _trace_cells(folder: Path, device: Device, cap_bytes: int, deadline: float, 
         path = folder / f"trace-{name.split('/')[-1]}-{'-'.join(words)}-{shape}.json.gz"
         if time.monotonic() > deadline - 20:
             return
-        job = {
-            "workload": subject.workload().document(),
-            "candidate": candidate.parameters(),
-            "effort": asdict(_EFFORT),
-            "device_kind": device.kind,
-            "device_uuid": device.uuid,
-            "cap_bytes": cap_bytes,
-            "seed": 42,
-            "output_dir": str(folder / "output"),
-        }
+        work = TrialWork(candidate, Placement.of(device).rank_devices, cap_bytes, _EFFORT, 42)
+        job = Job(path.name, subject.workload(), work, 90.0, os.devnull)
         command = [sys.executable, __file__, "trace", str(path)]
         try:
             done = subprocess.run(
-                command, input=json.dumps(job), env=environment, timeout=90, text=True, capture_output=True, check=False
+                command,
+                input=json.dumps(job.document()),
+                env=environment,
+                timeout=90,
+                text=True,
+                capture_output=True,
+                check=False,
             )
             said = "" if done.returncode == 0 else done.stderr[-500:]
         except subprocess.TimeoutExpired:
             said = "timed out"
-        shutil.rmtree(folder / "output", ignore_errors=True)
         write({"trace": path.name, "bytes": path.stat().st_size if path.exists() else None, "error": said})
 
 
@@ -236,14 +236,17 @@ def trace(path: Path) -> None:
 
     steps: list[int] = []
 
-    def note(record: dict[str, Any]) -> None:
-        if "step" in record:
+    def note(progress: Progress) -> None:
+        if progress.step is not None:
             steps.append(time.time_ns() // 1000)
 
-    job = json.loads(sys.stdin.read())
+    document = json.loads(sys.stdin.read())
+    job, scratch = Job.from_document(document), make_scratch("autotune-cells-")
+    assert isinstance(job.work, TrialWork)
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=600_000)
-    outcome = Trial(job, note).run()
+    outcome = outcome_document(Trial(job.workload, job.work, scratch, note).run())
+    scratch.remove()
     entries = torch.cuda.memory._snapshot()["device_traces"][0]
     places: dict[str, int] = {}
     stacks: dict[tuple[int, ...], int] = {}
@@ -258,7 +261,8 @@ def trace(path: Path) -> None:
         stream = entry.get("stream", 0)
         passed = entry.get("time_us", 0)
         events.append([code, entry["addr"], entry["size"], stacks.setdefault(stack, len(stacks)), passed, stream])
-    document = {"job": {k: v for k, v in job.items() if k != "workload"}, "outcome": outcome, "step_ends_us": steps}
+    told = {name: value for name, value in document.items() if name != "workload"}
+    document = {"job": told, "outcome": outcome, "step_ends_us": steps}
     document |= {"actions": _ACTIONS, "places": list(places), "stacks": [list(s) for s in stacks], "events": events}
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as out:
         json.dump(document, out, default=str)
@@ -290,8 +294,9 @@ def _rows(path: Path, models: list[str]) -> Iterator[dict[str, Any]]:
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         predicted = limits[subject.model, candidate.arm].prediction(batch, accumulation)
         for name in ("allocated", "reserved"):
-            cell[f"predicted_{name}_bytes"] = predicted[f"peak_{name}_bytes"]
-            cell[f"{name}_error"] = predicted[f"peak_{name}_bytes"] / cell[f"peak_{name}_bytes"] - 1
+            peak_bytes = getattr(predicted, f"peak_{name}_bytes")
+            cell[f"predicted_{name}_bytes"] = peak_bytes
+            cell[f"{name}_error"] = peak_bytes / cell[f"peak_{name}_bytes"] - 1
         yield {**cell, "cell": candidate.describe()}
 
 

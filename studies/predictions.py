@@ -21,6 +21,8 @@ from replay import ROOT, RecordedRunner, landscapes, predictions_path, prepared_
 
 from autotune.core.candidate import Document
 from autotune.core.messages import Answer
+from autotune.core.prediction import PredictionWork
+from autotune.core.schema import encode
 from autotune.devices import find_device
 from autotune.execution import TrialServer
 from autotune.tuning.prepare import forecast_of
@@ -34,9 +36,9 @@ class _Listener:
         self._asked: dict[str, Document] = {}
         self.answers: list[Document] = []
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-        self._asked[job_id] = {name: value for name, value in details.items() if name != "chip"}
-        self._runner.submit(job_id, kind, details, timeout_seconds)
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+        self._asked[job_id] = {name: value for name, value in encode(work).items() if name != "chip"}
+        self._runner.submit(job_id, work, timeout_seconds)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         ended = self._runner.ended(wait_seconds)

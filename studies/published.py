@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from recorded_steps import Published, operations_key, published, recorded_operations
 from step_times import error_line
 
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.calibration import Calibration, calibrated
-from autotune.estimate.gpu_time import Operations
 from autotune.estimate.grades import SCALED_DOUBT
 from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
 
@@ -29,7 +30,7 @@ _HALVES = 200
 
 def published_predictions(doubt: Doubt | None = None) -> list[Pair]:
     """Return each published throughput with what is predicted for it."""
-    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
     found = []
     for known in published():
         of_step = operations[operations_key(known.subject, known.candidate.arm)]
@@ -101,7 +102,7 @@ _PRODUCTS: dict[str, tuple[float, str, float]] = {
 
 def calibrated_errors() -> list[tuple[str, float, float]]:
     """Return the median errors by precision without and with published micro-benchmarks as a calibration."""
-    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
     errors: dict[str, list[tuple[float, float]]] = {}
     for known in published():
         if known.gpu not in _PRODUCTS:

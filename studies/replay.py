@@ -21,6 +21,8 @@ from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.placement import Placement
+from autotune.core.prediction import PredictionWork
+from autotune.core.schema import encode
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
@@ -318,7 +320,7 @@ def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared
         fresh=True,
         study=study,
     )
-    inspected = {"environment": environment, "model": meta["model"], "chip": CHIPS["h200"].document()}
+    inspected = {"environment": environment, "model": meta["model"], "chip": encode(CHIPS["h200"])}
     prepared = prepare(request, {"context_bytes": ceiling.context_bytes, **inspected})
     recorded = {candidate.arm for candidate, _ in runner.recorded}
     arms = tuple(arm for arm in prepared.space.arms if arm in recorded)
@@ -344,9 +346,9 @@ class RecordedPredictions:
         self._runner = runner
         self._ready_seconds = ready_seconds if answers else 0.0
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """See ``autotune.estimate.memory_jobs.Submitter``."""
-        result = self._answers.get(_key(details))
+        result = self._answers.get(_key(encode(work)))
         self._there_at = self._runner.seconds + self._ready_seconds
         self._submitted[job_id] = Answer(exit_code=1) if result is None else Answer(result)
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from recorded_steps import LANDSCAPES, Subject, operations_key, published, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.gpu_time import Operations
 from autotune.estimate.step_time import StepTime, StepTimeModel
 
 SEVERAL = LANDSCAPES / "several_gpus.json"
@@ -61,7 +62,7 @@ class Ranks:
 def several() -> list[Ranks]:
     """Return all measured steps of several ranks."""
     document = json.loads(SEVERAL.read_text(encoding="utf-8"))
-    operations = {key: Operations.from_document(traced) for key, traced in recorded_operations().items()}
+    operations = {key: decode(traced, Operations) for key, traced in recorded_operations().items()}
     alone = {(p.gpu, p.subject, p.candidate): p.samples_per_second for p in published() if "lambda" in p.source}
     found = []
     for row in document["rows"]:

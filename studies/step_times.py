@@ -39,8 +39,10 @@ from recorded_steps import (
 )
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode, encode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, Operations, gpu_time
+from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, gpu_time
 from autotune.estimate.step_time import HostSpeed, StepTimeModel, step_seconds
 
 H200 = CHIPS["h200"]
@@ -94,7 +96,7 @@ def traced(subject: Subject, arm: Arm) -> Document | None:
         training = FakeTraining(subject.workload(), traced_arm(arm), H200)
         training.step()
         with os.fdopen(writing, "w") as file:
-            json.dump(training.operations, file)
+            json.dump(encode(training.operations), file)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as file:
@@ -124,12 +126,12 @@ def operations_of(subject: Subject, arm: Arm) -> Operations:
     """Return what a step consists of, recorded or traced now."""
     document = recorded_operations().get(operations_key(subject, arm)) or traced(subject, arm)
     assert document is not None
-    return Operations.from_document(document)
+    return decode(document, Operations)
 
 
 def known_steps() -> list[tuple[Step, Operations]]:
     """Return every recorded step whose operations are known."""
-    operations = {key: Operations.from_document(document) for key, document in recorded_operations().items()}
+    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
     found = []
     for step in recorded_steps():
         key = operations_key(step.subject, step.candidate.arm)

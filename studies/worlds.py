@@ -33,11 +33,12 @@ from typing import Any
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
-from autotune.estimate.memory import MemoryModel, MemoryPrediction, prediction_class
+from autotune.estimate.memory import MemoryModel, prediction_class
 from autotune.store import TrialRecord
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy

@@ -74,7 +74,7 @@ def predictions(
         tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
         TrialServer(cpu, workload, Path(logs), on_start=lambda: None) as runner,
     ):
-        remembered = answers.find(key)
+        remembered = answers.find(key, dict)
         facts = remembered or runner.inspect()
         every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
         asked = [

@@ -6,7 +6,24 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.core.dataset_spec import DataFacts
 from autotune.core.schema import decode
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error of the user's input that a job found: what is wrong, and what to do next."""
+
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataAnswer:
+    """What came of reading a dataset: its facts, or why it is no good."""
+
+    facts: DataFacts | None = None
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import functools
 import platform
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from autotune.core.device import Device, DeviceKind, Precision
 from autotune.core.errors import DeviceError
@@ -22,6 +21,20 @@ def rank_log(log_path: str, rank: int) -> str:
     """Return the log of a rank: the trial's own for rank 0, ``trial-0003.rank1.log`` for rank 1."""
     path = PurePath(log_path)
     return log_path if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevices:
+    """The devices of a job's processes, one for each rank, as these processes are told them."""
+
+    kind: DeviceKind
+    uuids: tuple[str, ...]
+    """In the order of the ranks. On a CPU all are the same."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that work together."""
+        return len(self.uuids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +112,7 @@ class Placement:
             for device in self.devices
         )
 
-    def document(self) -> dict[str, Any]:
-        """Return the placement as JSON-ready data, as a trial's process is told it."""
-        return {
-            "host": self.host,
-            "device_kind": self.kind,
-            "device_uuid": self.device.uuid,
-            "device_uuids": [device.uuid for device in self.devices],
-            "ranks": self.ranks,
-        }
+    @property
+    def rank_devices(self) -> RankDevices:
+        """What the processes of a trial are told of it."""
+        return RankDevices(self.kind, tuple(device.uuid for device in self.devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.devices.gpus import Chip
+from autotune.core.chip import Chip
 from autotune.estimate.grades import Graded
 from autotune.estimate.step_time import StepTime
 

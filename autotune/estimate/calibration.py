@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Document
 from autotune.core.device import Precision
+from autotune.core.prediction import Operation
 from autotune.devices.gpus import Chip, Rates
-from autotune.estimate.gpu_time import GpuModel, Operation
+from autotune.estimate.gpu_time import GpuModel
 
 _FITTED_CHIP = "h200"
 """Constants were fitted to it, so that nothing is to be corrected there."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.prediction import Operations
 from autotune.devices.gpus import Chip
-from autotune.estimate.gpu_time import EFFICIENCIES, Operations
+from autotune.estimate.gpu_time import EFFICIENCIES
 
 _BUCKET_BYTES = 25 * 2**20
 """``bucket_cap_mb`` of DistributedDataParallel, whose default the Trainer keeps."""

@@ -11,76 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import Arm
 from autotune.core.device import Precision
+from autotune.core.prediction import Operation, Operations, amount_at
 from autotune.devices.gpus import Rates
-
-Size = tuple[int, int]
-"""An amount for each sample of the batch, and a constant amount."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Equal operations of a step, counted together."""
-
-    part: str
-    """``forward``, ``backward``, ``recomputation`` or ``update``."""
-    kind: str
-    dtype: str
-    flops: Size
-    bytes: Size
-    shape: tuple[Size, ...]
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """The operations of one micro-step and of the optimizer's update, for arms of one memory class."""
-
-    rows: tuple[Operation, ...]
-    dispatched: dict[str, int]
-    """Number of operations that the host issues in each part, including views."""
-    gradient_tensors: int
-    gradient_bytes: int
-
-    @classmethod
-    def from_document(cls, document: Document) -> Operations:
-        """Return the operations in the answer of a prediction job."""
-        rows = tuple(
-            Operation(
-                row["part"],
-                row["kind"],
-                row["dtype"],
-                _size(row["flops"]),
-                _size(row["bytes"]),
-                tuple(_size(number) for number in row["shape"]),
-                row["count"],
-            )
-            for row in document["rows"]
-        )
-        return cls(rows, document["dispatched"], document["gradient_tensors"], document["gradient_bytes"])
-
-    def product_flops(self, batch: int) -> float:
-        """Return the floating-point operations of matrix products, attention and convolutions in a micro-step.
-
-        Recomputed operations are left out, as usual for the utilization of a GPU (MFU; Chowdhery et al. 2022, appendix
-        B).
-        """
-        kept = (row for row in self.rows if row.part in ("forward", "backward"))
-        return float(sum(row.count * _at(row.flops, batch) for row in kept))
 
 
 def is_predictable(arm: Arm) -> bool:
     """Return whether an arm runs the traced operations: compilers and Liger kernels replace them."""
     return not arm.torch_compile and not arm.use_liger_kernel
-
-
-def _size(numbers: list[int]) -> Size:
-    return numbers[0], numbers[1]
-
-
-def _at(size: Size, batch: int) -> int:
-    return size[0] * batch + size[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +110,15 @@ class GpuModel:
         least = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
         if operation.kind == "matrix_product":
             return least + self._product_seconds(operation, batch)
-        size_bytes = _at(operation.bytes, batch)
+        size_bytes = amount_at(operation.bytes, batch)
         if operation.kind in ("attention", "attention_backward"):
             rate = self._attention_rate(operation)
             traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
-            return least + max(_at(operation.flops, batch) / rate, traffic)
+            return least + max(amount_at(operation.flops, batch) / rate, traffic)
         if operation.kind == "convolution":
             rate = self._product_rate(operation.dtype) * self._efficiencies.convolution
             traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
-            return least + max(_at(operation.flops, batch) / rate, traffic)
+            return least + max(amount_at(operation.flops, batch) / rate, traffic)
         return least + self._traffic_seconds(size_bytes, self._share(operation.kind))
 
     def _share(self, kind: str) -> float:
@@ -204,7 +143,7 @@ class GpuModel:
         return self._rates.half_flops * (own.efficient_backward if backward else own.efficient_forward)
 
     def _product_seconds(self, operation: Operation, batch: int) -> float:
-        products, rows, columns, inner = (_at(size, batch) for size in operation.shape)
+        products, rows, columns, inner = (amount_at(size, batch) for size in operation.shape)
         item_bytes = 2 if operation.dtype in _HALF else 4
         rate = self._product_rate(operation.dtype)
         fixed = [size[1] for size in operation.shape[1:] if size[0] == 0]

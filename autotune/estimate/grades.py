@@ -9,8 +9,8 @@ from typing import Literal
 
 from autotune.core.candidate import Arm
 from autotune.core.device import Precision
+from autotune.core.prediction import Operations
 from autotune.devices.gpus import CHIPS, Chip
-from autotune.estimate.gpu_time import Operations
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel
 

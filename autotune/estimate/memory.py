@@ -9,35 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import OF_RANKS, Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.devices import Ceiling
-from autotune.devices.gpus import Chip
-from autotune.estimate.gpu_time import Operations, is_predictable
+from autotune.estimate.gpu_time import is_predictable
 from autotune.space.dataloader import plain_loader
-
-
-@dataclass(frozen=True)
-class MemoryPrediction:
-    """The predicted peaks of one arm at one per-device batch and accumulation."""
-
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    micro_batch_bytes: int
-    """Bytes that the inputs of one micro-step take. The Trainer moves those of all micro-steps to the device at
-    once."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    """Peak of a simulated caching allocator. Under the cap, cached segments are freed before it is exceeded."""
-    runs_out: bool
-    """Whether the cap is exceeded even after cached segments are freed."""
-    fits: bool
-    """Whether it neither runs out nor exceeds the line."""
-    anatomy: dict[str, int]
-    """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
-
-    Logits and the loss are counted as activations."""
 
 
 @cache
@@ -79,28 +58,20 @@ class Question:
     multiple: int | None
     """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
 
-    def details(self, chip: Chip, ceiling: Ceiling) -> Document:
-        """Return the job's message to the trial server, without the workload."""
-        return {
-            "arm": _arm_document(self.arm),
-            "batches": [list(batch) for batch in self.batches],
-            "multiple": self.multiple,
-            "chip": chip.decisive_document(),
-            "cap_bytes": ceiling.cap_bytes,
-            "line_bytes": ceiling.line_bytes,
-        }
+    def work(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
+        """Return the question as it is sent to a process that predicts."""
+        return PredictionWork(
+            _one_rank(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
+        )
 
-    def identity(self, chip: Chip, ceiling: Ceiling) -> Document:
-        """Return a document that is equal for two questions exactly when their answers are."""
-        return {**self.details(chip, ceiling), "arm": _arm_document(prediction_class(self.arm))}
+    def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
+        """Return work that is equal for two questions exactly when their answers are."""
+        return dataclasses.replace(self.work(chip, ceiling), arm=_one_rank(prediction_class(self.arm)))
 
 
-def _arm_document(arm: Arm) -> Document:
-    """Return an arm as a document without what one rank's memory does not depend on, which stored answers lack."""
-    document = dataclasses.asdict(arm)
-    for name in ("cpu_affinity", "strategy", "ranks", "ddp_find_unused_parameters"):
-        del document[name]
-    return document
+def _one_rank(arm: Arm) -> Arm:
+    """Return an arm without what the memory of one rank does not depend on."""
+    return dataclasses.replace(arm, cpu_affinity=False, **{name: getattr(Arm(), name) for name in OF_RANKS})
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
@@ -270,21 +241,19 @@ class MemoryModel:
         self.version = 0
         """Increases with every prediction that is added."""
 
-    def add(self, question: Question, answer: Document) -> None:
+    def add(self, question: Question, answer: PredictionAnswer) -> None:
         """Add the answer of a prediction job."""
         self._forget()
         self.version += 1
-        for document in answer["batches"]:
-            prediction = MemoryPrediction(**document)
-            known = self._predictions.setdefault(prediction_class(question.arm), {})
+        of_class = prediction_class(question.arm)
+        for prediction in answer.batches:
             at = prediction.per_device_train_batch_size, prediction.gradient_accumulation_steps
-            known[at] = prediction
+            self._predictions.setdefault(of_class, {})[at] = prediction
             self._asked.append(Candidate(question.arm, *at))
-        if answer["largest_batch"] is not None:
-            self._largest[prediction_class(question.arm)] = int(answer["largest_batch"])
-        # Answers that were recorded for replays may be older than the counting of operations.
-        if answer.get("operations"):
-            self._operations[prediction_class(question.arm)] = Operations.from_document(answer["operations"])
+        if answer.largest_batch is not None:
+            self._largest[of_class] = answer.largest_batch
+        if answer.operations is not None:
+            self._operations[of_class] = answer.operations
 
     def operations(self, arm: Arm) -> Operations | None:
         """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import Arm
+from autotune.core.chip import Chip
 from autotune.core.messages import Answer
+from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.schema import decode
 from autotune.devices import Ceiling
-from autotune.devices.gpus import Chip
 from autotune.estimate.memory import MemoryModel, Question, prediction_class
 
 # Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
@@ -22,7 +23,7 @@ _TIMEOUT_SECONDS = 180.0
 class Submitter(Protocol):
     """Runs jobs beside the trials."""
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a job without waiting for it."""
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
@@ -32,11 +33,11 @@ class Submitter(Protocol):
 class Kept(Protocol):
     """Stores earlier predictions; see ``autotune.tuning.answers``."""
 
-    def find(self, question: Document) -> Document | None:
-        """Return the stored prediction for a ``Question.identity``; ``None`` where there is none."""
+    def find(self, identity: PredictionWork) -> PredictionAnswer | None:
+        """Return the stored answer to a ``Question.identity``; ``None`` where there is none."""
 
-    def keep(self, question: Document, prediction: Document) -> None:
-        """Store a prediction."""
+    def keep(self, identity: PredictionWork, answer: PredictionAnswer) -> None:
+        """Store an answer."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Target:
 class _Inquiry:
     """A question as it is sent to the trial server, with every memory model that waits for its answer."""
 
-    details: Document
-    identity: Document
+    work: PredictionWork
+    identity: PredictionWork
     askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
 
     def is_about(self, arm: Arm) -> bool:
@@ -158,18 +159,19 @@ class Forecast:
             inquiry = self._asked.pop(job_id, None)
             if inquiry is None:
                 continue
-            if answer.result is not None:
-                _file(inquiry, answer.result)
-                if self._kept is not None:
-                    self._kept.keep(inquiry.identity, answer.result)
-            else:
+            predicted = _predicted(answer)
+            if predicted is None:
                 self.unanswered += [question for _, question in inquiry.askers]
+                continue
+            _file(inquiry, predicted)
+            if self._kept is not None:
+                self._kept.keep(inquiry.identity, predicted)
 
     def _ask(self, inquiry: _Inquiry) -> None:
         self._number += 1
         job_id = f"predict-{self._number}"
         self._asked[job_id] = inquiry
-        self._submitter.submit(job_id, "predict", inquiry.details, _TIMEOUT_SECONDS)
+        self._submitter.submit(job_id, inquiry.work, _TIMEOUT_SECONDS)
 
     def _recall(self) -> None:
         """File what was predicted before."""
@@ -186,16 +188,24 @@ class Forecast:
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> list[_Inquiry]:
     """Every question once, in order: GPUs that differ in nothing that matters share theirs."""
-    found: dict[str, _Inquiry] = {}
+    found: dict[PredictionWork, _Inquiry] = {}
     for target, model in zip(targets, models, strict=True):
         for question in target.questions:
-            details = question.details(target.chip, target.ceiling)
+            work = question.work(target.chip, target.ceiling)
             identity = question.identity(target.chip, target.ceiling)
-            inquiry = found.setdefault(json.dumps(identity, sort_keys=True), _Inquiry(details, identity))
+            inquiry = found.setdefault(identity, _Inquiry(work, identity))
             inquiry.askers.append((model, question))
     return list(found.values())
 
 
-def _file(inquiry: _Inquiry, answer: Document) -> None:
+def _predicted(answer: Answer) -> PredictionAnswer | None:
+    """Return what a job predicted; ``None`` where its process failed or wrote something else."""
+    try:
+        return None if answer.result is None else decode(answer.result, PredictionAnswer)
+    except ValueError:
+        return None
+
+
+def _file(inquiry: _Inquiry, answer: PredictionAnswer) -> None:
     for model, question in inquiry.askers:
         model.add(question, answer)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autotune.core.candidate import Candidate
-from autotune.devices.gpus import Chip
+from autotune.core.chip import Chip
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune.core.candidate import Candidate
+from autotune.core.chip import Chip, Rates
 from autotune.core.device import Precision
-from autotune.devices.gpus import Chip, Rates
+from autotune.core.prediction import Operations
 from autotune.estimate.data_parallel import Case, exchange
-from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, Operations, gpu_time
+from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, gpu_time
 
 Limiter = Literal["matrix products", "memory traffic", "host", "network"]
 

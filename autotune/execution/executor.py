@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from autotune.core.candidate import Candidate
+from autotune.core.jobs import Job, TrialWork
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import wait_until_ready
@@ -78,22 +78,16 @@ class LocalExecutor:
         """See ``Executor.submit``."""
         server = self._free_server(job.placement)
         running = _Running(job, server, oom_kills())
-        server.begin(
-            {
-                "id": job.trial_id,
-                "kind": "trial",
-                "workload": server.workload.document(),
-                "candidate": job.candidate.parameters(),
-                "cap_bytes": job.cap_bytes,
-                "effort": dataclasses.asdict(job.effort),
-                "seed": job.seed,
-                "unmodified": job.unmodified,
-                "timeout_seconds": job.timeout_seconds,
-                "log_path": job.log_path,
-                "data_folder": str(server.data_folder) if server.data_folder else None,
-                **server.placement.document(),
-            }
+        work = TrialWork(
+            job.candidate,
+            server.placement.rank_devices,
+            job.cap_bytes,
+            job.effort,
+            job.seed,
+            unmodified=job.unmodified,
+            data_folder=str(server.data_folder) if server.data_folder else None,
         )
+        server.begin(Job(job.trial_id, server.workload, work, job.timeout_seconds, job.log_path))
         self._running[job.trial_id] = running
         return job.trial_id
 

@@ -13,8 +13,10 @@ from typing import Self
 from autotune.core.candidate import Document
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
-from autotune.core.messages import Answer, Progress
+from autotune.core.jobs import DataWork, InspectionWork, Job
+from autotune.core.messages import Answer, DataAnswer, Progress
 from autotune.core.placement import Placement
+from autotune.core.prediction import PredictionWork
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
@@ -31,7 +33,7 @@ _READ_DATA_SECONDS = 3600.0
 
 
 @dataclass
-class _Job:
+class _UnderWay:
     """A job under way, or one whose end nobody has asked for yet."""
 
     deadline: float
@@ -61,7 +63,7 @@ class TrialServer:
         self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
         self._log_folder = log_folder
         self._process = ServerProcess(self.placement, workload, log_folder, on_start)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
         self._gpu = GpuInspection(self.placement, workload, log_folder)
 
@@ -117,16 +119,16 @@ class TrialServer:
 
     # Jobs of any kind
 
-    def begin(self, job: Document) -> None:
+    def begin(self, job: Job) -> None:
         """Hand a job to the server, once its imports are done, and do not wait for the job."""
         self._begin(job, is_beside=False)
 
-    def _begin(self, job: Document, *, is_beside: bool) -> None:
+    def _begin(self, job: Job, *, is_beside: bool) -> None:
         if self._process.await_ready():
             self._lose_jobs(overdue=False)
-        deadline = time.monotonic() + job["timeout_seconds"] + _GRACE_SECONDS
-        self._jobs[job["id"]] = _Job(deadline, is_beside)
-        if not self._process.send({"job": job}, deadline):
+        deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
+        self._jobs[job.id] = _UnderWay(deadline, is_beside)
+        if not self._process.send({"job": job.document()}, deadline):
             self.close()
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
@@ -182,7 +184,7 @@ class TrialServer:
             job.answer = job.answer.after(message)
 
     @staticmethod
-    def _take_progress(job: _Job, record: object) -> None:
+    def _take_progress(job: _UnderWay, record: object) -> None:
         try:
             progress = decode(record, Progress)
         except ValueError:
@@ -201,33 +203,26 @@ class TrialServer:
                 job.answer = replace(job.answer, lost=True, overdue=overdue)
                 job.has_ended = True
 
-    def _run_to_end(self, job: Document) -> Answer:
+    def _run_to_end(self, job: Job) -> Answer:
         """Run a job and wait; what it came to."""
         self.begin(job)
         try:
-            while (answer := self.end_of(job["id"])) is None:
-                self._jobs[job["id"]].progress.clear()
+            while (answer := self.end_of(job.id)) is None:
+                self._jobs[job.id].progress.clear()
                 self.listen(self.seconds_left())
         except BaseException:
             # Who stops waiting for a job must not leave it running beside the next.
             self.close()
-            self._jobs.pop(job["id"], None)
+            self._jobs.pop(job.id, None)
             raise
         return answer
 
     # Jobs beside the trials
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a job beside the trials, once the server's imports are done, and do not wait; see ``ended``."""
-        job = {
-            "id": job_id,
-            "kind": kind,
-            "workload": self.workload.document(),
-            "timeout_seconds": timeout_seconds,
-            "log_path": str(self._log_folder / f"{kind}-{job_id}.log"),
-            **details,
-        }
-        self._begin(job, is_beside=True)
+        log_path = self._log_folder / f"predict-{job_id}.log"
+        self._begin(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the submitted jobs that have ended since the last call, waiting at most so long for the first."""
@@ -276,23 +271,19 @@ class TrialServer:
         # Its folder is named after what the data held when it was looked at.
         check_unchanged(self.workload.data)
         log_path = self._log_folder / "read_data.log"
-        answer = self._run_to_end(
-            {
-                "id": "read_data",
-                "kind": "read_data",
-                "workload": self.workload.document(),
-                "folder": str(folder),
-                "timeout_seconds": _READ_DATA_SECONDS,
-                "log_path": str(log_path),
-            }
-        )
+        work = DataWork(str(folder))
+        answer = self._run_to_end(Job("read_data", self.workload, work, _READ_DATA_SECONDS, str(log_path)))
         if answer.result is None:
             raise TrialServerError(
                 f"the data could not be read: {how_it_ended(answer, str(log_path))}",
                 f"see {log_path} and {self.server_log}",
             )
-        if "error" in answer.result:
-            raise InvalidRequestError(*answer.result["error"])
+        try:
+            problem = decode(answer.result, DataAnswer).problem
+        except ValueError as error:
+            raise TrialServerError(f"the data could not be read: {error}", f"see {log_path}") from error
+        if problem is not None:
+            raise InvalidRequestError(problem.message, problem.hint)
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
@@ -303,14 +294,8 @@ class TrialServer:
         # The user's own code may use the GPU, which would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
-        job = {
-            "id": "inspect",
-            "kind": "inspect",
-            "workload": self.workload.document(),
-            "timeout_seconds": timeout_seconds,
-            "log_path": str(log_path),
-            **self.placement.document(),
-        }
+        work = InspectionWork(self.placement.rank_devices)
+        job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
         answer = self._run_to_end(job)
         is_answered = answer.result is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):

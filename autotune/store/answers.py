@@ -5,13 +5,14 @@ Importing this loads SQLAlchemy, but neither Alembic nor Optuna, so that a comma
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Engine, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
+from autotune.core.schema import decode, encode
 from autotune.store.engine import build_engine, storage_errors, transaction
 from autotune.store.location import resolve_location
 from autotune.store.records import now
@@ -19,11 +20,7 @@ from autotune.store.tables import AnswerRow
 
 AnswerKind = Literal["inspection", "prediction"]
 
-# Fields that an answer of each kind has at least.
-_PARTS: dict[AnswerKind, frozenset[str]] = {
-    "inspection": frozenset({"context_bytes"}),
-    "prediction": frozenset({"batches", "largest_batch"}),
-}
+T = TypeVar("T")
 
 
 class Answers:
@@ -36,21 +33,21 @@ class Answers:
         self._engine = engine
         self._label = label
 
-    def find(self, key: str) -> Document | None:
-        """Return the answer stored under this key; ``None`` where there is none or it is damaged.
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Return the answer of this type that is stored under a key; ``None`` where there is none or it is damaged.
 
         A damaged answer is no error, since the question can be asked again.
         """
-        query = select(AnswerRow.kind, AnswerRow.document).where(AnswerRow.key == key)
+        query = select(AnswerRow.document).where(AnswerRow.key == key)
         with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
             row = connection.execute(query).first()
-        if row is None or not isinstance(row.document, dict) or not _PARTS[row.kind].issubset(row.document):
-            return None
-        return dict(row.document)
+        with contextlib.suppress(ValueError):
+            return decode(row.document, kind) if row is not None else None
+        return None
 
-    def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
+    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
         """Store an answer; an earlier one under the same key stays."""
-        row = {"key": key, "kind": kind, "document": document, "created_at": now()}
+        row = {"key": key, "kind": kind, "document": encode(answer), "created_at": now()}
         try:
             with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
                 same = select(AnswerRow.key).where(AnswerRow.key == key)

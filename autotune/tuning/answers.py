@@ -18,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import autotune
 from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
+from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.store import AnswerKind, Answers, open_answers
@@ -31,6 +33,8 @@ from autotune.tuning.environment import library_versions
 if TYPE_CHECKING:
     from autotune.store import Store
 
+T = TypeVar("T")
+
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", "numpy", "tokenizers", "peft")
 # Libraries with which a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
@@ -38,9 +42,10 @@ _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
 PREDICTING_MODULES = (
     "core/candidate.py",
     "core/ceiling.py",
+    "core/chip.py",
     "core/dataset_spec.py",
+    "core/prediction.py",
     "core/workload.py",
-    "devices/gpus.py",
     "models/tasks.py",
 )
 
@@ -69,14 +74,14 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
     )
 
 
-def prediction_key(question: Document, workload: Workload) -> str:
+def prediction_key(identity: PredictionWork, workload: Workload) -> str:
     """Return a key that is equal while ``autotune.worker.fake.predict`` would answer the same.
 
-    ``question`` is everything that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
+    ``identity`` is everything that is asked about the workload, see ``autotune.estimate.memory.Question.identity``.
     """
     return _digest(
         {
-            "question": question,
+            "question": encode(identity),
             "worker": _code_digest("worker/**/*.py", *PREDICTING_MODULES),
             "workload": _what_is_traced(workload),
             **_installed(_PREDICTING_PACKAGES),
@@ -139,10 +144,10 @@ def _code_digest(*patterns: str) -> str:
 class _Answers(Protocol):
     """Stores answers."""
 
-    def find(self, key: str) -> Document | None:
-        """Return the answer stored under this key; ``None`` where there is none."""
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Return the answer of this type that is stored under a key; ``None`` where there is none."""
 
-    def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
+    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
         """Store an answer."""
 
 
@@ -157,18 +162,18 @@ class KeptPredictions:
         self._workload = workload
         self._is_usable = True
 
-    def find(self, question: Document) -> Document | None:
+    def find(self, identity: PredictionWork) -> PredictionAnswer | None:
         """Return the stored prediction; ``None`` where there is none."""
         if self._is_usable:
             with self._giving_up():
-                return self._answers.find(prediction_key(question, self._workload))
+                return self._answers.find(prediction_key(identity, self._workload), PredictionAnswer)
         return None
 
-    def keep(self, question: Document, prediction: Document) -> None:
+    def keep(self, identity: PredictionWork, answer: PredictionAnswer) -> None:
         """Store a prediction."""
         if self._is_usable:
             with self._giving_up():
-                self._answers.keep(prediction_key(question, self._workload), "prediction", prediction)
+                self._answers.keep(prediction_key(identity, self._workload), "prediction", answer)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -202,15 +207,15 @@ class AnswersBeside:
             if opened is not None:
                 opened.close()
 
-    def find(self, key: str) -> Document | None:
-        """Return the answer stored under this key; ``None`` where there is none."""
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Return the answer of this type that is stored under a key; ``None`` where there is none."""
         # An older database has no table of answers. Storing the first one upgrades it.
         with contextlib.suppress(StorageError):
             self._reading = self._reading or open_answers(self._storage, _LOCK_TIMEOUT_SECONDS)
-            return self._reading.find(key) if self._reading is not None else None
+            return self._reading.find(key, kind) if self._reading is not None else None
         return None
 
-    def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
+    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
         """Store an answer where that is possible."""
         if self.problem is not None:
             return
@@ -219,6 +224,6 @@ class AnswersBeside:
 
         try:
             self._store = self._store or open_store(self._storage, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
-            self._store.answers.keep(key, kind, document)
+            self._store.answers.keep(key, kind, answer)
         except StorageError as error:
             self.problem = error

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from autotune.core import loop
 from autotune.core.candidate import OWN_OPTIM, Candidate, Document
+from autotune.core.chip import Chip
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
 from autotune.core.options import CheckpointingChoice
+from autotune.core.schema import decode
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
-from autotune.devices.gpus import Chip
 from autotune.devices.host import host_memory
 from autotune.estimate.calibration import Calibration
 from autotune.estimate.memory import questions
@@ -131,7 +132,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
             request.placement, request.workload, arms, facts["environment"], _measurement_revision(request)
         ),
         model,
-        Chip.from_document(facts["chip"]) if "chip" in facts else None,
+        decode(facts["chip"], Chip) if "chip" in facts else None,
         Calibration.from_document(facts["calibration"]) if facts.get("calibration") else None,
     )
 

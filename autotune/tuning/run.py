@@ -152,7 +152,7 @@ def _prepare_and_search(
             stack.enter_context(Presence(uuid))
         request = read_data(request, server, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload, request.ranks)
-        remembered = store.answers.find(key) if store is not None and key is not None else None
+        remembered = store.answers.find(key, dict) if store is not None and key is not None else None
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
         server.run_as_inspected(prepared.request.workload)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError
 from autotune.core.messages import Answer
+from autotune.core.prediction import MemoryPrediction, PredictionWork
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.memory import MemoryModel, MemoryPrediction
+from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
 from autotune.store import AnswerKind
@@ -19,21 +20,23 @@ from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import forecast_of, prepare
 from autotune.tuning.request import request_from_document
 
+T = TypeVar("T")
+
 
 class Answers(Protocol):
     """Stores answers of trial processes."""
 
-    def find(self, key: str) -> Document | None:
-        """Return the answer stored under this key; ``None`` where there is none."""
+    def find(self, key: str, kind: type[T]) -> T | None:
+        """Return the answer of this type that is stored under a key; ``None`` where there is none."""
 
-    def keep(self, key: str, kind: AnswerKind, document: Document) -> None:
+    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
         """Store an answer."""
 
 
 class _Nobody:
     """Runs no jobs, so predictions that are not stored stay unknown."""
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start nothing."""
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
@@ -70,7 +73,7 @@ def _stored_model(report: Report, answers: Answers) -> MemoryModel | None:
         workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
         key = inspection_key(request.device, workload)
-        facts = answers.find(key) if key is not None else None
+        facts = answers.find(key, dict) if key is not None else None
         if facts is None:
             return None
         # The study's own ceiling: the free memory may have changed when it was resumed.

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from autotune.core.candidate import Document
+from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import has_fsdp2
@@ -69,15 +70,15 @@ def _model_facts(workload: Workload) -> Document:
     }
 
 
-def inspect(job: Document) -> Document:
+def inspect(workload: Workload, work: InspectionWork) -> Document:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
     facts = inspect_environment()
     try:
-        facts["model"] = _model_facts(Workload.from_document(job["workload"]))
-        if job.get("ranks", 1) > 1:
+        facts["model"] = _model_facts(workload)
+        if work.devices.ranks > 1:
             from autotune.worker.fake.unused import what_ddp_can_skip
 
-            facts["model"] |= what_ddp_can_skip(Workload.from_document(job["workload"]))
+            facts["model"] |= what_ddp_can_skip(workload)
     except Exception as error:
         facts["model_error"] = first_line(error)
     return facts

@@ -57,16 +57,15 @@ class Ranks:
         self._exchanges = 0
 
     @classmethod
-    def of_job(cls, job: dict[str, Any]) -> Ranks:
+    def join(cls, rank: int, count: int, timeout_seconds: float) -> Ranks:
         """Join the ranks of a job, in one of their processes."""
-        count = int(job.get("ranks", 1))
         if count == 1:
             return cls()
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        limit = datetime.timedelta(seconds=float(job["timeout_seconds"]))
+        limit = datetime.timedelta(seconds=timeout_seconds)
         store = TCPStore(_HOST, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        return cls(int(job["rank"]), count, PrefixStore("autotune", store))
+        return cls(rank, count, PrefixStore("autotune", store))
 
     def gather(self, value: T) -> list[T]:
         """Return this JSON-ready value of every rank, in their order; every rank waits here for all others."""

@@ -4,7 +4,9 @@ Both sides write lines of JSON. The controller writes to standard input: first t
 ``ready``, any number of jobs::
 
     {"workload": {…} | null}
-    {"job": {"id": …, "kind": "trial" | "inspect" | "predict", "log_path": …, "timeout_seconds": …, …}}
+    {"job": {"id": …, "kind": "trial", "work": {…}, "workload": {…}, "log_path": …, "timeout_seconds": …}}
+
+``autotune.core.jobs`` describes the jobs, ``autotune.core.messages`` what comes back.
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
 each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of
@@ -23,6 +25,7 @@ dead thread pools or an unusable CUDA.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -32,13 +35,16 @@ import traceback
 from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
+from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork
 from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
+from autotune.core.prediction import PredictionWork
+from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
-from autotune.worker.rendezvous import open_store, rank_variables
+from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
@@ -93,14 +99,14 @@ class _Rank:
         return float(at) if isinstance(at, int | float) else 0.0
 
 
-class _Job:
+class _RunningJob:
     """A job whose processes are running."""
 
-    def __init__(self, job: dict[str, Any], ranks: list[_Rank], scratch: Scratch, store: Any) -> None:
-        self.id = job["id"]
-        self.kind: str = job["kind"]
+    def __init__(self, job: Job, ranks: list[_Rank], scratch: Scratch, store: Any) -> None:
+        self.id = job.id
+        self.is_trial = isinstance(job.work, TrialWork)
         self.ranks = ranks
-        self.deadline = time.monotonic() + float(job["timeout_seconds"])
+        self.deadline = time.monotonic() + job.timeout_seconds
         self.timed_out = False
         self.scratch = scratch
         self.store = store
@@ -142,7 +148,7 @@ class Server:
         self._reports = LineWriter(report_fd)
         self._torch_threads = torch_threads
         self._control = control
-        self._jobs: list[_Job] = []
+        self._jobs: list[_RunningJob] = []
         self._parent = os.getppid()
         self._told_to_leave = False
         # Every signal writes a byte to this pipe, which ends the waiting.
@@ -188,30 +194,36 @@ class Server:
             for line in self._control.read():
                 message = json.loads(line)
                 if "job" in message:
-                    self._start(message["job"])
+                    self._take_job(message["job"])
 
     def _patience_seconds(self) -> float:
         deadlines = [job.deadline for job in self._jobs if not job.timed_out]
         return max(0.0, min([1.0, *(deadline - time.monotonic() for deadline in deadlines)]))
 
-    def _start(self, job: dict[str, Any]) -> None:
+    def _take_job(self, document: Any) -> None:
+        """Start a job, or refuse it where this version of the worker cannot read it."""
+        try:
+            job = Job.from_document(document)
+        except ValueError as error:
+            job_id = document.get("id") if isinstance(document, dict) else None
+            self._refuse(str(job_id), str(error))
+        else:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
         # Made and removed by the server, since a job may be killed at any point.
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
         except AutotuneError as error:
-            self._refuse(job, f"{error.message}; {error.hint}")
+            self._refuse(job.id, f"{error.message}; {error.hint}")
             return
-        job["output_dir"] = scratch.output_dir
-        job["stop_file"] = scratch.stop_file
-        job["cache_list"] = scratch.cache_list
         sys.stdout.flush()
         sys.stderr.flush()
-        count = int(job.get("ranks", 1)) if job["kind"] == "trial" else 1
         ranks: list[_Rank] = []
         store = None
         try:
-            store = open_store() if count > 1 else None
-            for number in range(count):
+            store = open_store() if job.ranks > 1 else None
+            for number in range(job.ranks):
                 ranks.append(self._fork(job, number, scratch, store, ranks))
         except (OSError, RuntimeError) as error:
             for rank in ranks:
@@ -220,16 +232,16 @@ class Server:
             for rank in ranks:
                 os.close(rank.lines.fd)
             scratch.remove()
-            self._refuse(job, f"no process can be started: {getattr(error, 'strerror', None) or error}")
+            self._refuse(job.id, f"no process can be started: {getattr(error, 'strerror', None) or error}")
             return
-        self._jobs.append(_Job(job, ranks, scratch, store))
-        self.report({"started": job["id"], "pids": [rank.pid for rank in ranks], "folder": scratch.path})
+        self._jobs.append(_RunningJob(job, ranks, scratch, store))
+        self.report({"started": job.id, "pids": [rank.pid for rank in ranks], "folder": scratch.path})
 
-    def _fork(self, job: dict[str, Any], number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
+    def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
         """Start a process of a job; raises ``OSError`` where there can be none."""
         server = os.getpid()
         read_fd, write_fd = os.pipe()
-        log_path = rank_log(job["log_path"], number)
+        log_path = rank_log(job.log_path, number)
         try:
             pid = os.fork()
         except OSError:
@@ -240,11 +252,10 @@ class Server:
         if pid == 0:
             os.close(read_fd)
             close = [self._reports.fd, self._wake_read, *(rank.lines.fd for rank in others)]
-            told = {**job, "log_path": log_path}
             if store is not None:
-                told["rank"] = number
-                os.environ.update(rank_variables(number, job["ranks"], store.port))
-            _become_child(told, scratch, server, write_fd, self._torch_threads, close, leader)
+                os.environ.update(rank_variables(number, job.ranks, store.port))
+            told = dataclasses.replace(job, log_path=log_path)
+            _become_child(told, number, scratch, server, write_fd, self._torch_threads, close, leader)
         os.close(write_fd)
         if store is not None:
             # Also here, so that no rank is outside the group for a moment.
@@ -256,12 +267,12 @@ class Server:
         """Return the processes of the jobs that are running."""
         return [rank.pid for job in self._jobs for rank in job.ranks]
 
-    def _refuse(self, job: dict[str, Any], why: str) -> None:
+    def _refuse(self, job_id: str, why: str) -> None:
         """Report the end of a job that could not be started."""
-        ended = {"ended": job["id"], "exit_code": None, "signal": None, "timed_out": False}
+        ended = {"ended": job_id, "exit_code": None, "signal": None, "timed_out": False}
         self.report({**ended, "refused": why})
 
-    def _attend(self, job: _Job) -> None:
+    def _attend(self, job: _RunningJob) -> None:
         for rank in job.ranks:
             # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
             if not self._reports.is_full:
@@ -278,7 +289,7 @@ class Server:
         if job.has_ended:
             self._end(job)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _RunningJob) -> None:
         """Clean up after a job whose processes have ended, and report its end."""
         process.kill_group(job.ranks[0].pid)
         for rank in job.ranks:
@@ -302,7 +313,7 @@ class Server:
         }
         self.report(ended if job.culprit is None else {**ended, "rank": job.culprit.number})
 
-    def _report_joint_result(self, job: _Job) -> None:
+    def _report_joint_result(self, job: _RunningJob) -> None:
         """Report the result of the rank that failed, or else of rank 0, whose measurement is of all ranks."""
         rank = job.culprit or job.ranks[0]
         is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
@@ -315,7 +326,7 @@ class Server:
         elif rank.malformed is not None:
             self.report({**rank.malformed, "id": job.id})
 
-    def _report_stop(self, job: _Job) -> None:
+    def _report_stop(self, job: _RunningJob) -> None:
         """Report, as the job's result, why a process that the job started has ended it."""
         try:
             with open(job.scratch.stop_file, encoding="utf-8") as file:
@@ -324,13 +335,13 @@ class Server:
             return
         if job.has_result:
             return
-        if job.kind == "trial":
+        if job.is_trial:
             result = outcome_document(Failed("error", why["message"]))
         else:
             result = {"source_error": why["message"], "source_hint": why["hint"]}
         self.report({"result": result, "id": job.id})
 
-    def _forward(self, job: _Job, rank: _Rank) -> None:
+    def _forward(self, job: _RunningJob, rank: _Rank) -> None:
         """Forward a process's complete lines, each with the job's id.
 
         Of several ranks only the progress of the first is forwarded. Their results are kept until all have ended.
@@ -354,7 +365,8 @@ class Server:
 
 
 def _become_child(
-    job: dict[str, Any],
+    job: Job,
+    rank: int,
     scratch: Scratch,
     server: int,
     result_fd: int,
@@ -371,16 +383,16 @@ def _become_child(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        if "rank" in job:
+        if job.ranks > 1:
             os.setpgid(0, leader or 0)
         else:
             os.setsid()
         process.die_with(server)
-        process.redirect_output(job["log_path"])
+        process.redirect_output(job.log_path)
         for fd in close:
             os.close(fd)
         scratch.enter()
-        _run_job(job, result_fd, torch_threads)
+        _run_job(job, rank, scratch, result_fd, torch_threads)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -391,15 +403,12 @@ def _become_child(
         os._exit(code)
 
 
-def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
+def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
     import torch
 
-    from autotune.worker.facts import inspect
-    from autotune.worker.trial.run import run_trial
-
-    def send(kind: str, document: dict[str, Any]) -> None:
-        message: dict[str, Any] = {kind: document}
-        if "rank" in job:
+    def send(kind: str, value: Any) -> None:
+        message: dict[str, Any] = {kind: encode(value)}
+        if job.ranks > 1:
             # Which of several ranks was the first to say that it failed.
             message["at"] = time.monotonic()
         data = json.dumps(message).encode() + b"\n"
@@ -407,23 +416,30 @@ def _run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
             data = data[os.write(result_fd, data) :]
 
     torch.set_num_threads(torch_threads)
-    if job["kind"] == "predict":
-        # Patches torch permanently, so it is imported only in this process.
-        from autotune.worker.fake.predict import predict
+    match job.work:
+        case PredictionWork() as work:
+            # Patches torch permanently, so it is imported only in this process.
+            from autotune.worker.fake.predict import predict
 
-        send("result", predict(job))
-    elif job["kind"] == "read_data":
-        from autotune.worker.dataset.reading import read_data
+            send("result", predict(work, job.workload))
+        case DataWork(folder):
+            from autotune.worker.dataset.reading import read_data
 
-        send("result", read_data(job))
-    elif job["workload"].get("source"):
-        from autotune.worker.user.run import run_own
+            send("result", read_data(job.workload, folder))
+        case work if job.workload.source is not None:
+            from autotune.worker.user.run import run_own
 
-        run_own(job, send)
-    elif job["kind"] == "inspect":
-        send("result", inspect(job))
-    else:
-        send("result", run_trial(job, lambda record: send("progress", record)))
+            run_own(job.workload, work, scratch, send)
+        case InspectionWork() as work:
+            from autotune.worker.facts import inspect
+
+            send("result", inspect(job.workload, work))
+        case TrialWork() as work:
+            from autotune.worker.trial.run import run_trial
+
+            ranks = Ranks.join(rank, work.devices.ranks, job.timeout_seconds)
+            outcome = run_trial(job.workload, work, scratch, lambda progress: send("progress", progress), ranks)
+            send("result", outcome_document(outcome))
 
 
 def _read_workload(control: LineReader) -> dict[str, Any] | None:

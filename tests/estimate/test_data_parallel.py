@@ -10,16 +10,17 @@ from several_gpus import several
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.data_parallel import exchange
-from autotune.estimate.gpu_time import Operations
 from autotune.estimate.step_time import StepTimeModel
 
 
 @pytest.fixture(scope="module")
 def traced() -> Operations:
     arm = Arm("bf16")
-    return Operations.from_document(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), arm)])
+    return decode(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), arm)], Operations)
 
 
 def candidate(ranks: int, batch: int = 16, accumulation: int = 1) -> Candidate:

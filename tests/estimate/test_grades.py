@@ -7,8 +7,9 @@ from histories import completed
 from recorded_steps import Subject, operations_key, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.gpu_time import Operations
 from autotune.estimate.grades import SCALED_DOUBT, Grades
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel
@@ -19,7 +20,7 @@ LARGE, SMALLER = Candidate(BF16, 64, 1), Candidate(BF16, 32, 2)
 
 @pytest.fixture(scope="module")
 def traced() -> Operations:
-    return Operations.from_document(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), BF16)])
+    return decode(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), BF16)], Operations)
 
 
 def step(chip: str, traced: Operations, candidate: Candidate = LARGE) -> StepTime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
-from autotune.devices.gpus import CHIPS, Chip
+from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
@@ -43,49 +46,34 @@ class Answers:
     def __init__(self, failing: int = 0) -> None:
         self.submitted: list[str] = []
         self.most_at_once = 0
-        self._running: dict[str, Document] = {}
+        self._running: dict[str, PredictionWork] = {}
         self._failing = failing
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-        assert kind == "predict"
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         self.submitted.append(job_id)
-        self._running[job_id] = details
+        self._running[job_id] = work
         self.most_at_once = max(self.most_at_once, len(self._running))
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        ended = {job_id: self._answer(details) for job_id, details in self._running.items()}
+        ended = {job_id: self._answer(work) for job_id, work in self._running.items()}
         self._running = {}
         return ended
 
-    def _answer(self, details: Document) -> Answer:
+    def _answer(self, work: PredictionWork) -> Answer:
         if self._failing:
             self._failing -= 1
             return Answer(exit_code=1)
-        arm = details["arm"]
-        precision = {"bf16": "fp16", "tf32": "fp32"}.get(arm["precision"], arm["precision"])
+        precision = {"bf16": "fp16", "tf32": "fp32"}.get(work.arm.precision, work.arm.precision)
 
-        def document(batch: int, accumulation: int) -> Document:
-            base, slope = PREDICTED[precision, arm["gradient_checkpointing"], accumulation > 1]
+        def predicted(batch: int, accumulation: int) -> MemoryPrediction:
+            base, slope = PREDICTED[precision, work.arm.gradient_checkpointing, accumulation > 1]
             allocated = round((base + slope * batch) * MIB)
-            over = allocated * 1.02 > details["line_bytes"]
-            return {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": accumulation,
-                "micro_batch_bytes": 0,
-                "peak_allocated_bytes": allocated,
-                "peak_reserved_bytes": round(allocated * 1.02),
-                "runs_out": over,
-                "fits": not over,
-                "anatomy": {},
-            }
+            over = allocated * 1.02 > work.line_bytes
+            return MemoryPrediction(batch, accumulation, 0, allocated, round(allocated * 1.02), over, not over, {})
 
-        fitting = [b for b in range(8, 1024, 8) if document(b, 1)["fits"]] if details["multiple"] else []
-        return Answer(
-            {
-                "batches": [document(batch, steps) for batch, steps in details["batches"]],
-                "largest_batch": max(fitting, default=0) if details["multiple"] else None,
-            }
-        )
+        fitting = [b for b in range(8, 1024, 8) if predicted(b, 1).fits] if work.multiple else []
+        largest = max(fitting, default=0) if work.multiple else None
+        return Answer(encode(PredictionAnswer(tuple(predicted(*batch) for batch in work.batches), largest)))
 
 
 def prepared(**options: Any) -> Prepared:
@@ -264,17 +252,12 @@ def model_of(*rows: tuple[Arm, int, int, int], micro_batch_mib: int = 0) -> Memo
     ceiling = prepared().ceiling
     model = MemoryModel(ceiling)
     for arm, batch, accumulation, mib in rows:
-        document = {
-            "per_device_train_batch_size": batch,
-            "gradient_accumulation_steps": accumulation,
-            "micro_batch_bytes": micro_batch_mib * MIB,
-            "peak_allocated_bytes": mib * MIB,
-            "peak_reserved_bytes": mib * MIB,
-            "runs_out": False,
-            "fits": mib * MIB <= ceiling.line_bytes,
-            "anatomy": {},
-        }
-        model.add(Question(arm, ((batch, accumulation),), None), {"batches": [document], "largest_batch": None})
+        peak_bytes = mib * MIB
+        fits = peak_bytes <= ceiling.line_bytes
+        predicted = MemoryPrediction(
+            batch, accumulation, micro_batch_mib * MIB, peak_bytes, peak_bytes, False, fits, {}
+        )
+        model.add(Question(arm, ((batch, accumulation),), None), PredictionAnswer((predicted,), None))
     return model
 
 
@@ -385,7 +368,19 @@ def test_nothing_is_predicted_for_a_cpu() -> None:
     assert forecast_of(prepare(request(), FACTS), Answers()) is None
 
 
-def test_chips_survive_a_document() -> None:
+def test_a_task_survives_its_document() -> None:
     for chip in CHIPS.values():
+        work = Question(Arm("bf16"), ((8, 2), (16, 1)), 8).work(chip, prepared().ceiling)
+        assert decode(json.loads(json.dumps(encode(work))), PredictionWork) == work
         # Rates decide nothing about memory, and stay where they are.
-        assert Chip.from_document(chip.document()) == dataclasses.replace(chip, rates=None)
+        assert work.chip.rates is None
+
+
+def test_an_answer_that_is_no_prediction_counts_as_a_failure() -> None:
+    ready = prepared()
+    answers = Answers()
+    answers._answer = lambda work: Answer({"batches": [{"fits": "perhaps"}]})  # type: ignore[method-assign]
+    forecast = forecast_of(ready, answers)
+    assert forecast is not None
+    forecast.complete()
+    assert len(forecast.unanswered) == len(answers.submitted)

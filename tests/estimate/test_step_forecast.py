@@ -9,6 +9,8 @@ from recorded_steps import Subject, operations_key, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
+from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS, chip_of_device
@@ -30,21 +32,11 @@ def memory() -> MemoryModel:
     recorded = recorded_operations()
     model = MemoryModel(Ceiling(None, 139 * GIB, 0))
     for arm in (BF16, CHECKPOINTED, TF32):
-        operations = recorded[operations_key(Subject("bert-large-uncased", 512), arm)]
-        rows = [
-            {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": 64 // batch,
-                "micro_batch_bytes": 0,
-                "peak_allocated_bytes": batch * GIB,
-                "peak_reserved_bytes": batch * GIB,
-                "runs_out": False,
-                "fits": True,
-                "anatomy": {},
-            }
-            for batch in BATCHES
-        ]
-        model.add(Question(arm, (), None), {"batches": rows, "largest_batch": None, "operations": operations})
+        operations = decode(recorded[operations_key(Subject("bert-large-uncased", 512), arm)], Operations)
+        rows = tuple(
+            MemoryPrediction(batch, 64 // batch, 0, batch * GIB, batch * GIB, False, True, {}) for batch in BATCHES
+        )
+        model.add(Question(arm, (), None), PredictionAnswer(rows, None, operations))
     return model
 
 

@@ -12,8 +12,10 @@ from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operatio
 from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.prediction import Operation, Operations
+from autotune.core.schema import decode
 from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, find_chip
-from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, Operation, Operations
+from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel
 from autotune.estimate.step_time import HostSpeed, StepTimeModel
 
 BERT_LARGE = Subject("bert-large-uncased", 512)
@@ -22,7 +24,7 @@ BF16 = Arm("bf16")
 
 @pytest.fixture(scope="module")
 def bert_large() -> Operations:
-    return Operations.from_document(recorded_operations()[operations_key(BERT_LARGE, BF16)])
+    return decode(recorded_operations()[operations_key(BERT_LARGE, BF16)], Operations)
 
 
 def test_recorded_gpu_times_are_predicted() -> None:
@@ -160,5 +162,5 @@ def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
 
 def test_rates_decide_nothing_about_memory() -> None:
     chip = CHIPS["rtx-3090"]
-    assert "rates" not in chip.document()
-    assert replace(chip, rates=None).decisive_document() == chip.decisive_document()
+    assert chip.decisive().rates is None
+    assert replace(chip, rates=None).decisive() == chip.decisive()

@@ -17,7 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from autotune.core.jobs import Job
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.core.scratch import Scratch
 from autotune.worker import server
 
 CHATTER_BYTES = 100 * 1024**2
@@ -54,14 +56,14 @@ def chatter() -> None:
         os.write(2, line.encode())
 
 
-def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
+def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
     """Behave as the words of the job's id say, in their order; those of a rank stand between bars."""
 
     def send(message: Any) -> None:
         os.write(result_fd, json.dumps(message).encode() + b"\n")
 
     send({"progress": {"phase": "train"}})
-    for behaviour in job["id"].split(" | ")[job.get("rank", 0)].split(", "):
+    for behaviour in job.id.split(" | ")[rank].split(", "):
         match behaviour.split():
             case ["complete"]:
                 send({"result": completed()})
@@ -72,9 +74,9 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
             case ["variables"]:
                 print(json.dumps({name: os.environ.get(name) for name in VARIABLES}), flush=True)
             case ["mark"]:
-                Path(job["output_dir"], "mark").touch()
+                Path(scratch.output_dir, "mark").touch()
             case ["await"]:
-                while not Path(job["output_dir"], "mark").exists():
+                while not Path(scratch.output_dir, "mark").exists():
                     time.sleep(0.01)
             case ["sleep", seconds]:
                 time.sleep(float(seconds))
@@ -102,7 +104,7 @@ def run_job(job: dict[str, Any], result_fd: int, torch_threads: int) -> None:
             case ["litter"]:
                 tempfile.mkdtemp(prefix="pymp-")
                 Path(os.environ["TMPDIR"], "compiled").write_text("")
-                Path(job["output_dir"], "checkpoint").write_text("")
+                Path(scratch.output_dir, "checkpoint").write_text("")
             case ["inspect"]:
                 with open(os.environ["STAND_IN_INSPECTIONS"], "a") as counted:
                     counted.write("one\n")

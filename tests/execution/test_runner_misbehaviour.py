@@ -18,10 +18,13 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload
 
+from autotune.core.candidate import Arm
+from autotune.core.chip import Chip
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement
+from autotune.core.prediction import PredictionWork
 from autotune.devices import Device
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
@@ -291,7 +294,7 @@ def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_p
 
 def test_time_limits_hold_while_nobody_reads(stand_in_runner: TrialServer) -> None:
     # More than the pipe holds, and none of it is read.
-    stand_in_runner.submit("progress 20000, hang", "predict", {}, 0.5)
+    stand_in_runner.submit("progress 20000, hang", PredictionWork(Arm(), Chip(), 1, 1, (), None), 0.5)
     assert wait_until(lambda: bool(children(server())), 10)
     assert wait_until(lambda: not children(server()), 30)
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)

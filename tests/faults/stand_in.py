@@ -19,27 +19,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.jobs import InspectionWork, Job, TrialWork
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory, outcome_document
+from autotune.core.schema import encode
+from autotune.core.scratch import Scratch
 from autotune.worker import server
 
 MIB = 1024**2
 OUTPUT_BYTES = 100 * MIB
 
 
-def outcome(job: Document) -> Outcome:
-    """What the formula says of the job's candidate."""
-    candidate = Candidate.from_parameters(job["candidate"])
+def outcome(work: TrialWork) -> Outcome:
+    """What the formula says of the trial's candidate."""
+    candidate = work.candidate
     batch, arm = candidate.per_device_train_batch_size, candidate.arm
     recomputes, frugal = arm.gradient_checkpointing, arm.optim == "adafactor"
     peak_bytes = (300 + batch * (15 if recomputes else 40) - 50 * frugal) * MIB
-    if peak_bytes > job["cap_bytes"]:
+    if peak_bytes > work.cap_bytes:
         return OutOfMemory(
             "RuntimeError: DefaultCPUAllocator: can't allocate memory", peak_reserved_bytes=peak_bytes // 2
         )
     micro_seconds = (0.05 + 0.004 * batch) * (1.3 if recomputes else 1.0) * (1.1 if frugal else 1.0)
     seconds = micro_seconds * candidate.gradient_accumulation_steps
-    run = min(candidate.gradient_accumulation_steps, max(3, job["effort"]["max_micro_steps"]))
+    run = min(candidate.gradient_accumulation_steps, max(3, work.effort.max_micro_steps))
     speed = candidate.samples_per_step / seconds
     measured = Measurement(seconds, (seconds,) * 3, 0.005, speed, peak_bytes, peak_bytes, micro_steps_run=run)
     return Completed(measured)
@@ -108,16 +110,16 @@ def misbehave(behaviour: str, result_fd: int) -> None:
             raise ValueError(behaviour)
 
 
-def begin(job: Document) -> int:
+def begin(work: TrialWork) -> int:
     """Take down that a trial was begun; its number among all of them."""
     runs = Path(os.environ["FAULTS_FOLDER"], "runs")
     number = len(runs.read_text().splitlines()) if runs.exists() else 0
     with runs.open("a") as file:
-        file.write(f"{os.getpid()} {json.dumps(job['candidate'], sort_keys=True)}\n")
+        file.write(f"{os.getpid()} {json.dumps(work.candidate.parameters(), sort_keys=True)}\n")
     return number
 
 
-def run_job(job: Document, result_fd: int, torch_threads: int) -> None:
+def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
     """In place of the server's own."""
 
     def send(kind: str, document: Any) -> None:
@@ -126,13 +128,15 @@ def run_job(job: Document, result_fd: int, torch_threads: int) -> None:
             data = data[os.write(result_fd, data) :]
 
     is_real = bool(os.environ.get("FAULTS_REAL"))
-    if job["kind"] == "inspect":
+    work = job.work
+    if isinstance(work, InspectionWork):
         if not is_real:
             send("result", FACTS)
         else:
-            real_run_job(job, result_fd, torch_threads)
+            real_run_job(job, rank, scratch, result_fd, torch_threads)
         return
-    number = begin(job)
+    assert isinstance(work, TrialWork)
+    number = begin(work)
     send("progress", {"phase": "train"})
     behaviour = json.loads(os.environ.get("FAULTS_PLAN", "{}")).get(str(number))
     if behaviour:
@@ -141,11 +145,11 @@ def run_job(job: Document, result_fd: int, torch_threads: int) -> None:
     if is_real:
         from autotune.worker.trial.run import run_trial
 
-        document = run_trial(job, lambda record: send("progress", record))
-        if document["state"] != "completed":
-            send("result", document)
+        trained = run_trial(job.workload, work, scratch, lambda progress: send("progress", encode(progress)))
+        if not isinstance(trained, Completed):
+            send("result", outcome_document(trained))
             return
-    send("result", outcome_document(outcome(job)))
+    send("result", outcome_document(outcome(work)))
 
 
 real_run_job = server._run_job

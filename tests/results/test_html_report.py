@@ -18,15 +18,16 @@ from recorded_steps import Subject, operations_key, recorded_operations
 from searching import BERT_LARGE, FACTS, new_store, prepared, request, search
 from test_report import BASELINE, BF16, ENVIRONMENT, FP16, OVER, WINNER, WORKLOAD, completed, report, trial
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
+from autotune.core.schema import decode, encode
 from autotune.core.stop import LeftOut
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.memory import MemoryPrediction
 from autotune.estimate.step_time import StepTime
 from autotune.results.document import report_document
 from autotune.results.export import make_export
@@ -335,26 +336,18 @@ def test_a_long_study_is_drawn_in_part_and_listed_whole() -> None:
 ANATOMY = {"weights": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB, "activations": 13 * GIB}
 
 
-def arm_of(details: Document) -> Arm:
-    """The arm that a prediction job is for."""
-    return Candidate.from_parameters(
-        {**details["arm"], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    ).arm
-
-
 class _Predicting:
     """Answers prediction jobs at once: every batch of an arm needs the same."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 
-    def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-        batches = [
-            dataclasses.asdict(MemoryPrediction(*batch, 0, 21 * GIB, 22 * GIB, False, True, ANATOMY))
-            for batch in details["batches"]
-        ]
-        traced = recorded_operations().get(operations_key(Subject("bert-large-uncased", 512), arm_of(details)))
-        self._answers[job_id] = Answer({"batches": batches, "largest_batch": None, "operations": traced})
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+        peaks = (0, 21 * GIB, 22 * GIB, False, True, ANATOMY)
+        predicted = tuple(MemoryPrediction(*batch, *peaks) for batch in work.batches)
+        traced = recorded_operations().get(operations_key(Subject("bert-large-uncased", 512), work.arm))
+        operations = None if traced is None else decode(traced, Operations)
+        self._answers[job_id] = Answer(encode(PredictionAnswer(predicted, None, operations)))
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         answers, self._answers = self._answers, {}
@@ -363,7 +356,7 @@ class _Predicting:
 
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) -> None:
-    facts = {**FACTS, "chip": CHIPS["h200"].document()}
+    facts = {**FACTS, "chip": encode(CHIPS["h200"])}
     given = prepare(request(), facts)
     with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
         key = inspection_key(given.request.device, BERT_LARGE)
@@ -419,10 +412,10 @@ def test_a_record_from_which_no_question_can_be_made_has_no_prediction(damaged: 
 
 
 class _Nothing:
-    def find(self, key: str) -> Document | None:
+    def find(self, key: str, kind: type) -> Any:
         return None
 
-    def keep(self, key: str, kind: str, document: Document) -> None:
+    def keep(self, key: str, kind: str, answer: Any) -> None:
         raise AssertionError("nothing is kept when looking")
 
 

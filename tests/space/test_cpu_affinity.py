@@ -41,7 +41,9 @@ class TestArm:
 
     def test_stored_predictions_are_found_again(self) -> None:
         question = questions([PINNED], [(8, 1)], None)[0]
-        assert "cpu_affinity" not in question.identity(CHIPS["rtx-3090"], ceiling_of(GIB))["arm"]
+        plain = questions([PLAIN], [(8, 1)], None)[0]
+        chip, ceiling = CHIPS["rtx-3090"], ceiling_of(GIB)
+        assert question.identity(chip, ceiling) == plain.identity(chip, ceiling)
 
     def test_documents_from_before_there_was_one_are_read(self) -> None:
         parameters = Candidate(PLAIN, 8, 2).parameters()

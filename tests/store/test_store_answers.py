@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
+from autotune.core.prediction import PredictionAnswer
 from autotune.store import Store, open_answers, open_store
 
-PREDICTED: Document = {"batches": [], "largest_batch": 64}
+PREDICTED = PredictionAnswer((), 64)
 
 
 def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
-    assert store.answers.find("0123") is None
-    store.answers.keep("0123", "inspection", {"context_bytes": 1})
-    store.answers.keep("0123", "prediction", {"context_bytes": 2})
-    assert store.answers.find("0123") == {"context_bytes": 1}
+    assert store.answers.find("0123", PredictionAnswer) is None
+    store.answers.keep("0123", "prediction", PREDICTED)
+    store.answers.keep("0123", "prediction", PredictionAnswer((), 8))
+    assert store.answers.find("0123", PredictionAnswer) == PREDICTED
     assert store.environment(store.intern_environment({"driver": "1"}, "0123")) == {"driver": "1"}
 
 
@@ -30,17 +30,19 @@ def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store
     answers = open_answers(str(store.path), 1.0)
     assert answers is not None
     with closing(answers):
-        assert answers.find("0123") == PREDICTED
-        assert answers.find("4567") is None
+        assert answers.find("0123", PredictionAnswer) == PREDICTED
+        assert answers.find("4567", PredictionAnswer) is None
 
 
-@pytest.mark.parametrize("damaged", ["{}", "[]", '"text"', "null", '{"largest_batch": 64}'])
+@pytest.mark.parametrize(
+    "damaged", ["{}", "[]", '"text"', "null", '{"largest_batch": 64}', '{"batches": [1], "largest_batch": 64}']
+)
 def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str) -> None:
     store.answers.keep("0123", "prediction", PREDICTED)
     with closing(sqlite3.connect(str(store.path))) as connection:
         connection.execute("UPDATE autotune_answers SET document = ?", (damaged,))
         connection.commit()
-    assert store.answers.find("0123") is None
+    assert store.answers.find("0123", PredictionAnswer) is None
 
 
 def test_looking_up_makes_no_database(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
     answers = open_answers(str(path), 1.0)
     assert answers is not None
     with closing(answers), pytest.raises(StorageError, match="no such table"):
-        answers.find("0123")
+        answers.find("0123", PredictionAnswer)
     assert path.read_bytes() == before
 
 
@@ -66,16 +68,17 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
     with open_store(str(database), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(database)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StorageError, match="locked"):
-            store.answers.keep("0123", "prediction", {})
+            store.answers.keep("0123", "prediction", PREDICTED)
         other.rollback()
-        store.answers.keep("0123", "prediction", {})
+        store.answers.keep("0123", "prediction", PREDICTED)
 
 
 def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
     store.answers.keep("0123", "prediction", PREDICTED)
     program = (
-        "import sys; from autotune.store import open_answers; "
-        f"print(open_answers({str(store.path)!r}, 1.0).find('0123'), *{{'optuna', 'alembic'}} & sys.modules.keys())"
+        "import sys; from autotune.core.prediction import PredictionAnswer; from autotune.store import open_answers; "
+        f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "
+        "*{'optuna', 'alembic'} & sys.modules.keys())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout.strip() == str(PREDICTED)

@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 import autotune
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
+from autotune.core.prediction import PredictionAnswer
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
@@ -172,7 +173,7 @@ def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
         connection.execute("INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
         connection.commit()
     with open_store(str(path)) as store:
-        assert store.answers.find("0123") is None
+        assert store.answers.find("0123", dict) is None
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT * FROM autotune_environments").fetchall() == environments
 
@@ -182,7 +183,7 @@ def test_what_was_answered_under_the_second_revision_is_still_there(tmp_path: Pa
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript((FROZEN / "0002.sql").read_text())
     with open_store(str(path)) as store:
-        assert store.answers.find("prediction-1") == {"batches": [], "largest_batch": 64}
+        assert store.answers.find("prediction-1", PredictionAnswer) == PredictionAnswer((), 64)
 
 
 def test_what_was_queued_under_the_third_revision_is_still_there(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 from searching import BERT_LARGE, H200, ceiling_of, new_store
 
 import autotune
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import Arm
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
+from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -25,9 +26,9 @@ from autotune.store import open_store
 from autotune.tuning.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
 
 PACKAGE = Path(autotune.__file__).parent
-QUESTION = Question(Arm("bf16"), ((8, True), (64, False)), 8)
+QUESTION = Question(Arm("bf16"), ((8, 2), (64, 1)), 8)
 IDENTITY = QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB))
-PREDICTED: Document = {"batches": [], "largest_batch": 64}
+PREDICTED = PredictionAnswer((), 64)
 
 
 def with_data(longest: int, samples: int = 1000, content: str = "a") -> Workload:
@@ -73,14 +74,14 @@ def test_arms_and_gpus_with_the_same_answer_have_one_key() -> None:
     "other",
     [
         replace(QUESTION, arm=Arm("tf32")).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
-        replace(QUESTION, batches=((8, True),)).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
+        replace(QUESTION, batches=((8, 2),)).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
         replace(QUESTION, multiple=None).identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB)),
         QUESTION.identity(CHIPS["rtx-4090"], ceiling_of(20 * GIB)),
         QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB, headroom=0.05)),
         QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(21 * GIB)),
     ],
 )
-def test_another_question_has_another_key(other: Document) -> None:
+def test_another_question_has_another_key(other: PredictionWork) -> None:
     assert prediction_key(other, BERT_LARGE) != prediction_key(IDENTITY, BERT_LARGE)
 
 
@@ -138,14 +139,14 @@ def test_a_locked_database_is_given_up_and_is_no_error(tmp_path: Path) -> None:
 def test_a_database_is_made_with_the_first_answer_only(tmp_path: Path) -> None:
     path = tmp_path / "studies" / "autotune.db"
     with AnswersBeside(str(path)) as answers:
-        assert answers.find("0123") is None
+        assert answers.find("0123", PredictionAnswer) is None
     assert list(tmp_path.iterdir()) == []
     with AnswersBeside(str(path)) as answers:
         answers.keep("0123", "prediction", PREDICTED)
-        assert answers.find("0123") == PREDICTED
+        assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.problem is None
     with AnswersBeside(str(path)) as answers:
-        assert answers.find("0123") == PREDICTED
+        assert answers.find("0123", PredictionAnswer) == PREDICTED
     with open_store(str(path)) as store:
         assert store.studies() == []
 
@@ -178,6 +179,6 @@ def test_what_is_no_database_of_ours_is_left_alone_and_no_error(make: Callable[[
     with AnswersBeside(str(path)) as answers:
         answers.keep("0123", "prediction", PREDICTED)
         answers.keep("4567", "prediction", PREDICTED)
-        assert answers.find("0123") is None
+        assert answers.find("0123", PredictionAnswer) is None
         assert answers.problem is not None
     assert (path.read_bytes() if path.is_file() else None) == before

@@ -9,7 +9,9 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Candidate
-from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.dataset_spec import DataSpec
+from autotune.core.jobs import DataWork
+from autotune.core.messages import DataAnswer
 from autotune.core.outcome import Effort
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
@@ -27,11 +29,9 @@ class Read:
     def __init__(self, server: ServerClient, workload: Workload, folder: Path) -> None:
         self._server = server
         self._folder = folder / "read"
-        self.answer = server.run(
-            {"kind": "read_data", "workload": workload.document(), "folder": str(self._folder)}
-        ).result
-        if "facts" in self.answer:
-            self.facts = decode(self.answer["facts"], DataFacts)
+        self.answer = decode(server.run(workload, DataWork(str(self._folder))).result, DataAnswer)
+        if self.answer.facts is not None:
+            self.facts = self.answer.facts
             self.workload = workload.with_facts(self.facts)
         else:
             assert list(folder.glob("read*")) == [], "nothing is left after an error"
@@ -41,6 +41,7 @@ class Read:
 
     @property
     def refusal(self) -> str:
-        message, hint = self.answer["error"]
-        assert hint
-        return f"{message} | {hint}"
+        problem = self.answer.problem
+        assert problem is not None
+        assert problem.hint
+        return f"{problem.message} | {problem.hint}"

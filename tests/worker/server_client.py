@@ -14,8 +14,11 @@ import warm
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.jobs import InspectionWork, Job, TrialWork, Work
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.placement import Placement
+from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
@@ -47,9 +50,9 @@ class Answer:
         return outcome
 
     @property
-    def progress(self) -> list[Document]:
-        """Progress records in their order."""
-        return [message["progress"] for message in self.messages if "progress" in message]
+    def progress(self) -> list[Progress]:
+        """The progress in its order."""
+        return [decode(message["progress"], Progress) for message in self.messages if "progress" in message]
 
 
 class ServerClient:
@@ -90,13 +93,11 @@ class ServerClient:
         assert isinstance(message, dict)
         return message
 
-    def run(self, job: Document) -> Answer:
+    def run(self, workload: Workload, work: Work, timeout_seconds: float = 120.0) -> Answer:
         """Run one job to its end."""
         name = f"job-{next(self._numbers)}"
         log_path = self._folder / f"{name}.log"
-        document = {"id": name, "timeout_seconds": 120.0, "log_path": str(log_path), **job}
-        document |= {"device_kind": self._device.kind, "device_uuid": self._device.uuid}
-        self._send({"job": document})
+        self._send({"job": Job(name, workload, work, timeout_seconds, str(log_path)).document()})
         assert self.read()["started"] == name
         messages: list[Document] = []
         while "ended" not in (message := self.read()):
@@ -111,21 +112,17 @@ class ServerClient:
         candidate: Candidate,
         effort: Effort = QUICK,
         cap_bytes: int = AMPLE_BYTES,
-        **job: Any,
+        timeout_seconds: float = 120.0,
+        **changes: Any,
     ) -> Answer:
         """Run one trial to its end."""
-        return self.run(
-            {
-                "kind": "trial",
-                "workload": workload.document(),
-                "candidate": candidate.parameters(),
-                "cap_bytes": cap_bytes,
-                "effort": dataclasses.asdict(effort),
-                "seed": 42,
-                **job,
-            }
-        )
+        work = TrialWork(candidate, Placement.of(self._device).rank_devices, cap_bytes, effort, 42)
+        return self.run(workload, dataclasses.replace(work, **changes), timeout_seconds)
+
+    def inspection(self, workload: Workload, timeout_seconds: float = 120.0) -> Answer:
+        """All that is said while a workload is inspected."""
+        return self.run(workload, InspectionWork(Placement.of(self._device).rank_devices), timeout_seconds)
 
     def inspect(self, workload: Workload) -> Document:
         """Facts about a workload."""
-        return self.run({"kind": "inspect", "workload": workload.document()}).result
+        return self.inspection(workload).result

@@ -76,7 +76,7 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
 ) -> None:
     (folder / "run.py").write_text(text)
     workload = Workload.of_source(find_script(["run.py"]))
-    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    answer = trial_server.inspection(workload)
     assert answer.result["source_error"].startswith(message)
     assert hint in answer.result["source_hint"]
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"loop.py", "run.py"}
@@ -98,7 +98,7 @@ def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> No
         "raise SystemExit('ran ' + open('said').read())\n"
     )
     workload = Workload.of_source(find_script(["run.py"]))
-    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    answer = trial_server.inspection(workload)
     assert "'ran tensor(1.)'" in answer.result["source_error"]
 
 
@@ -115,5 +115,5 @@ def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: Serv
         "prepare(torch.ones(1, requires_grad=True).sum())\n"
     )
     workload = Workload.of_source(find_script(["run.py"]))
-    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    answer = trial_server.inspection(workload)
     assert answer.result["source_error"] == "run.py ended without having trained"

@@ -47,7 +47,7 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
     assert math.isfinite(measured.train_loss or math.nan)
     precision, checkpointing = candidate.arm.precision, candidate.arm.gradient_checkpointing
     assert f"precision='{precision}', gradient_checkpointing={checkpointing})" in answer.log
-    assert [record["phase"] for record in answer.progress if "phase" in record] == ["device", "loop", "train"]
+    assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "loop", "train"]
     assert list(folder.iterdir()) == []
 
 
@@ -86,7 +86,7 @@ def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClie
     ],
 )
 def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, function: str, message: str) -> None:
-    answer = trial_server.run({"kind": "inspect", "workload": loop(function).document()})
+    answer = trial_server.inspection(loop(function))
     assert answer.result["source_error"].startswith(message)
     assert answer.result["source_hint"]
 

@@ -89,7 +89,7 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     answer = trial_server.trial(workload, candidate)
     check_sane(answer, candidate)
     assert answer.completed.measurement.micro_steps_run == 2
-    assert [record["phase"] for record in answer.progress if "phase" in record] == ["device", "script", "train"]
+    assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "script", "train"]
     assert answer.messages[-1]["exit_code"] == 0
     assert "'eval_loss'" not in answer.log
     assert "train_runtime" not in answer.log
@@ -234,7 +234,7 @@ def test_a_script_that_cannot_be_measured_says_why(
     trial_server: ServerClient, folder: Path, text: str, message: str
 ) -> None:
     workload = inline(folder, text)
-    answer = trial_server.run({"kind": "inspect", "workload": workload.document()})
+    answer = trial_server.inspection(workload)
     assert answer.result["source_error"].startswith(message)
     assert "source_hint" in answer.result
     outcome = trial_server.trial(workload, Candidate(Arm(), 2, 3)).outcome
@@ -282,7 +282,7 @@ def test_an_error_of_the_training_is_told_though_the_script_catches_it(
 def test_a_function_that_builds_no_trainer_to_measure_says_why(
     trial_server: ServerClient, function: str, message: str
 ) -> None:
-    answer = trial_server.run({"kind": "inspect", "workload": trainer(function).document()})
+    answer = trial_server.inspection(trainer(function))
     assert answer.result["source_error"].startswith(message)
 
 
@@ -293,7 +293,7 @@ def test_an_inspection_never_has_two_models(trial_server: ServerClient, folder: 
 
 
 def test_an_inspection_that_is_killed_says_by_what(trial_server: ServerClient) -> None:
-    answer = trial_server.run({"kind": "inspect", "workload": trainer("die_when_built").document()})
+    answer = trial_server.inspection(trainer("die_when_built"))
     assert answer.messages[-1]["signal"] == signal.SIGKILL
 
 
@@ -432,15 +432,13 @@ def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerC
 
 def test_a_run_of_wandb_is_started_by_no_mode(trial_server: ServerClient, folder: Path) -> None:
     (folder / "wandb.py").write_text("def init(**options):\n    raise SystemExit('mode is ' + options['mode'])\n")
-    answer = trial_server.run(
-        {"kind": "inspect", "workload": inline(folder, "import wandb\nwandb.init(mode='offline')\n").document()}
-    )
+    answer = trial_server.inspection(inline(folder, "import wandb\nwandb.init(mode='offline')\n"))
     assert "'mode is disabled'" in answer.result["source_error"]
 
 
 def test_the_line_that_changes_arguments_is_named(trial_server: ServerClient, folder: Path) -> None:
     text = "t = trainer()\nt.args.gradient_accumulation_steps = 5\nt.train()"
-    answer = trial_server.run({"kind": "inspect", "workload": inline(folder, text).document()})
+    answer = trial_server.inspection(inline(folder, text))
     assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.result["source_error"]
 
 

@@ -27,6 +27,8 @@ from tiny import QUICK, attention_of_task, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, OutOfMemory
+from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.schema import decode
 from autotune.core.units import MIB
 from autotune.core.workload import Task, Workload
 from autotune.devices.gpus import CHIPS
@@ -255,10 +257,9 @@ def test_what_is_predicted_is_the_worst_batch(
     own = read("bert-tiny", spec(path, tokenizer), seq_len=512).workload
 
     def peak_bytes(workload: Workload) -> int:
-        details = {"arm": dataclasses.asdict(Arm()), "batches": [[16, False]], "multiple": None}
-        limits = {"cap_bytes": 8 * 1024 * MIB, "line_bytes": 8 * 1024 * MIB}
-        job = {"kind": "predict", "workload": workload.document(), "chip": CHIPS["h200"].document()}
-        return int(trial_server.run({**job, **details, **limits}).result["batches"][0]["peak_allocated_bytes"])
+        work = PredictionWork(Arm(), CHIPS["h200"], 8 * 1024 * MIB, 8 * 1024 * MIB, ((16, 1),), None)
+        answer = decode(trial_server.run(workload, work).result, PredictionAnswer)
+        return answer.batches[0].peak_allocated_bytes
 
     found = peak_bytes(own)
     assert found == peak_bytes(tiny_workload("bert-tiny", seq_len=96, padding=0.3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,11 @@ import torch
 from tiny import AMPLE_BYTES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from autotune.core.candidate import Arm, Candidate, Document
-from autotune.core.outcome import Effort
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.jobs import TrialWork
+from autotune.core.outcome import Completed, Effort, Outcome
+from autotune.core.placement import RankDevices
+from autotune.core.scratch import Scratch
 from autotune.core.training_source import find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.meter import CpuMeter
@@ -131,17 +133,12 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("def build(overrides): ...")
     effort = Effort(warmup_steps=1, min_steps=4, max_steps=4, target_spread=0.0, max_seconds=1000.0)
-    job = {
-        "workload": Workload.of_source(find_trainer(f"{file}:build")).document(),
-        "candidate": Candidate(Arm("fp32"), 2, 2).parameters(),
-        "effort": dataclasses.asdict(effort),
-        "device_kind": "cuda", "device_uuid": "", "cap_bytes": AMPLE_BYTES, "seed": 0,
-        "output_dir": str(tmp_path), "stop_file": str(tmp_path / "stop"), "cache_list": str(tmp_path / "caches"),
-    }  # fmt: skip
-    ended: list[Document] = []
+    workload = Workload.of_source(find_trainer(f"{file}:build"))
+    work = TrialWork(Candidate(Arm("fp32"), 2, 2), RankDevices("cuda", ("",)), AMPLE_BYTES, effort, 0)
+    ended: list[Outcome] = []
 
-    def finish(result: Document) -> Any:
-        ended.append(result)
+    def finish(outcome: Outcome) -> Any:
+        ended.append(outcome)
         raise EndedError
 
     samples = [{"x": torch.ones(3 + number // 8), "labels": torch.zeros(1)} for number in range(64)]
@@ -149,7 +146,7 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
         str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to="none",
         disable_tqdm=True, use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
     )  # fmt: skip
-    trial = TrainerTrial(job, lambda record: None, finish)
+    trial = TrainerTrial(workload, work, Scratch(str(tmp_path)), lambda progress: None, finish)
     trial._meter = CpuMeter()
     trial._overlay = Overlay(str(tmp_path), tuned={}, shortened=None, on_cpu=True)
     model = Model()
@@ -157,8 +154,9 @@ def test_a_trial_of_one_s_own_rehearses_on_a_gpu(tmp_path: Path) -> None:
     trial._prepare(trainer)
     with pytest.raises(EndedError):
         trainer.train()
-    measured = ended[0]["measurement"]
+    assert isinstance(ended[0], Completed)
+    measured = ended[0].measurement
     # Two steps of each length, the first of which comes twice; with 3 tokens its first coming is the warm-up.
     assert model.lengths == [3] * 6 + [4] * 6
-    assert len(measured["step_seconds_each"]) == 4
-    assert measured["new_length_seconds"] is not None
+    assert len(measured.step_seconds_each) == 4
+    assert measured.new_length_seconds is not None

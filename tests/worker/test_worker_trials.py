@@ -43,9 +43,9 @@ def test_every_task_completes(trial_server: ServerClient, task: Task) -> None:
     answer = trial_server.trial(tiny_workload(ONE_OF_EACH_TASK[task], task=task, padding=padding), candidate)
     check_sane(answer.completed, candidate)
     assert answer.completed.measurement.micro_steps_run == 2
-    phases = [record["phase"] for record in answer.progress if "phase" in record]
+    phases = [progress.phase for progress in answer.progress if progress.phase]
     assert phases == ["device", "model", "trainer", "train"]
-    steps = [record["step"] for record in answer.progress if "step" in record]
+    steps = [progress.step for progress in answer.progress if progress.step is not None]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) <= STEPS
     # What the Trainer prints on standard output is in the log; the client checked that all else was protocol.

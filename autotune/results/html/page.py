@@ -8,9 +8,9 @@ from collections.abc import Callable
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.outcome import Measurement
+from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.estimate.memory import MemoryPrediction
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, speed_chart, step_chart

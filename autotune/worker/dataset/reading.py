@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -20,10 +19,11 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
-from autotune.core.candidate import Document
 from autotune.core.dataset_folder import publish_data
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, facts_in
 from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.messages import DataAnswer, Problem
+from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.worker.dataset.columns import check_holds_tokens, find_column, find_text_columns, is_string, read_labels
 from autotune.worker.dataset.loading import load
@@ -49,25 +49,24 @@ _SHOWN_BATCH = 8
 _SHOWN_SAMPLES = 20_000
 
 
-def read_data(job: Document) -> Document:
-    """Prepare the job's dataset in ``folder`` and return its facts, or ``error`` with message and hint."""
-    workload = Workload.from_document(job["workload"])
-    folder = Path(job["folder"])
+def read_data(workload: Workload, into: str) -> DataAnswer:
+    """Prepare the workload's dataset in a folder and return its facts, or why that was not possible."""
+    folder = Path(into)
     known = facts_in(folder)
     if known is not None:
         # Another search prepared it first.
-        return {"facts": dataclasses.asdict(known)}
+        return DataAnswer(facts=known)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
         partial.mkdir(parents=True)
         facts = _Reading(workload, partial).run()
-        (partial / FACTS_FILE).write_text(json.dumps(dataclasses.asdict(facts)))
+        (partial / FACTS_FILE).write_text(json.dumps(encode(facts)))
         shutil.rmtree(partial / "cache", ignore_errors=True)
-        return {"facts": dataclasses.asdict(publish_data(partial, folder) or facts)}
+        return DataAnswer(facts=publish_data(partial, folder) or facts)
     except AutotuneError as error:
-        return {"error": [error.message, error.hint]}
+        return DataAnswer(problem=Problem(error.message, error.hint))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         # After an error, leave no folder that was not there before.

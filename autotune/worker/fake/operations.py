@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from autotune.core.candidate import Document
+from autotune.core.prediction import Operation, Operations, Size
 from autotune.worker.private.torch import is_in_autograd
 
 _aten = torch.ops.aten
@@ -83,9 +83,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
 }
 _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
 
-Row = tuple[Any, ...]
-Size = tuple[int, int]
-"""An amount for each sample, and a constant amount."""
+Row = tuple[str, str, Size, Size, tuple[Size, ...]]
+"""The kind, dtype, operations, bytes and shape of an ``Operation``."""
 
 
 class OperationTally:
@@ -95,7 +94,7 @@ class OperationTally:
         self.counts_as: Literal["micro_step", "update"] | None = None
         """The part that operations are counted for; ``None`` while none are."""
         self._batch = batch
-        self._counts: dict[Row, int] = {}
+        self._counts: dict[tuple[str, Row], int] = {}
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
         self._kinds: dict[Any, tuple[str, str]] = {}
 
@@ -118,19 +117,17 @@ class OperationTally:
             row = self._fused_update(args)
         else:
             row = self._moving(kind, name, args, out)
-        key = (part, *row)
+        key = part, row
         self._counts[key] = self._counts.get(key, 0) + 1
 
-    def document(self, parameters: Sequence[torch.Tensor]) -> Document:
-        """Return the counts as JSON-ready data; ``parameters`` are the trained ones."""
-        names = ("part", "kind", "dtype", "flops", "bytes", "shape")
-        rows = [{**dict(zip(names, row, strict=True)), "count": count} for row, count in self._counts.items()]
-        return {
-            "rows": rows,
-            "dispatched": dict(self._dispatched),
-            "gradient_tensors": len(parameters),
-            "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
-        }
+    def operations(self, parameters: Sequence[torch.Tensor]) -> Operations:
+        """Return what was counted; ``parameters`` are the trained ones."""
+        return Operations(
+            tuple(Operation(part, *row, count) for (part, row), count in self._counts.items()),
+            dict(self._dispatched),
+            len(parameters),
+            sum(parameter.nbytes for parameter in parameters),
+        )
 
     def _kind_of(self, func: Any) -> tuple[str, str]:
         known = self._kinds.get(func)

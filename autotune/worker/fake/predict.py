@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from autotune.core.candidate import Arm, Document
 from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.chip import Chip
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
-from autotune.devices.gpus import Chip
 from autotune.worker.fake.allocator import OutOfCapError, replay
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
@@ -25,29 +25,18 @@ _LARGEST_BATCH = 65536
 _NICENESS = 19
 
 
-def predict(job: Document) -> Document:
-    """Return ``batches``, a prediction for each batch asked for, and ``largest_batch``, the largest that fits.
-
-    The job has ``workload``, ``arm``, ``chip``, ``cap_bytes``, ``line_bytes``, ``batches`` (pairs of per-device batch
-    and accumulation) and ``multiple``, of which the largest batch is one (``None`` leaves it out).
-    """
+def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
+    """Return a prediction for each batch asked for, and the largest that fits."""
     yield_to_trials()
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
-    chip = Chip.from_document(job["chip"])
     # Random weights take the same memory, and need not be read.
-    workload = dataclasses.replace(Workload.from_document(job["workload"]).at_its_worst(), weights=None)
-    training = FakeTraining(workload, Arm(**job["arm"]), chip)
-    limits = Limits(training.step(), chip, job["cap_bytes"], job["line_bytes"])
-    multiple = job["multiple"]
-    largest = limits.largest_batch(multiple) if multiple else None
-    wanted = {(batch, accumulation) for batch, accumulation in job["batches"]}
-    wanted |= {(batch, 1) for batch in _around(largest, multiple)}
-    return {
-        "batches": [limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted)],
-        "largest_batch": largest,
-        "operations": training.operations,
-    }
+    training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
+    limits = Limits(training.step(), work.chip, work.cap_bytes, work.line_bytes)
+    largest = limits.largest_batch(work.multiple) if work.multiple else None
+    wanted = {*work.batches, *((batch, 1) for batch in _around(largest, work.multiple))}
+    predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
+    return PredictionAnswer(predicted, largest, training.operations)
 
 
 def yield_to_trials() -> None:
@@ -84,20 +73,20 @@ class Limits:
         self._cap_bytes = cap_bytes
         self._line_bytes = line_bytes
 
-    def prediction(self, batch: int, accumulation: int) -> Document:
+    def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and what the peak consists of."""
         events = self._step.at(batch, self._chip, accumulation=accumulation)
         peaks = self._peaks(events)
-        return {
-            "per_device_train_batch_size": batch,
-            "gradient_accumulation_steps": accumulation,
-            "micro_batch_bytes": self._step.micro_batch_bytes(batch, self._chip),
-            "peak_allocated_bytes": peaks.allocated_bytes,
-            "peak_reserved_bytes": peaks.reserved_bytes,
-            "runs_out": peaks.runs_out,
-            "fits": self._fit(peaks),
-            "anatomy": anatomy(events, self._step.label),
-        }
+        return MemoryPrediction(
+            batch,
+            accumulation,
+            micro_batch_bytes=self._step.micro_batch_bytes(batch, self._chip),
+            peak_allocated_bytes=peaks.allocated_bytes,
+            peak_reserved_bytes=peaks.reserved_bytes,
+            runs_out=peaks.runs_out,
+            fits=self._fit(peaks),
+            anatomy=anatomy(events, self._step.label),
+        )
 
     def _fit(self, peaks: _Peaks) -> bool:
         return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.devices.gpus import Chip
+from autotune.core.chip import Chip
 from autotune.worker.fake.allocator import BLOCK_BYTES
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events, Trace
 

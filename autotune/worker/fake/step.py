@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.core.candidate import Arm, Document
+from autotune.core.candidate import Arm
+from autotune.core.chip import Chip
+from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
-from autotune.devices.gpus import Chip
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
@@ -126,7 +127,7 @@ class FakeTraining:
         self._workload = workload
         self._arm = arm
         self._chip = chip
-        self.operations: Document = {}
+        self.operations: Operations | None = None
         """What the operations of the last traced step compute and move."""
         self._library = install_cuda_autocast()
         install_cuda_functions(flash=chip.has_flash_attention, padded=workload.padding > 0)
@@ -160,7 +161,7 @@ class FakeTraining:
             optimizer = _optimizer(self._arm.optim, model)
             self._optimizer_step(model, optimizer, tracer, operations, batch_size)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self.operations = operations.document(trained)
+            self.operations = operations.operations(trained)
             gc.collect()
             # Returned before the optimizer and its state go out of scope.
             return tracer.so_far()

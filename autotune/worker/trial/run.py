@@ -14,8 +14,11 @@ from typing import Any
 
 from transformers import Trainer, TrainingArguments, set_seed
 
-from autotune.core.candidate import Candidate, Document
-from autotune.core.outcome import Completed, Effort, Failed, Measurement, OutOfMemory, outcome_document
+from autotune.core.candidate import Candidate
+from autotune.core.jobs import TrialWork
+from autotune.core.messages import Progress
+from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import training_arguments
 from autotune.worker.dataset.prepared import PreparedDataset
@@ -31,7 +34,7 @@ from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, m
 from autotune.worker.trial.meter import Meter, expand_segments, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
 
-Send = Callable[[Document], None]
+Send = Callable[[Progress], None]
 
 
 class Phases:
@@ -47,7 +50,7 @@ class Phases:
         """End the current phase and begin another."""
         self.end()
         self.current = name
-        self._send({"phase": name})
+        self._send(Progress(phase=name))
 
     def end(self) -> None:
         """End the current phase."""
@@ -106,18 +109,20 @@ def _train_until_measured(trainer: Any, callback: MeasureCallback, *, is_alone: 
 class Trial:
     """Runs a job, and keeps the phase and the meter so that a failure can report them."""
 
-    def __init__(self, job: Document, send: Send) -> None:
-        self._workload = Workload.from_document(job["workload"])
-        self._candidate = Candidate.from_parameters(job["candidate"])
-        self._effort = Effort(**job["effort"])
-        self._device_kind: str = job["device_kind"]
-        self._ranks = Ranks.of_job(job)
-        self._uuid: str = job["device_uuids"][self._ranks.rank] if self._ranks.count > 1 else job["device_uuid"]
-        self._cap_bytes: int = job["cap_bytes"]
-        self._seed: int = job["seed"]
-        self._data_folder: str | None = job.get("data_folder")
+    def __init__(
+        self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, ranks: Ranks | None = None
+    ) -> None:
+        self._workload = workload
+        self._candidate = work.candidate
+        self._effort = work.effort
+        self._device_kind = work.devices.kind
+        self._ranks = ranks or Ranks()
+        self._uuid = work.devices.uuids[self._ranks.rank]
+        self._cap_bytes = work.cap_bytes
+        self._seed = work.seed
+        self._data_folder = work.data_folder
         # Made by the server, which removes it together with the trial's TMPDIR.
-        self._output_dir: str = job["output_dir"]
+        self._scratch = scratch
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
@@ -125,16 +130,16 @@ class Trial:
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
 
-    def run(self) -> Document:
-        """Train and measure, and return the outcome as a document; an error of the training becomes a failure."""
+    def run(self) -> Outcome:
+        """Train and measure, and return the outcome; an error of the training becomes a failure."""
         # An own cache: kernels compiled by an earlier trial would make this one's start-up look cheap.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "compiled")
         try:
-            outcome = self._train(self._output_dir)
+            outcome = self._train(self._scratch.output_dir)
         except Exception as error:
             outcome = self._failure(error)
         self._phases.end()
-        return outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+        return dataclasses.replace(outcome, phase_seconds=self._phases.seconds)
 
     def _open_device(self) -> Meter:
         self._phases.enter("device")
@@ -173,7 +178,7 @@ class Trial:
             self._candidate,
             self._effort,
             on_enough=results.append,
-            on_step=lambda step: self._send({"step": step}),
+            on_step=lambda step: self._send(Progress(step=step)),
             schedule=schedule,
             busy=self._busy_step(),
             ranks=self._ranks,
@@ -271,6 +276,6 @@ class Trial:
         return outcome
 
 
-def run_trial(job: Document, send: Send) -> Document:
-    """Run the job's candidate and return its outcome as a document; ``send`` gets progress records."""
-    return Trial(job, send).run()
+def run_trial(workload: Workload, work: TrialWork, scratch: Scratch, send: Send, ranks: Ranks | None = None) -> Outcome:
+    """Run a candidate and return its outcome; ``send`` gets the progress."""
+    return Trial(workload, work, scratch, send, ranks).run()

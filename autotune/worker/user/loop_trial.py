@@ -12,8 +12,10 @@ import torch
 from autotune.core import loop as loop_interface
 from autotune.core.candidate import Document
 from autotune.core.loop import LoopConfig, loop_arguments
+from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, Measurement
-from autotune.core.workload import Workload
+from autotune.core.scratch import Scratch
+from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run
@@ -28,10 +30,8 @@ from autotune.worker.user.own_trial import OwnTrial
 class StepsTrial(OwnTrial):
     """A trial whose steps are told apart by ``LoopSteps``."""
 
-    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
-        super().__init__(job, send, finish)
-        self._is_unmodified: bool = job.get("unmodified", False)
-        self._has_begun = False
+    _has_begun = False
+    """Whether the first batch was asked for."""
 
     def _run_all_micro_steps(self) -> None:
         """Measure steps that are whole: none of their micro-steps is left out."""
@@ -48,7 +48,7 @@ class StepsTrial(OwnTrial):
             self._candidate,
             self._effort,
             on_enough=self._enough,
-            on_step=lambda step: self._send({"step": step}),
+            on_step=lambda step: self._send(Progress(step=step)),
             rehearsing=rehearsing,
             busy=self._busy_step(),
         )
@@ -126,10 +126,8 @@ class _Announced:
 # What a process sees of the loop before the first trial
 
 
-def inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
+def inspect(source: TrainingSource, scratch: Scratch, finish: Callable[[Document], NoReturn]) -> NoReturn:
     """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
-    source = Workload.from_document(job["workload"]).source
-    assert source is not None
     facts = inspect_environment()
     fail = functools.partial(fail_inspection, facts, source, finish)
     config, seen = LoopConfig(), SeenTraining()
@@ -158,7 +156,7 @@ def inspect(job: Document, output_dir: str, finish: Callable[[Document], NoRetur
 
     try:
         enter(source)
-        guard.install(job["stop_file"])
+        guard.install(scratch.stop_file)
         watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)

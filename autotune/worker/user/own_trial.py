@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from autotune.core.candidate import Document
-from autotune.core.outcome import Completed, Failed, OutOfMemory, outcome_document
+from autotune.core.jobs import TrialWork
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.scratch import Scratch
+from autotune.core.workload import Workload
 from autotune.worker.trial.measure import MeasureCallback
-from autotune.worker.trial.run import Trial
+from autotune.worker.trial.run import Send, Trial
 from autotune.worker.user.code import UserCodeError, enter, trim
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.written_files import note_cache_files
@@ -22,13 +24,14 @@ class OwnTrial(Trial):
     Whatever their code would do with an exception, it gets none: the result is sent and the process ends.
     """
 
-    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
-        super().__init__(job, send)
+    def __init__(
+        self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, finish: Callable[[Outcome], NoReturn]
+    ) -> None:
+        super().__init__(workload, work, scratch, send)
         assert self._workload.source is not None
         self._source = self._workload.source
         self._finish = finish
-        self._stop_file: str = job["stop_file"]
-        self._cache_list: str = job["cache_list"]
+        self._is_unmodified = work.unmodified
         self._guard = Guard(self._source, self._refuse)
         self._callback: MeasureCallback | None = None
 
@@ -36,15 +39,15 @@ class OwnTrial(Trial):
         """Run the user's code with the candidate's settings, to where it ends the process."""
         raise NotImplementedError
 
-    def run_in(self, output_dir: str) -> NoReturn:
+    def run_and_end(self) -> NoReturn:
         """Run the user's code; never returns, and never raises."""
         try:
             self._open_device()
             self._phases.enter(self._source.kind)
             enter(self._source)
-            self._guard.install(self._stop_file)
-            note_cache_files(self._cache_list)
-            self.run_code(output_dir)
+            self._guard.install(self._scratch.stop_file)
+            note_cache_files(self._scratch.cache_list)
+            self.run_code(self._scratch.output_dir)
             raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
         except BaseException as error:
             self._end_after(error)
@@ -72,4 +75,4 @@ class OwnTrial(Trial):
 
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
-        self._finish(outcome_document(dataclasses.replace(outcome, phase_seconds=self._phases.seconds)))
+        self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))

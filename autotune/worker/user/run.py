@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autotune.core.candidate import Document
+from autotune.core.jobs import InspectionWork, TrialWork
+from autotune.core.outcome import Outcome, outcome_document
+from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_trial
@@ -18,24 +21,27 @@ _TRIALS: dict[str, type[OwnTrial]] = {
     "lightning": lightning_trial.LightningTrial,
 }
 
-SendMessage = Callable[[str, Document], None]
+SendMessage = Callable[[str, Any], None]
+"""Sends a line to the trial server: what it is, and a value."""
 
 
-def run_own(job: Document, send: SendMessage) -> None:
-    """Run the job, send its result with ``send``, end the process."""
-    output_dir: str = job["output_dir"]
-    source = Workload.from_document(job["workload"]).source
+def run_own(workload: Workload, work: TrialWork | InspectionWork, scratch: Scratch, send: SendMessage) -> NoReturn:
+    """Run a trial or an inspection, send its result with ``send``, end the process."""
+    source = workload.source
     assert source is not None
 
-    def finish(result: Document) -> NoReturn:
-        send("result", result)
+    def finish(facts: Document) -> NoReturn:
+        send("result", facts)
         leave(0)
 
-    def progress(record: Document) -> None:
-        send("progress", record)
+    def finish_trial(outcome: Outcome) -> NoReturn:
+        send("result", outcome_document(outcome))
+        leave(0)
 
-    if job["kind"] == "inspect":
-        inspect = loop_trial.inspect if source.kind == "loop" else trainer_trial.inspect
-        inspect(job, output_dir, finish)
-    kind = _TRIALS["loop" if source.kind == "loop" else source.interface.get("kind", "trainer")]
-    kind(job, progress, finish).run_in(output_dir)
+    if isinstance(work, TrialWork):
+        kind = _TRIALS["loop" if source.kind == "loop" else source.interface.get("kind", "trainer")]
+        kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial).run_and_end()
+    elif source.kind == "loop":
+        loop_trial.inspect(source, scratch, finish)
+    else:
+        trainer_trial.inspect(source, work, scratch, finish)

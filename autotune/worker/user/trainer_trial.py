@@ -6,13 +6,17 @@ We raise no exception in user code, because it might catch it. The callback send
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from transformers import Trainer
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.outcome import Completed, Effort, Failed, Measurement
+from autotune.core.jobs import InspectionWork, TrialWork
+from autotune.core.messages import Progress
+from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome
+from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import checkpointing_field, training_arguments
@@ -22,6 +26,7 @@ from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.trial.run import Send
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.guard import Guard
@@ -134,9 +139,10 @@ def _silence(control: Any) -> None:
 class TrainerTrial(OwnTrial):
     """A trial whose model, data and ``Trainer`` the user's code makes."""
 
-    def __init__(self, job: Document, send: Callable[[Document], None], finish: Callable[[Document], NoReturn]) -> None:
-        super().__init__(job, send, finish)
-        self._is_unmodified: bool = job.get("unmodified", False)
+    def __init__(
+        self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, finish: Callable[[Outcome], NoReturn]
+    ) -> None:
+        super().__init__(workload, work, scratch, send, finish)
         self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
 
     def run_code(self, output_dir: str) -> NoReturn:
@@ -201,7 +207,7 @@ class TrainerTrial(OwnTrial):
             self._candidate,
             self._effort,
             on_enough=lambda measured: self._end(self._measured(measured, trainer, watch)),
-            on_step=lambda step: self._send({"step": step}),
+            on_step=lambda step: self._send(Progress(step=step)),
             rehearsing=rehearsing,
             busy=self._busy_step(),
         )
@@ -251,25 +257,27 @@ def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> E
 # What a process sees of the user's training before the first trial
 
 
-def inspect(job: Document, output_dir: str, finish: Callable[[Document], NoReturn]) -> NoReturn:
+def inspect(
+    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[Document], NoReturn]
+) -> NoReturn:
     """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds.
     """
-    source = Workload.from_document(job["workload"]).source
-    assert source is not None
+    is_on_cpu = work.devices.kind == "cpu"
     if source.kind == "script":
-        facts = in_fork(lambda send: _Inspection(job, source, output_dir, send).describe())
+        facts = in_fork(lambda send: _Inspection(source, scratch, send, is_on_cpu=is_on_cpu).describe())
         if facts.pop("failed_probing", False):
             # Perhaps for want of the batch that was tried: the user's own may do.
-            again = in_fork(lambda send: _Inspection(job, source, output_dir, send, is_probing=False).describe())
+            unprobed = functools.partial(_Inspection, is_on_cpu=is_on_cpu, is_probing=False)
+            again = in_fork(lambda send: unprobed(source, scratch, send).describe())
             facts = facts if "source_error" in again else again
         finish(facts)
-    facts = in_fork(lambda send: _Inspection(job, source, output_dir, send).describe())
+    facts = in_fork(lambda send: _Inspection(source, scratch, send, is_on_cpu=is_on_cpu).describe())
     if "source_error" in facts:
         finish(facts)
-    _Inspection(job, source, output_dir, finish, facts).try_overrides()
+    _Inspection(source, scratch, finish, facts, is_on_cpu=is_on_cpu).try_overrides()
 
 
 class _Inspection:
@@ -277,22 +285,22 @@ class _Inspection:
 
     def __init__(
         self,
-        job: Document,
         source: TrainingSource,
-        output_dir: str,
+        scratch: Scratch,
         finish: Callable[[Document], NoReturn],
         facts: Document | None = None,
         *,
+        is_on_cpu: bool,
         is_probing: bool = True,
     ) -> None:
-        self._job = job
         self._source = source
-        self._output_dir = output_dir
+        self._scratch = scratch
+        self._is_on_cpu = is_on_cpu
         self._finish = finish
         self._facts = facts or {}
         self._overlay = Overlay(
-            output_dir,
-            on_cpu=job["device_kind"] == "cpu",
+            scratch.output_dir,
+            on_cpu=is_on_cpu,
             is_probing=is_probing and facts is None and source.kind == "script",
         )
 
@@ -314,7 +322,7 @@ class _Inspection:
         try:
             self._enter()
             _intercept(on_train)
-            _run_source(self._source, {}, self._output_dir)
+            _run_source(self._source, {}, self._scratch.output_dir)
         except BaseException as error:
             self._fail(error)
 
@@ -338,14 +346,14 @@ class _Inspection:
             lambda message, hint: self._fail(UserCodeError(message, hint)),
             is_known=others.is_at_work,
         )
-        guard.install(self._job["stop_file"])
+        guard.install(self._scratch.stop_file)
         if self._source.kind == "script":
             others.install()
             LightningInspection(
                 self._source,
-                self._output_dir,
+                self._scratch.output_dir,
                 self._finish_with_model,
-                on_cpu=self._job["device_kind"] == "cpu",
+                on_cpu=self._is_on_cpu,
             ).install()
         self._overlay.install()
 

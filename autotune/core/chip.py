@@ -1,0 +1,97 @@
+"""Describe a GPU model: what determines the memory of a training step on it, and the rates at which it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autotune.core.device import Precision, precisions_of
+
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one workspace for each thread that multiplies
+# matrices, larger on Hopper and datacentre Blackwell.
+_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+_LARGE_WORKSPACE_BYTES = 4096 * 1024 * 8
+_LARGE_WORKSPACE_MAJORS = (9, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What GPUs of one host exchange data through."""
+
+    kind: Literal["NVLink", "PCIe"]
+    bytes_per_second: float
+    """Specified, of one GPU in one direction."""
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Share of that rate which an all-reduce reaches: least, usual, most."""
+        return _SHARES_OF_LINKS[self.kind]
+
+
+# Bus bandwidth of NCCL's all_reduce_perf. NVLink: 230 to 250 of 300 GB/s on eight A100 and 460 to 480 of 450 GB/s on
+# eight H100, which sum in the switch (docs.alayanew.com, "NCCL-tests in practice", 2026); 116 of 300 GB/s through the
+# bridge of two H100 PCIe (github.com/NVIDIA/nccl-tests/issues/194). PCIe: 35 to 45 of 63 GB/s on eight H100 PCIe (the
+# same page), 28 and 35 of 63 GB/s on eight and four RTX 5090 (github.com/NVIDIA/nccl/issues/1639), 6.2 of 15.8 GB/s
+# between two RTX 3090 Ti without direct access (github.com/mli/transformers-benchmarks).
+_SHARES_OF_LINKS = {"NVLink": (0.38, 0.8, 1.05), "PCIe": (0.18, 0.5, 0.71)}
+
+# The rate of 16 lanes, after encoding: 8, 16 and 32 GT/s with 128 of 130 bits (PCI Express base specifications).
+PCIE_3, PCIE_4, PCIE_5 = (Link("PCIe", gigabytes * 1e9) for gigabytes in (15.75, 31.5, 63.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The specified rates at which a GPU computes and moves data."""
+
+    half_flops: float
+    """Operations a second of the tensor cores on 16-bit matrices."""
+    tf32_flops: float | None
+    """``None`` before Ampere."""
+    fp32_flops: float
+    bandwidth_bytes_per_second: float
+    multiprocessors: int
+    power_watts: int
+    """Power limit of the board."""
+    source: str
+    link: Link | None = PCIE_4
+    """``None`` where several GPUs are not put into one host. Bridges that are sold apart are left out."""
+
+    @property
+    def sums_at_half_rate(self) -> bool:
+        """Whether tensor cores add up products in float32 at half their rate: GeForce cards since Ampere, and the L40.
+
+        Their 16-bit rate is then twice that of float32, where other chips have four times or more.
+        """
+        return self.half_flops < 3 * self.fp32_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Those properties of a GPU that determine the memory of a training step on it."""
+
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+    name: str = "H200"
+    memory_bytes: int | None = None
+    rates: Rates | None = None
+    """``None`` where no specification gives them: speed is then not predicted."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of cuBLAS's workspace for one thread."""
+        return _LARGE_WORKSPACE_BYTES if self.capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether torch has its own flash attention kernel for it: Ampere or newer (sdp_utils.cpp)."""
+        return self.capability >= (8, 0)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precisions that the GPU computes natively."""
+        return precisions_of(self.capability)
+
+    def decisive(self) -> Chip:
+        """Return the chip without name, memory and rates, which do not change what a step allocates."""
+        return Chip(self.capability, self.multiprocessors, self.threads_per_multiprocessor)

@@ -1,0 +1,103 @@
+"""Describe the jobs that the trial server runs: a trial, an inspection, a dataset to read, a prediction.
+
+The controller sends a job as a line of JSON. The server decodes it once, and the process of the job gets the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Effort
+from autotune.core.placement import RankDevices
+from autotune.core.prediction import PredictionWork
+from autotune.core.schema import decode, encode
+from autotune.core.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class TrialWork:
+    """Train with a candidate's settings and measure; the result is an outcome."""
+
+    candidate: Candidate
+    devices: RankDevices
+    cap_bytes: int
+    effort: Effort
+    seed: int
+    unmodified: bool = False
+    """Run the user's own code with its own settings, whatever the candidate says."""
+    data_folder: str | None = None
+    """The folder of the dataset that was read; ``None`` without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionWork:
+    """Find out what a search needs to know of the environment and the model."""
+
+    devices: RankDevices
+
+
+@dataclass(frozen=True, slots=True)
+class DataWork:
+    """Read the workload's dataset into a folder, from which trials map it."""
+
+    folder: str
+
+
+Work = TrialWork | InspectionWork | DataWork | PredictionWork
+
+_KINDS: dict[str, type[TrialWork] | type[InspectionWork] | type[DataWork] | type[PredictionWork]] = {
+    "trial": TrialWork,
+    "inspect": InspectionWork,
+    "read_data": DataWork,
+    "predict": PredictionWork,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work for a process of the trial server, or for one process a rank."""
+
+    id: str
+    workload: Workload
+    work: Work
+    timeout_seconds: float
+    log_path: str
+
+    @property
+    def kind(self) -> str:
+        """What is to be done: ``trial``, ``inspect``, ``read_data`` or ``predict``."""
+        return next(name for name, kind in _KINDS.items() if isinstance(self.work, kind))
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that do it together."""
+        return self.work.devices.ranks if isinstance(self.work, TrialWork) else 1
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        document: dict[str, Any] = encode(self)
+        return {"kind": self.kind, **document}
+
+    @classmethod
+    def from_document(cls, document: Any) -> Job:
+        """Return the job of a document from ``document``; ``ValueError`` where it describes none."""
+        message = decode(document, JobMessage)
+        kind = _KINDS.get(message.kind)
+        if kind is None:
+            raise ValueError(f"malformed job: its kind is {message.kind!r}, not one of {', '.join(_KINDS)}")
+        workload = Workload.from_document(message.workload)
+        return cls(message.id, workload, decode(message.work, kind), message.timeout_seconds, message.log_path)
+
+
+@dataclass(frozen=True, slots=True)
+class JobMessage:
+    """A job as it is sent. Which fields ``work`` has depends on ``kind``."""
+
+    kind: str
+    id: str
+    workload: dict[str, Any]
+    work: dict[str, Any]
+    timeout_seconds: float
+    log_path: str

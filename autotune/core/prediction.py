@@ -1,0 +1,102 @@
+"""Describe a prediction: what is asked about an arm's memory, and the peaks and operations that are predicted.
+
+A process with torch predicts on fake tensors. Its answers are sent and stored as JSON documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.core.candidate import Arm
+from autotune.core.chip import Chip
+
+Size = tuple[int, int]
+"""An amount for each sample of the batch, and a constant amount."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionWork:
+    """What to predict: the peaks of an arm at some batches, and the largest batch that fits."""
+
+    arm: Arm
+    chip: Chip
+    """Only what decides how much memory a step takes; see ``Chip.decisive``."""
+    cap_bytes: int
+    line_bytes: int
+    batches: tuple[tuple[int, int], ...]
+    """Pairs of per-device batch and accumulation."""
+    multiple: int | None
+    """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """The predicted peaks of one arm at one per-device batch and accumulation."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    micro_batch_bytes: int
+    """Bytes that the inputs of one micro-step take. The Trainer moves those of all micro-steps to the device at
+    once."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    """Peak of a simulated caching allocator. Under the cap, cached segments are freed before it is exceeded."""
+    runs_out: bool
+    """Whether the cap is exceeded even after cached segments are freed."""
+    fits: bool
+    """Whether it neither runs out nor exceeds the line."""
+    anatomy: dict[str, int]
+    """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
+
+    Logits and the loss are counted as activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Equal operations of a step, counted together."""
+
+    part: str
+    """``forward``, ``backward``, ``recomputation`` or ``update``."""
+    kind: str
+    dtype: str
+    flops: Size
+    bytes: Size
+    shape: tuple[Size, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The operations of one micro-step and of the optimizer's update, for arms of one memory class."""
+
+    rows: tuple[Operation, ...]
+    dispatched: dict[str, int]
+    """Number of operations that the host issues in each part, including views."""
+    gradient_tensors: int
+    gradient_bytes: int
+
+    def product_flops(self, batch: int) -> float:
+        """Return the floating-point operations of matrix products, attention and convolutions in a micro-step.
+
+        Recomputed operations are left out, as usual for the utilization of a GPU (MFU; Chowdhery et al. 2022, appendix
+        B).
+        """
+        kept = (row for row in self.rows if row.part in ("forward", "backward"))
+        return float(sum(row.count * amount_at(row.flops, batch) for row in kept))
+
+
+def amount_at(size: Size, batch: int) -> int:
+    """Return an amount at a batch."""
+    return size[0] * batch + size[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionAnswer:
+    """What was predicted."""
+
+    batches: tuple[MemoryPrediction, ...]
+    """In ascending order: those asked for, and where asked for, the largest that fits and the one after it."""
+    largest_batch: int | None
+    """0 where none fits; ``None`` where it was not asked for."""
+    operations: Operations | None = None
+    """What a step consists of; ``None`` in recordings from before operations were counted."""

@@ -1,0 +1,55 @@
+"""Test that jobs are read as they were sent, and that what is no job is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tiny import QUICK, tiny_workload
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.chip import Chip
+from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork, Work
+from autotune.core.placement import RankDevices
+from autotune.core.prediction import PredictionWork
+
+DEVICES = RankDevices("cuda", ("GPU-1", "GPU-2"))
+TRIAL = TrialWork(Candidate(Arm("bf16", ranks=2), 8, 2), DEVICES, 2**30, QUICK, 42, data_folder="/data")
+WORKS: tuple[Work, ...] = (
+    TRIAL,
+    InspectionWork(DEVICES),
+    DataWork("/data"),
+    PredictionWork(Arm(), Chip(), 2, 1, ((8, 1),), 8),
+)
+
+
+def sent(what: Work, **changes: Any) -> Any:
+    """The document of a job as the server reads it."""
+    job = Job("one", tiny_workload("bert-tiny"), what, 60.0, "/logs/one.log")
+    return json.loads(json.dumps({**job.document(), **changes}))
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
+    read = Job.from_document(sent(work))
+    assert read.work == work
+    assert read.workload == tiny_workload("bert-tiny")
+    assert (read.id, read.timeout_seconds, read.log_path) == ("one", 60.0, "/logs/one.log")
+    assert read.ranks == (2 if work is TRIAL else 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"kind": "dance"}, "its kind is 'dance', not one of trial, inspect, read_data, predict"),
+        ({"work": {}}, "malformed TrialWork: Object missing required field `candidate`"),
+        ({"work": {**sent(TRIAL)["work"], "seed": "x"}}, r"Expected `int`, got `str` - at `\$.seed`"),
+        ({"work": {**sent(TRIAL)["work"], "speed": 1}}, "does not know its fields speed"),
+        ({"workload": {}}, "malformed Workload"),
+        ({"timeout_seconds": None}, "malformed JobMessage"),
+    ],
+)
+def test_what_is_no_job_is_named(changes: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        Job.from_document(sent(TRIAL, **changes))
