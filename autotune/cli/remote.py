@@ -91,7 +91,7 @@ def _watch(client: Client, search: Document) -> Document | None:
             view.line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")
             return None
         if search["waits_for"]:
-            view.line(f"queued as {search['study']}, waiting for {search['waits_for']}", "dim")
+            view.line(f"queued as {search['study']}: {search['waits_for']}", "dim")
         for event in client.events(str(search["id"])):
             told = event.document
             if event.kind == "line":

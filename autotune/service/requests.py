@@ -66,7 +66,7 @@ def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
     for name in _PATHS:
         if isinstance(options.get(name), str):
             check_path(name, options[name], data_folders)
-    needs = _needs(document.get("needs"), options.pop("device", None))
+    needs = read_needs(document.get("needs"), options.pop("device", None))
     priority = document.get("priority") or 0
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _MOST_PRIORITY:
         raise InvalidRequestError(
@@ -120,7 +120,7 @@ def check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
         )
 
 
-def _needs(document: Any, device: str | None) -> Needs:
+def read_needs(document: Any, device: str | None) -> Needs:
     """Return what a job needs, from ``needs`` and from ``device``: cpu, cuda or a part of a GPU's name."""
     asked = document or {}
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):

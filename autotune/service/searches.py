@@ -14,12 +14,21 @@ from starlette.concurrency import run_in_threadpool
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.core.units import format_rate
 from autotune.results.document import report_document
 from autotune.results.report import Report, load_report
 from autotune.service.bell import NEW_JOB, Bell, wait_for
-from autotune.service.requests import Submission, canonical, check_against, choose_study, device_of, read_submission
+from autotune.service.requests import (
+    Submission,
+    canonical,
+    check_against,
+    choose_study,
+    device_of,
+    read_needs,
+    read_submission,
+)
 from autotune.store import Store, new_id
-from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Offer
+from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
 from autotune.store.transfer import read_study, related_studies, take_in
 from autotune.tuning.run import log_folder
 
@@ -50,6 +59,8 @@ class Searches:
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
+    _result_lines: dict[str, str] = field(default_factory=dict)
+    """By job: a list of many is shown often."""
 
     # Taking in
 
@@ -118,6 +129,17 @@ class Searches:
             raise UnknownStudyError(f"the search {job.study!r} has nothing to show: {waits}", "ask again later")
         return load_report(self.store, job.study)
 
+    def result_line(self, job: JobRecord) -> str | None:
+        """Return the result of a finished job in a line; ``None`` where there is none."""
+        if job.state != "finished":
+            return None
+        if job.id not in self._result_lines:
+            report = self.report(job)
+            speed = report.speed(report.best)
+            told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
+            self._result_lines[job.id] = told + report.best.candidate.describe() if report.best else "no result"
+        return self._result_lines[job.id]
+
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials, as ``--json`` has them."""
         if self.store.study(job.study) is None:
@@ -168,14 +190,14 @@ class Searches:
 
     def waits_for(self, job: JobRecord, agents: Sequence[AgentRecord] | None = None) -> str:
         """Say what a queued job waits for."""
-        agents = self.agents() if agents is None else agents
-        if not agents:
-            return "no agent is connected; autotune agent --server URL starts one"
-        if not any(offer_of(agent.device).meets(job.needs) for agent in agents):
-            have = ", ".join(sorted({f"{agent.device['name']} ({agent.device['kind']})" for agent in agents}))
-            return f"no agent has {job.needs.describe()}; there are {have}"
+        if (told := _unmet(job.needs, self.agents() if agents is None else agents)) is not None:
+            return told
         ahead = self.store.queue.ahead_of(job)
-        return "an agent that is free" if ahead == 0 else f"{ahead} that are before it in the queue"
+        return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
+
+    def unmet(self, document: Document) -> str | None:
+        """Say what a request would wait for, beyond its turn; ``None`` where an agent fits."""
+        return _unmet(read_needs(document.get("needs"), document.get("device")), self.agents())
 
     def cancel(self, job: JobRecord) -> JobRecord:
         """Cancel a job; one that has ended stays as it is."""
@@ -325,6 +347,16 @@ class Searches:
             self.leases_lost += 1
             self.bell.ring(job_id)
             self.bell.ring(NEW_JOB)
+
+
+def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:
+    """Say why no agent that is connected can run a search with these needs."""
+    if not agents:
+        return "no agent is connected; autotune agent --server URL starts one"
+    if any(offer_of(agent.device).meets(needs) for agent in agents):
+        return None
+    have = ", ".join(sorted({f"{agent.device['name']} ({agent.device['kind']})" for agent in agents}))
+    return f"no agent has {needs.describe()}; there are {have}"
 
 
 def _lease(document: Document) -> str:

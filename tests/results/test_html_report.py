@@ -260,7 +260,7 @@ def test_a_study_without_a_winner() -> None:
 
 def test_a_study_that_has_just_begun() -> None:
     page = checked(report(trial(0, BF16, 8, None), best=None, baseline=None, state="running"))
-    assert "none yet" in page.section("Best configuration").text
+    assert "none yet" in page.section("Best so far").text
     assert numbers_listed(page) == [0]
     assert checked(report(best=None, baseline=None, state="running")).titles[-1] == "All 0 trials"
 

@@ -66,7 +66,7 @@ def test_needs_that_no_agent_meets_are_named(writer: TestClient, agent: Agent) -
     told = submit(writer, {**TINY, "device": "h200"})
     assert told["needs"] == {"device_kind": "cuda", "gpu": "h200", "memory_bytes": None, "count": 1}
     assert told["waits_for"].startswith("no agent has a GPU named h200; there are ")
-    assert submit(writer, TINY)["waits_for"] == "1 that are before it in the queue"
+    assert submit(writer, TINY)["waits_for"] == "1 before it in the queue"
     assert agent.claim()["options"]["effective_batch"] == 16  # type: ignore[index]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -48,13 +49,19 @@ def test_the_cookie_is_kept_from_scripts_and_other_sites(server: TestClient, sto
 def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Searches, gpu_agent: Agent) -> None:
     assert "No search waits or runs" in visitor.get("/").text
     form = {"model": "bert-large-uncased", "effective_batch": "64", "memory_limit": "23.5GiB", "seq_len": ""}
-    shown = visitor.get("/command", params=form).text
-    assert shown == "autotune search --model bert-large-uncased --effective-batch 64 --memory-limit 23.5GiB"
+    shown = visitor.get("/command", params=form).json()
+    options = "--model bert-large-uncased --effective-batch 64 --memory-limit 23.5GiB"
+    assert shown == {
+        "command": f"autotune search --server {URL} {options}",
+        "problem": None,
+        "field": None,
+        "note": None,
+    }
     answer = visitor.post("/searches", data=form)
     assert answer.status_code == 303
     page = visitor.get(answer.headers["location"]).text
     assert "No trial has begun yet" in page
-    assert "waits for an agent that is free" in page
+    assert "it is the next in the queue" in page
     run_recorded(searches, gpu_agent)
     part = visitor.get(f"/parts{answer.headers['location']}").text
     assert "Best configuration" in part
@@ -76,7 +83,17 @@ def test_what_is_wrong_in_the_form_is_said_beside_it(visitor: TestClient) -> Non
     assert "did you mean bert-tiny" in answer.text
     assert 'value="bert-tinyy"' in answer.text
     assert "effective batch: " in visitor.post("/searches", data={"model": "x", "effective_batch": "-1"}).text
-    assert "effective batch: " in visitor.get("/command", params={"model": "x", "effective_batch": "-1"}).text
+    shown = visitor.get("/command", params={"model": "x", "effective_batch": "-1"}).json()
+    assert shown["field"] == "effective_batch"
+    assert shown["problem"].startswith("effective batch: ")
+
+
+def test_a_gpu_that_no_agent_has_is_said_at_once(visitor: TestClient, gpu_agent: Agent) -> None:
+    form = {"model": "bert-large-uncased", "device": "b200"}
+    told = "no agent has a GPU named b200; there are NVIDIA H200 (cuda)"
+    assert visitor.get("/command", params=form).json()["note"] == told
+    assert told in visitor.get(visitor.post("/searches", data=form).headers["location"]).text
+    assert '<option value="NVIDIA H200">' in visitor.get("/").text
 
 
 def test_a_page_of_a_running_search_lets_it_be_cancelled(visitor: TestClient, gpu_agent: Agent) -> None:
@@ -109,6 +126,31 @@ def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, 
 def _told(agent: Agent) -> Document:
     (found,) = agent.client.get("/v1/agents").json()["agents"]
     return {"version": found["version"], "device": found["device"]}
+
+
+def test_errors_are_pages_for_browsers_and_documents_for_programs(visitor: TestClient) -> None:
+    shown = visitor.get("/nothing", headers={"Accept": "text/html"})
+    assert (shown.status_code, "There is nothing here" in shown.text) == (404, True)
+    assert visitor.get("/nothing").json()["detail"] == "Not Found"
+    assert visitor.get("/v1/searches/x", headers={"Accept": "text/html"}).json()["status"] == 404
+    visitor.post("/session/end")
+    visitor.cookies.clear()
+    gone = visitor.post("/searches", data=LARGE, headers={"Accept": "text/html"})
+    assert (gone.status_code, "<h1>Sign in</h1>" in gone.text) == (401, True)
+
+
+def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
+    visitor: TestClient, searches: Searches, gpu_agent: Agent, store: Store
+) -> None:
+    visitor.post("/searches", data=LARGE)
+    job = run_recorded(searches, gpu_agent, ends=False)
+    study = store.existing_study(job["study"])
+    store.update_study(dataclasses.replace(study, state="running", best_trial_id=None))
+    part = visitor.get(f"/parts/searches/{job['id']}").text
+    assert "Best so far" in part
+    assert "302.9 samples/s" in part
+    assert f'href="/v1/searches/{job["id"]}/trials/0/log"' in part
+    assert "Take it away" not in part
 
 
 def test_who_may_only_read_sees_no_form(server: TestClient, store: Store) -> None:

@@ -75,10 +75,15 @@ def html_page(report: Report, prediction: MemoryPrediction | None = None, step: 
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def report_sections(report: Report) -> list[Child]:
-    """Return what the page shows of a study, for a page that has its own frame and its own way to export."""
+def report_sections(report: Report, log_link: Callable[[TrialRecord], Child] | None = None) -> list[Child]:
+    """Return what the page shows of a study, for a page that has its own frame and its own way to export.
+
+    ``log_link`` makes what leads to a trial's log.
+    """
     facts = element("details", element("summary", "What was searched, on what"), _header_lines(report))
-    return [*_result_sections(report, report_document(report)), _trials_section(report), facts]
+    document = report_document(report)
+    found = [*_result_sections(report, document), _trials_section(report, log_link), facts]
+    return [section for section in found if section is not None]
 
 
 def _result_sections(
@@ -126,7 +131,7 @@ def _answer(report: Report, document: Document) -> Markup:
     if best is None or measured is None:
         return element(
             "section",
-            element("h2", "Best configuration"),
+            element("h2", "Best so far" if report.study.state == "running" else "Best configuration"),
             element(
                 "p", "none yet" if report.study.state == "running" else "none: no trial is feasible", class_="setting"
             ),
@@ -145,7 +150,7 @@ def _answer(report: Report, document: Document) -> Markup:
     details = detail_lines(report, best, measured)
     return element(
         "section",
-        element("h2", "Best configuration"),
+        element("h2", "Best so far" if report.study.state == "running" else "Best configuration"),
         element("p", setting, class_="setting"),
         element("dl", figures, class_="figures"),
         element("ul", [element("li", line) for line in details], class_="details soft") if details else None,
@@ -458,17 +463,18 @@ _COLUMNS = (("#", "number"), ("batch × acc", "number"), ("configuration", ""), 
             ("step", "number"), ("peak", "number"), ("took", "number"), ("result", ""))  # fmt: skip
 
 
-def _trials_section(report: Report) -> Markup:
-    head = [element("th", name, scope="col", class_=kind or None) for name, kind in _COLUMNS]
+def _trials_section(report: Report, log_link: Callable[[TrialRecord], Child] | None = None) -> Markup:
+    columns = _COLUMNS if log_link is None else (*_COLUMNS, ("log", ""))
+    head = [element("th", name, scope="col", class_=kind or None) for name, kind in columns]
     table = element(
         "table",
         element("thead", element("tr", head)),
-        element("tbody", [_trial_row(report, trial) for trial in report.trials]),
+        element("tbody", [_trial_row(report, trial, log_link) for trial in report.trials]),
     )
     return _section(f"All {plural(len(report.trials), 'trial')}", _scrolling("all trials", table))
 
 
-def _trial_row(report: Report, trial: TrialRecord) -> Markup:
+def _trial_row(report: Report, trial: TrialRecord, log_link: Callable[[TrialRecord], Child] | None) -> Markup:
     measured = measurement(trial)
     step = format_seconds(measured.step_seconds) if measured else ""
     cells = (
@@ -482,4 +488,5 @@ def _trial_row(report: Report, trial: TrialRecord) -> Markup:
         (verdict(report, trial), "verdict"),
     )
     kind = "best" if trial.id == report.study.best_trial_id else trial.state
-    return element("tr", [element("td", text, class_=name) for text, name in cells], class_=kind)
+    log = element("td", log_link(trial), class_="nowrap") if log_link is not None else None
+    return element("tr", [element("td", text, class_=name) for text, name in cells], log, class_=kind)

@@ -1,0 +1,14 @@
+"""Serve the pages that a browser shows: rendered here, kept current by events, with nothing from another host."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from autotune.service.pages import assets, compare, frame, home, search, session
+
+
+def add_pages(app: FastAPI) -> None:
+    """Add the pages to the application, and show its errors to browsers as pages."""
+    for module in (assets, session, home, search, compare):
+        app.include_router(module.router)
+    frame.show_errors_as_pages(app)

@@ -1,0 +1,181 @@
+"""Show one search: what it tries now, its trials, the best so far or the result, and how to take that away."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from urllib.parse import quote
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from autotune.core.errors import AutotuneError
+from autotune.results.document import report_document
+from autotune.results.export import Format, beside_lines, make_export, render
+from autotune.results.html.markup import Child, Markup, element, joined
+from autotune.results.html.page import report_sections
+from autotune.results.report import Report
+from autotune.service.access import Known, Reader, Writer
+from autotune.service.pages.frame import Visitor, badge, error_box, error_page, page, sign_in_page
+from autotune.service.searches import Searches
+from autotune.service.tokens import may_write
+from autotune.store import TrialRecord
+from autotune.store.queue import ENDED, JobRecord, TokenRecord
+
+_EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/searches/{search}")
+def show(search: str, visitor: Visitor, searches: Known) -> Response:
+    """Show the page of a search, or ask for a token."""
+    if visitor is None:
+        return sign_in_page()
+    try:
+        return _search_page(searches, searches.job(search), visitor)
+    except AutotuneError as error:
+        return error_page(error, visitor)
+
+
+@router.post("/searches/{search}/cancel")
+def cancel(search: str, token: Writer, searches: Known) -> Response:
+    """Cancel a search."""
+    return RedirectResponse(f"/searches/{searches.cancel(searches.job(search)).id}", 303)
+
+
+@router.get("/parts/searches/{search}")
+def parts(search: str, token: Reader, searches: Known) -> HTMLResponse:
+    """Return what changes of the page."""
+    return HTMLResponse(joined(_parts(searches, searches.job(search), token)))
+
+
+def _search_page(searches: Searches, job: JobRecord, token: TokenRecord) -> HTMLResponse:
+    path = f"/searches/{job.id}"
+    dialog = element(
+        "dialog",
+        element("h2", "Log", id="log-title"),
+        element("pre", id="log", class_="lines", tabindex=0, role="region", aria_labelledby="log-title"),
+        element("form", element("button", "Close", class_="main"), method="dialog"),
+        id="log-dialog",
+        aria_labelledby="log-title",
+    )
+    return page(
+        job.study,
+        element("h1", job.study),
+        element("p", id="now", class_="now soft"),
+        element("div", _parts(searches, job, token), data_part=f"/parts{path}", data_events=f"/v1{path}/events"),
+        element(
+            "section",
+            element("h2", "What the agent says", id="lines-title"),
+            element("pre", id="lines", class_="lines", tabindex=0, role="region", aria_labelledby="lines-title"),
+            id="told",
+            hidden=True,
+        ),
+        dialog,
+        token=token,
+    )
+
+
+def _parts(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child]:
+    found: list[Child] = [element("div", _state(searches, job, token), class_="state")]
+    if job.problem is not None:
+        found.append(error_box(AutotuneError(str(job.problem.get("message")), str(job.problem.get("hint") or ""))))
+    if searches.store.study(job.study) is None:
+        if job.state not in ENDED:
+            found.append(element("p", "No trial has begun yet. This page shows each as it ends.", class_="empty"))
+        return found
+    report = searches.report(job)
+
+    def log_link(trial: TrialRecord) -> Child:
+        if trial.log_path is None:
+            return None
+        told = f"Log of trial {trial.number}"
+        path = f"/v1/searches/{job.id}/trials/{trial.number}/log"
+        return element("a", "Log", href=path, data_log=told, aria_label=told)
+
+    sections = report_sections(_with_best_so_far(report), log_link)
+    if job.state in ENDED and report.best is not None:
+        # After the answer, before the charts.
+        sections[1:1] = [_exports(report, job), _proof(report)]
+    return [*found, *sections]
+
+
+def _state(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child]:
+    state: list[Child] = [badge(job.state)]
+    if job.state == "queued":
+        state.append(f" {searches.waits_for(job)}")
+    if job.is_cancel_asked and job.state == "running":
+        state.append(" is being cancelled")
+    elif job.state in ("queued", "running") and may_write(token):
+        button = element("button", "Cancel", data_busy="Cancelling …")
+        action = f"/searches/{job.id}/cancel"
+        state += [" ", element("form", button, class_="inline", method="post", action=action)]
+    return state
+
+
+def _with_best_so_far(report: Report) -> Report:
+    """Return the report of a study that runs with the trial that leads now as its best."""
+    if report.best is not None or report.study.state != "running":
+        return report
+    searched = {trial.candidate for trial in report.trials if trial.stage != "baseline"}
+    history = report.history
+    tried = history.largest(searched) if report.study.request["objective"] == "max-batch" else history.winner(searched)
+    tried = tried or history.winner()
+    if tried is None:
+        return report
+    return dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=tried.trial_id))
+
+
+def _exports(report: Report, job: JobRecord) -> Markup:
+    made = make_export(report)
+    buttons = [
+        element("button", f"Copy as {name}", type="button", data_copy=f"export-{form}") for form, name in _EXPORTS
+    ]
+    shown = [
+        element(
+            "details",
+            element("summary", f"Show as {name}"),
+            element(
+                "pre",
+                element("code", render(made, form).rstrip(), id=f"export-{form}"),
+                tabindex=0,
+                role="region",
+                aria_label=f"The configuration as {name}",
+            ),
+        )
+        for form, name in _EXPORTS
+    ]
+    links = [
+        element("a", "The report as a page", href=f"/v1/searches/{job.id}/report?format=html"),
+        element("a", "as JSON", href=f"/v1/searches/{job.id}/report"),
+        element("a", "compare with another search", href=f"/compare?a={quote(job.id)}"),
+    ]
+    notes = beside_lines(made)
+    return element(
+        "section",
+        element("h2", "Take it away"),
+        element("p", buttons, class_="buttons"),
+        shown,
+        element("ul", [element("li", line) for line in notes], class_="soft") if notes else None,
+        element("p", [[", " if place else "", link] for place, link in enumerate(links)]),
+    )
+
+
+def _proof(report: Report) -> Markup:
+    """Say what the figures rest on, and how to have a stock ``Trainer`` show the same."""
+    promised = report_document(report)["next_run"]
+    count = promised["processes_measured"] if promised else 0
+    processes = "a process of its own" if count == 1 else f"{count or 'several'} processes"
+    command = shlex.join(["autotune", "verify", report.study.name])
+    return element(
+        "section",
+        element("h2", "Proof"),
+        element(
+            "p",
+            f"Measured on real optimizer steps of a Trainer, in {processes}; the interval contains what "
+            "differs between processes. To have a stock Trainer show the same, run this where the database is:",
+        ),
+        element("pre", element("code", command, id="verify"), tabindex=0, role="region", aria_label="The command"),
+        element("p", element("button", "Copy the command", type="button", data_copy="verify")),
+    )
