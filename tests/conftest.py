@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import warm
 from machine import Machine, compile_library
+from postgres import NoPostgresError, PostgresServer, shared_server
 
 from autotune.devices import Device, find_device
 from autotune.execution import launch
@@ -34,6 +36,34 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def cpu() -> Device:
     """This machine's CPU as a device."""
     return find_device("cpu")
+
+
+@pytest.fixture(scope="session")
+def postgres_server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[PostgresServer]:
+    """A PostgreSQL server, which all processes of this run share; the test is skipped where none can run."""
+    folder = tmp_path_factory.getbasetemp()
+    # A process of pytest-xdist has a folder of its own in that of the run.
+    is_one_of_many = hasattr(request.config, "workerinput")
+    try:
+        with shared_server(folder.parent if is_one_of_many else folder) as server:
+            yield server
+    except NoPostgresError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def postgres_database(postgres_server: PostgresServer) -> str:
+    """The database that the tests of this process have one after the other."""
+    return postgres_server.new_database()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer, postgres_database: str) -> Iterator[str]:
+    """An empty database with all tables on a PostgreSQL server, as ``--storage`` names it."""
+    yield postgres_server.url(postgres_database)
+    postgres_server.empty(postgres_database)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Run ``autotune db``: show and upgrade the revision of the database's schema."""
+"""Run ``autotune db``: show and upgrade the revision of the database's schema, copy studies to another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.cli.options import table_options
 @click.group(short_help="Look after the database.", invoke_without_command=True)
 @click.pass_context
 def db(ctx: click.Context) -> None:
-    """Show or upgrade the schema of the database."""
+    """Show or upgrade the schema of the database, or copy studies to another one."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -33,3 +33,26 @@ def upgrade(storage: str) -> None:
 
     before, after = store.upgrade(storage)
     click.echo(f"{after}, as before" if before == after else f"{before or 'none'} -> {after}")
+
+
+@db.command()
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+@click.option("--study", "names", multiple=True, metavar="NAME", help="Copy this study alone; may be repeated.")
+def copy(source: str, target: str, names: tuple[str, ...]) -> None:
+    """Copy studies from one database to another.
+
+    FROM and TO are SQLite files or SQLAlchemy URLs. TO is created where it is missing. A study is copied with its
+    trials and with what a service recorded of it; all of them arrive, or none.
+    """
+    from autotune.store.copies import copy_studies
+    from autotune.store.location import shown_location
+
+    copied = copy_studies(source, target, names)
+    for name in copied.studies:
+        click.echo(name)
+    words = [f"{len(copied.studies)} studies with {copied.trials} trials"]
+    words += [f"{copied.jobs} ended searches of a service"] if copied.jobs else []
+    click.echo(f"copied {' and '.join(words)} to {shown_location(target)}", err=True)
+    if copied.jobs_left:
+        click.echo(f"{copied.jobs_left} searches that wait or run stay with their service", err=True)

@@ -11,6 +11,7 @@ import click
 from autotune.cli.options import table_options
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
+from autotune.core.options import AGENT_STORAGE_VARIABLE
 
 if TYPE_CHECKING:
     from autotune.service.client import Client
@@ -86,6 +87,7 @@ def serve(
     metavar="FILE|URL",
     default="studies/agent.db",
     show_default=True,
+    envvar=AGENT_STORAGE_VARIABLE,
     help="Database for the searches of this agent; the service has a copy of each trial.",
 )
 @click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")

@@ -28,12 +28,13 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     from autotune.results.document import report_document
     from autotune.results.report import is_script
     from autotune.results.text import summary_lines
+    from autotune.store.location import shown_location
 
     if as_json:
         print_json(report_document(report))
         return
     click.echo("\n".join(summary_lines(report)))
-    where = f" --storage {shlex.quote(storage)}" if storage is not None else ""
+    where = f" --storage {shlex.quote(shown_location(storage))}" if storage is not None else ""
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:

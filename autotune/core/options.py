@@ -531,6 +531,9 @@ OPTIONS: tuple[Option, ...] = (
            in_function=False),
 )  # fmt: skip
 
+AGENT_STORAGE_VARIABLE = "AUTOTUNE_AGENT_STORAGE"
+"""The environment variable in which an agent is told its database: every user of the machine sees a command line."""
+
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
 

@@ -22,6 +22,7 @@ from autotune import __version__
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import AutotuneError, ServiceError, TrialServerError
 from autotune.core.messages import Progress
+from autotune.core.options import AGENT_STORAGE_VARIABLE
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.devices import Device, find_device, list_devices
 from autotune.estimate.history import History
@@ -412,8 +413,11 @@ def run_agents(server: str, storage: str) -> None:
     """Run an agent for each GPU of this machine, or for its CPU, each in a process of its own, until told to stop."""
     devices = list_devices()
     chosen = [device for device in devices if device.kind == "cuda"] or devices[:1]
-    words = [sys.executable, "-m", "autotune", "agent", "--server", server, "--storage", storage, "--with-parent"]
-    processes = [subprocess.Popen([*words, "--device", device.uuid], stdin=subprocess.PIPE) for device in chosen]
+    words = [sys.executable, "-m", "autotune", "agent", "--server", server, "--with-parent"]
+    environment = {**os.environ, AGENT_STORAGE_VARIABLE: storage}
+    processes = [
+        subprocess.Popen([*words, "--device", device.uuid], stdin=subprocess.PIPE, env=environment) for device in chosen
+    ]
 
     def stop(number: int, frame: object) -> None:
         for process in processes:

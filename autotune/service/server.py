@@ -21,6 +21,7 @@ from pathlib import Path
 import uvicorn
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.options import AGENT_STORAGE_VARIABLE
 from autotune.devices import Device, list_devices
 from autotune.service.app import make_app, token_of_process
 from autotune.service.client import TOKEN_VARIABLE
@@ -223,9 +224,8 @@ def own_devices() -> Sequence[Device]:
 
 
 def _start_agent(settings: Settings, token: str, device: Device) -> subprocess.Popen[bytes]:
-    words = ["agent", "--server", settings.url, "--device", device.uuid, "--storage", settings.storage]
-    words += ["--shared", "--with-parent"]
-    environment = {**os.environ, TOKEN_VARIABLE: token}
+    words = ["agent", "--server", settings.url, "--device", device.uuid, "--shared", "--with-parent"]
+    environment = {**os.environ, TOKEN_VARIABLE: token, AGENT_STORAGE_VARIABLE: settings.storage}
     return subprocess.Popen([sys.executable, "-m", "autotune", *words], stdin=subprocess.PIPE, env=environment)
 
 

@@ -14,10 +14,17 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.core.errors import StorageError
+from autotune.store import postgres
 from autotune.store.location import Location
+from autotune.store.strict_json import read_strict_json, write_strict_json
 
 # How long SQLite waits for another process's lock. A busy disk may take longer than its default of 5 s.
 LOCK_TIMEOUT_SECONDS = 60.0
+
+# Connections of one process to a server: those that stay open, and how many more there may be at once. A search needs
+# two at a time, a service one for each request that it answers, of which there are forty.
+POOL_SIZE = 5
+POOL_OVERFLOW = 15
 
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
@@ -41,15 +48,25 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
     """Return an engine for autotune's tables. Migrations turn foreign keys off, since they rebuild tables."""
     serializer = functools.partial(json.dumps, separators=(",", ":"))
     if location.path is None:
+        arguments: dict[str, Any] = {"json_serializer": serializer}
+        if location.is_postgres:
+            arguments = {
+                "json_serializer": write_strict_json,
+                "json_deserializer": read_strict_json,
+                **postgres.pool(location, POOL_SIZE, POOL_OVERFLOW),
+            }
         try:
-            engine = create_engine(location.url, json_serializer=serializer, pool_pre_ping=True)
+            engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})
         except ImportError as error:
+            extra = "pip install 'autotune[postgres]'" if location.is_postgres else "install it"
             raise StorageError(
                 f"{location.label} needs a Python package that is not installed ({error})",
-                f"install it, or {_ANOTHER_FILE}",
+                f"{extra}, or {location.another}",
             ) from error
         if engine.dialect.is_async:
             raise StorageError(f"{location.label} names an asynchronous driver", "name a synchronous one")
+        if location.is_postgres:
+            postgres.prepare_connections(engine, lock_timeout_seconds)
         return engine
     engine = create_engine(location.url, json_serializer=serializer, connect_args={"timeout": lock_timeout_seconds})
     _own_transactions(engine, foreign_keys=foreign_keys)
@@ -76,8 +93,14 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
 
 @contextmanager
 def transaction(engine: Engine, *, writes: bool) -> Iterator[Connection]:
-    """Run one transaction on its own connection: committed at the end, rolled back on any exception."""
-    with engine.connect() as connection, connection.execution_options(**{_WRITES: writes}).begin():
+    """Run one transaction on its own connection: committed at the end, rolled back on any exception.
+
+    One that only reads sees the database as it was at its first query, on a server as well.
+    """
+    options: dict[str, Any] = {_WRITES: writes}
+    if not writes and engine.dialect.name == "postgresql":
+        options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+    with engine.connect() as connection, connection.execution_options(**options).begin():
         yield connection
 
 
@@ -87,7 +110,7 @@ def storage_errors(label: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, (*_FOREIGN, *_of_optuna())):
+        if isinstance(error, (*_FOREIGN, *postgres.driver_errors(), *_of_optuna())):
             raise _translate(label, error) from error
         if isinstance(error, ValueError | LookupError) and _is_damage(error):
             raise damaged(label) from error
@@ -118,6 +141,8 @@ def _is_damage(error: Exception) -> bool:
 
 def _translate(label: str, error: BaseException) -> StorageError:
     for cause in _causes(error):
+        if (told := postgres.describe_error(cause)) is not None:
+            return StorageError(f"{label} {told[0]}", told[1])
         if isinstance(cause, sqlite3.Error):
             name = getattr(cause, "sqlite_errorname", None) or ""
             for start, message, hint in _SQLITE_ERRORS:

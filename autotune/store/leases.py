@@ -117,8 +117,11 @@ class Leases:
         return lease.expires_at > self._clock() and not lease.owner.is_gone()
 
 
-def find_lease(connection: Connection, name: str) -> Lease | None:
-    """Return the lease of this name, expired or not; ``None`` where there is none."""
+def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lease | None:
+    """Return the lease of this name, expired or not; ``None`` where there is none.
+
+    With ``keeps``, nobody takes it over before this transaction, which writes, has ended.
+    """
     columns: tuple[Any, ...] = (
         LeaseRow.token,
         LeaseRow.owner,
@@ -130,7 +133,11 @@ def find_lease(connection: Connection, name: str) -> Lease | None:
         LeaseRow.heartbeat_at,
         LeaseRow.expires_at,
     )
-    row = connection.execute(select(*columns).where(LeaseRow.name == name)).first()
+    query = select(*columns).where(LeaseRow.name == name)
+    if keeps:
+        # Ignored by SQLite, where one writer at a time is in.
+        query = query.with_for_update(read=True)
+    row = connection.execute(query).first()
     if row is None:
         return None
     token, user, host, machine, pid, started, *times = row

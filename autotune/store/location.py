@@ -17,6 +17,10 @@ LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
 """The environment variable with the default location of the database."""
 
 _URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
+POSTGRES_EXAMPLE = "postgresql+psycopg://user@host/database"
+_POSTGRES_NAMES = ("postgresql", "postgres")
+# Arguments of libpq that may stand behind the question mark of a URL and are nobody else's business.
+_SECRET_ARGUMENTS = frozenset({"password", "sslpassword"})
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
 # File systems, as /proc/mounts names them, whose locks or shared memory do not work between machines. WAL needs both
 # (https://www.sqlite.org/wal.html: "does not work over a network filesystem").
@@ -40,6 +44,16 @@ class Location:
     """The user's own words without a password, for messages."""
 
     @property
+    def is_postgres(self) -> bool:
+        """Whether the database is one of a PostgreSQL server."""
+        return self.url.get_backend_name() == "postgresql"
+
+    @property
+    def another(self) -> str:
+        """The last resort of a hint."""
+        return f"choose another {'file' if self.path is not None else 'database'} with --storage"
+
+    @property
     def url_text(self) -> str:
         """The URL with its password, for connecting."""
         return self.url.render_as_string(hide_password=False)
@@ -52,7 +66,10 @@ class Location:
 
 
 def resolve_location(location: str) -> Location:
-    """Resolve a path or a SQLAlchemy URL; raises ``StorageError`` for anything else."""
+    """Resolve a path or a SQLAlchemy URL; raises ``StorageError`` for anything else.
+
+    A URL of PostgreSQL without a driver means psycopg 3, whatever the version of SQLAlchemy takes by default.
+    """
     text = location.strip()
     if not text:
         raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
@@ -63,9 +80,16 @@ def resolve_location(location: str) -> Location:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError) as error:
-        raise StorageError(f"{text!r} is not a database URL", "write it as sqlite:///path/to/file.db") from error
+        # The cause holds the text, and with it a password.
+        raise StorageError(
+            f"{_without_password(text)!r} is not a database URL",
+            f"write it as sqlite:///path/to/file.db or {POSTGRES_EXAMPLE}",
+        ) from (None if "@" in text else error)
+    if url.drivername in _POSTGRES_NAMES:
+        url = url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() != "sqlite":
-        return Location(url, None, url.render_as_string(hide_password=True))
+        shown = url.update_query_dict({name: "***" for name in url.query if name in _SECRET_ARGUMENTS})
+        return Location(url, None, shown.render_as_string(hide_password=True))
     database = url.database or ""
     if url.drivername not in _SQLITE_DRIVERS or database in ("", ":memory:") or database.startswith("file:"):
         raise _not_a_file(text)
@@ -84,6 +108,17 @@ def _file_location(url: URL, name: str, label: str) -> Location:
     if make_url(location.url_text).database != str(path):
         raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
     return location
+
+
+def shown_location(location: str) -> str:
+    """Return a location as it was written, but without a password; for commands that are shown."""
+    return _without_password(location) if _URL_START.match(location.strip()) else location
+
+
+def _without_password(text: str) -> str:
+    """Return the text of a URL, valid or not, with stars for the password."""
+    text = re.sub(r"(://[^:/@]*:).*@", r"\1***@", text)
+    return re.sub(rf"([?&](?:{'|'.join(sorted(_SECRET_ARGUMENTS))})=)[^&]*", r"\1***", text)
 
 
 def _surrogates(text: str) -> bool:

@@ -51,16 +51,20 @@ def recorded_revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
 
 
-def check_revision_is_known(connection: Connection, folder: Path, label: str) -> None:
-    """Raise ``StorageError`` where the database has a revision that this autotune has no script for."""
+def check_revision_is_known(connection: Connection, folder: Path, location: Location) -> bool:
+    """Return whether the database has the newest revision.
+
+    Raises ``StorageError`` where it has a revision that this autotune has no script for.
+    """
     revision = recorded_revision(connection)
     scripts = ScriptDirectory.from_config(alembic_config(folder))
     if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
         raise StorageError(
-            f"{label} was written by a newer autotune (revision {revision}, this one knows "
+            f"{location.label} was written by a newer autotune (revision {revision}, this one knows "
             f"{scripts.get_current_head()})",
-            "upgrade autotune, or choose another file with --storage",
+            f"upgrade autotune, or {location.another}",
         )
+    return revision is not None and revision == scripts.get_current_head()
 
 
 def upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:

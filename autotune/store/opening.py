@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from optuna.storages import RDBStorage
@@ -19,6 +20,7 @@ from autotune.store.migrate import (
     upgrade_tables,
 )
 from autotune.store.optuna_storage import close_optuna, create_optuna, has_optuna, open_existing_optuna, relax_optuna
+from autotune.store.postgres import migration_lock
 from autotune.store.records import new_id
 from autotune.store.repository import Store
 from autotune.store.tables import PREFIX
@@ -33,9 +35,10 @@ def open_store(
 ) -> Store:
     """Open the database at a path or SQLAlchemy URL, with Optuna's and autotune's tables up to date.
 
-    A missing file is created, with its folders, unless ``create`` is false. ``migrations`` is the folder of Alembic's
-    scripts, autotune's own by default. Raises ``StorageError`` where the file is missing, locked, damaged, not
-    writable, not a database, another program's, or from a newer autotune or Optuna. Such a file is not changed.
+    A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
+    ``migrations`` is the folder of Alembic's scripts, autotune's own by default. Raises ``StorageError`` where the
+    database is missing, locked, damaged, not writable, not one, another program's, or from a newer autotune or Optuna,
+    and where its server cannot be reached. Such a database is not changed.
     """
     place = resolve_location(location)
     scripts = migrations or migrations_folder()
@@ -44,7 +47,7 @@ def open_store(
             if create and not place.path.exists():
                 _create_file(place, place.path, lock_timeout_seconds, scripts)
             _check_file(place, place.path)
-        return _open(place, lock_timeout_seconds, scripts)
+        return _open(place, lock_timeout_seconds, scripts, create=create)
 
 
 def current_revision(location: str) -> tuple[str | None, str]:
@@ -112,15 +115,21 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
             draft.path.with_name(draft.path.name + suffix).unlink(missing_ok=True)
 
 
-def _open(place: Location, lock_timeout_seconds: float, scripts: Path) -> Store:
+def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create: bool) -> Store:
     """Check the database before anything is written, so that a database that is refused was not changed."""
     engine = build_engine(place, lock_timeout_seconds)
     optuna: RDBStorage | None = None
     try:
-        if _inspect(engine, place, scripts):
+        found = _inspect(engine, place, scripts)
+        if found.optuna and found.is_current:
             optuna = open_existing_optuna(place, lock_timeout_seconds)
-        upgrade_tables(place, lock_timeout_seconds, scripts)
-        optuna = optuna or create_optuna(place, lock_timeout_seconds)
+        elif place.path is None and not create and not found.autotune:
+            raise StorageError(
+                f"there are no studies of autotune in {place.label}",
+                "run a search first, or name the database of one with --storage",
+            )
+        else:
+            optuna = _make_tables(engine, place, lock_timeout_seconds, scripts)
         if place.path is not None:
             journal = choose_journal(engine, shared_file_system=on_network_file_system(place.path))
             if journal == "wal":
@@ -133,8 +142,33 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path) -> Store:
         raise
 
 
-def _inspect(engine: Engine, place: Location, scripts: Path) -> bool:
-    """Return whether Optuna's tables exist.
+def _make_tables(engine: Engine, place: Location, lock_timeout_seconds: float, scripts: Path) -> RDBStorage:
+    """Make or upgrade what tables need it, one process at a time; return Optuna's storage."""
+    with migration_lock(engine):
+        # Another process may have done it while this one waited.
+        found = _inspect(engine, place, scripts)
+        optuna = open_existing_optuna(place, lock_timeout_seconds) if found.optuna else None
+        try:
+            upgrade_tables(place, lock_timeout_seconds, scripts)
+            return optuna or create_optuna(place, lock_timeout_seconds)
+        except BaseException:
+            if optuna is not None:
+                close_optuna(optuna)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What tables a database has."""
+
+    optuna: bool
+    autotune: bool
+    is_current: bool
+    """Whether autotune's are of the newest revision."""
+
+
+def _inspect(engine: Engine, place: Location, scripts: Path) -> _Tables:
+    """Return what tables there are.
 
     Raises ``StorageError`` for a newer autotune's or another program's database.
     """
@@ -147,5 +181,5 @@ def _inspect(engine: Engine, place: Location, scripts: Path) -> bool:
                 f"{place.label} is another program's database (its tables: {', '.join(sorted(names)[:3])} …)",
                 "choose another file with --storage",
             )
-        check_revision_is_known(connection, scripts, place.label)
-    return has_optuna(names)
+        is_current = check_revision_is_known(connection, scripts, place)
+    return _Tables(has_optuna(names), any(name.startswith(PREFIX) for name in names), is_current)

@@ -5,11 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages._rdb.models import BaseModel
 from optuna.trial import FrozenTrial
+from sqlalchemy import Table
+
+OPTUNA_TABLES: Mapping[str, Table] = {
+    name: table
+    for name, table in BaseModel.metadata.tables.items()
+    # The version is the database's own, and a heartbeat that of a process.
+    if name not in ("version_info", "trial_heartbeats")
+}
+"""The tables in which Optuna keeps studies, by name."""
 
 METRIC_NAMES_KEY = "study:metric_names"
 """The study's system attribute that ``Study.set_metric_names`` writes (``optuna.study.study._SYSTEM_ATTR_METRIC_NAMES``

@@ -10,8 +10,12 @@ from optuna.storages import RDBStorage
 from sqlalchemy import event
 
 from autotune.core.errors import StorageError
+from autotune.store import postgres
 from autotune.store.location import Location
 
+# Optuna's own connections of one process: a search writes from one thread.
+_POOL_SIZE = 2
+_POOL_OVERFLOW = 8
 # A database has these tables exactly when Optuna finished setting it up; alembic_version is created last.
 _SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
 
@@ -20,6 +24,8 @@ def optuna_arguments(location: Location, lock_timeout_seconds: float) -> dict[st
     """Return the arguments of ``RDBStorage`` for this database: ``url`` and ``engine_kwargs``."""
     # Optuna passes the URL through str.format.
     url = location.url_text.replace("{", "{{").replace("}", "}}")
+    if location.is_postgres:
+        return {"url": url, "engine_kwargs": postgres.pool(location, _POOL_SIZE, _POOL_OVERFLOW)}
     is_file = location.path is not None
     return {"url": url, "engine_kwargs": {"connect_args": {"timeout": lock_timeout_seconds}} if is_file else {}}
 
@@ -41,6 +47,8 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
     )
     found, needed = storage.get_current_version(), _find_head_version(storage)
     if found == needed:
+        if location.is_postgres:
+            postgres.wait_for_restarts(storage.engine)
         return storage
     older = found in storage.get_all_versions()
     close_optuna(storage)
@@ -52,7 +60,7 @@ def open_existing_optuna(location: Location, lock_timeout_seconds: float) -> RDB
         )
     raise StorageError(
         f"{location.label} was written by a newer Optuna (tables {found}, Optuna {optuna.__version__} knows {needed})",
-        "upgrade Optuna, or choose another file with --storage",
+        f"upgrade Optuna, or {location.another}",
     )
 
 
@@ -70,7 +78,10 @@ def _find_head_version(storage: RDBStorage) -> str:
 def create_optuna(location: Location, lock_timeout_seconds: float) -> RDBStorage:
     """Open Optuna's storage, and create its tables where they are missing."""
     try:
-        return RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
+        storage = RDBStorage(**optuna_arguments(location, lock_timeout_seconds))
+        if location.is_postgres:
+            postgres.wait_for_restarts(storage.engine)
+        return storage
     except RuntimeError as error:
         raise StorageError(
             f"{location.label} holds tables that Optuna {optuna.__version__} cannot use",
@@ -89,9 +100,13 @@ def relax_optuna(storage: RDBStorage) -> None:
 
 
 def refuse_writes(storage: RDBStorage) -> None:
-    """Make SQLite refuse every change through this storage; does nothing for other databases."""
+    """Make SQLite or PostgreSQL refuse every change through this storage; does nothing for other databases."""
     if storage.engine.dialect.name == "sqlite":
         _at_each_connection(storage, "PRAGMA query_only=ON")
+    if storage.engine.dialect.name == "postgresql":
+        postgres.refuse_writes(storage.engine)
+        # Existing connections do not have the setting.
+        close_optuna(storage)
 
 
 def _at_each_connection(storage: RDBStorage, pragma: str) -> None:

@@ -22,7 +22,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.records import new_id, now
-from autotune.store.tables import AgentRow, JobEventRow, JobRow, TokenRow
+from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, AgentRow, JobEventRow, JobRow, TokenRow
 
 JobState = Literal["queued", "running", "finished", "failed", "cancelled"]
 Role = Literal["read", "run"]
@@ -33,9 +33,6 @@ LEASE_SECONDS = 30.0
 """How long an agent may be silent until its job goes back to the queue."""
 MOST_ATTEMPTS = 3
 """A job whose agents were lost so often has failed: it may be what ends them."""
-PLACES_PER_PRIORITY = 100
-"""A job of the next higher priority goes before so many that were submitted earlier, and before no more, so that a
-stream of urgent jobs cannot keep another waiting for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +289,7 @@ class Queue:
         waiting = (
             select(JobRow.number)
             .where(JobRow.state == "queued", _fits(offer))
-            .order_by(JobRow.number - PLACES_PER_PRIORITY * JobRow.priority)
+            .order_by(PLACE_IN_QUEUE)
             .limit(1)
             # Ignored by SQLite, where one writer at a time is in.
             .with_for_update(skip_locked=True)
@@ -307,17 +304,21 @@ class Queue:
             "events": JobRow.events + 1,
         }
         statement = (
-            update(JobRow).where(JobRow.number == waiting.scalar_subquery()).values(**taken).returning(JobRow.id)
+            update(JobRow)
+            .where(JobRow.number == waiting.scalar_subquery())
+            .values(**taken)
+            .returning(*JobRow.__table__.columns)
         )
-        # Most agents find nothing most of the time, and that needs no lock.
-        with self._transaction() as connection:
-            if connection.execute(select(waiting.subquery().c.number)).first() is None:
-                return None
+        # Most agents find nothing most of the time, and that needs no lock. On a server the claim itself takes none.
+        if self._engine.dialect.name == "sqlite":
+            with self._transaction() as connection:
+                if connection.execute(waiting).first() is None:
+                    return None
         with self._transaction(writes=True) as connection:
             row = connection.execute(statement).first()
             if row is None:
                 return None
-            job = _job(connection.execute(_JOBS.where(JobRow.id == row.id)).one())
+            job = _job(row)
             self._insert_events(connection, job.id, job.events, [("state", {"state": "running", "agent": agent})])
         return job
 
@@ -384,7 +385,8 @@ class Queue:
                 return []
         found = []
         with self._transaction(writes=True) as connection:
-            for job in [_job(row) for row in connection.execute(_JOBS.where(silent))]:
+            # In one order, so that two that sweep at once do not wait for each other's rows.
+            for job in [_job(row) for row in connection.execute(_JOBS.where(silent).order_by(JobRow.number))]:
                 values: dict[str, Any] = {"lease_token": None, "lease_expires_at": None, "status": None}
                 event: Document = {"state": "queued", "why": "its agent fell silent"}
                 if job.is_cancel_asked:

@@ -99,11 +99,11 @@ class Store:
             with self._transaction() as connection:
                 self._check_lease(connection)
 
-    def _check_lease(self, connection: Connection) -> None:
+    def _check_lease(self, connection: Connection, *, keeps: bool = False) -> None:
         if self._held is None:
             return
         study, token = self._held
-        lease = find_lease(connection, name_of_study(study))
+        lease = find_lease(connection, name_of_study(study), keeps=keeps)
         if lease is None or lease.token != token:
             by = f": {lease.describe()} has taken it over" if lease is not None else ""
             raise StorageError(
@@ -269,7 +269,7 @@ class Store:
     def _guarded(self) -> Iterator[Connection]:
         """Open a transaction that writes a study's records, and check the lease in it."""
         with self._transaction(writes=True) as connection:
-            self._check_lease(connection)
+            self._check_lease(connection, keeps=True)
             yield connection
 
     @contextmanager

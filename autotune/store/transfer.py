@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Engine, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.core.candidate import Candidate, Document
@@ -128,12 +129,15 @@ def _as_row(table: type[Base], document: Document) -> Document:
 
 def _intern(connection: Connection, table: type[WorkloadRow] | type[EnvironmentRow], document: Document) -> str:
     fingerprint = document["fingerprint"]
-    known = connection.execute(select(table.id).where(table.fingerprint == fingerprint)).scalar()
+    same = select(table.id).where(table.fingerprint == fingerprint)
+    known = connection.execute(same).scalar()
     if known is not None:
         return known
     row = _as_row(table, document)
-    connection.execute(insert(table).values(**row))
-    return str(row["id"])
+    # Another process may record it in between, where writers do not wait for each other.
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    connection.execute(dialect.insert(table).values(**row).on_conflict_do_nothing())
+    return str(connection.execute(same).scalar_one())
 
 
 def _put(connection: Connection, table: type[StudyRow] | type[TrialRow], row: Document) -> None:

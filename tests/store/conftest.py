@@ -1,4 +1,4 @@
-"""Make a real SQLite file for every test, and records to put into it."""
+"""Make a real database for every test, in a SQLite file and on a PostgreSQL server, and records to put into it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ def database(tmp_path: Path) -> Path:
     return tmp_path / "studies" / "autotune.db"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def location(request: pytest.FixtureRequest) -> str:
+    """Where an empty database is, as ``--storage`` names it; a test of ``store`` runs once for each kind."""
+    if request.param == "sqlite":
+        return str(request.getfixturevalue("database"))
+    return str(request.getfixturevalue("postgres_url"))
+
+
 @pytest.fixture
-def store(database: Path) -> Iterator[Store]:
+def store(location: str) -> Iterator[Store]:
     """An open, empty store."""
-    with open_store(str(database)) as opened:
+    with open_store(location) as opened:
         yield opened
 
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
@@ -27,13 +28,14 @@ def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
 
 def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
     store.answers.keep("0123", "prediction", PREDICTED)
-    answers = open_answers(str(store.path), 1.0)
+    answers = open_answers(store.url, 1.0)
     assert answers is not None
     with closing(answers):
         assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.find("4567", PredictionAnswer) is None
 
 
+@sqlite_alone
 @pytest.mark.parametrize(
     "damaged", ["{}", "[]", '"text"', "null", '{"largest_batch": 64}', '{"batches": [1], "largest_batch": 64}']
 )
@@ -73,6 +75,7 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
         store.answers.keep("0123", "prediction", PREDICTED)
 
 
+@sqlite_alone
 def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
     store.answers.keep("0123", "prediction", PREDICTED)
     program = (

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import optuna
+from postgres import sqlite_alone
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
@@ -88,6 +89,7 @@ def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path)
     assert not ids.pop().startswith("failed")
 
 
+@sqlite_alone
 def test_our_writes_and_optunas_do_not_lock_each_other_out(
     store: Store, new_study: NewStudy, new_trial: NewTrial
 ) -> None:
@@ -141,6 +143,7 @@ def _write_for_ever(path: str, study_id: str, workload_id: str, environment_id: 
             store.finish_trial(trial.id, OutOfMemory("full"), 1.0)
 
 
+@sqlite_alone
 def test_a_killed_writer_loses_no_more_than_its_running_trial(
     store: Store, database: Path, new_study: NewStudy
 ) -> None:

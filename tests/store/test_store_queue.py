@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from autotune.store import Store, open_store
+from autotune.store import Store
 from autotune.store.queue import (
     LEASE_SECONDS,
     MOST_ATTEMPTS,
-    PLACES_PER_PRIORITY,
     AgentRecord,
     JobRecord,
     LeaseLostError,
@@ -21,6 +18,7 @@ from autotune.store.queue import (
     Offer,
     Queue,
 )
+from autotune.store.tables import PLACES_PER_PRIORITY
 
 CPU = Offer("cpu", "EPYC", 64 * 2**30)
 H200 = Offer("cuda", "NVIDIA H200", 141 * 2**30)
@@ -42,12 +40,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def store(database: Path) -> Iterator[Store]:
-    with open_store(str(database)) as store:
-        yield store
 
 
 @pytest.fixture

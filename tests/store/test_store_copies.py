@@ -1,0 +1,139 @@
+"""Studies copied between databases: whole, gone on with and exported there as here, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click.testing
+import optuna
+import pytest
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import interrupt_after, search
+from sqlalchemy import event
+
+from autotune.cli.main import main
+from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError
+from autotune.core.owner import this_owner
+from autotune.results.document import report_document
+from autotune.results.report import load_report
+from autotune.store import Store, open_store
+from autotune.store.copies import copy_studies
+from autotune.store.leases import name_of_study
+from autotune.store.queue import Needs, Offer
+
+
+@pytest.fixture
+def target(tmp_path: Path, request: pytest.FixtureRequest, location: str) -> str:
+    """Where studies are copied to: a database of the other kind."""
+    is_file = "://" not in location
+    return str(request.getfixturevalue("postgres_url")) if is_file else str(tmp_path / "other.db")
+
+
+@pytest.fixture
+def there(target: str) -> Iterator[Store]:
+    with open_store(target) as opened:
+        yield opened
+
+
+def optunas(store: Store, name: str) -> list[tuple[object, ...]]:
+    """All that Optuna knows of a study's trials but their number in the database."""
+    study = optuna.load_study(study_name=name, storage=store.optuna)
+    assert study.metric_names == ["samples/s"]
+    return [
+        (t.number, t.state, t.values, t.params, t.distributions, t.user_attrs, t.system_attrs, t.datetime_start)
+        for t in study.trials
+    ]
+
+
+def test_a_finished_study_is_the_same_there(store: Store, there: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    copied = copy_studies(store.url, there.url)
+    study = store.existing_study("bert")
+    trials = store.trials(study.id)
+    assert (copied.studies, copied.trials) == (("bert",), len(trials))
+    assert there.trials(study.id) == trials
+    assert report_document(load_report(there, "bert")) == report_document(load_report(store, "bert"))
+    assert optunas(there, "bert") == optunas(store, "bert")
+
+
+def test_a_search_that_was_interrupted_goes_on_there_as_here(store: Store, there: Store) -> None:
+    """Optuna's study is there as well, so the next proposals are the same."""
+    observer, interruption = interrupt_after(3)
+    begun = search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
+    copy_studies(store.url, there.url, ["bert"])
+    ended_there, ended_here = (search(each, RecordedRunner(EFFECTIVE_64)) for each in (there, store))
+    assert [trial.candidate for trial in ended_there.trials] == [trial.candidate for trial in ended_here.trials]
+    assert ended_there.trials[:3] == begun.trials
+    assert ended_there.best.candidate == ended_here.best.candidate
+
+
+def test_names_that_are_taken_or_unknown_or_searched_copy_nothing(store: Store, there: Store) -> None:
+    for name in ("bert", "roberta"):
+        search(store, RecordedRunner(EFFECTIVE_64), study=name)
+    optuna.create_study(storage=there.optuna, study_name="roberta")
+    with pytest.raises(StorageError, match="has a study named 'roberta' already, so nothing was copied"):
+        copy_studies(store.url, there.url)
+    with pytest.raises(UnknownStudyError, match="no study 'rober'") as caught:
+        copy_studies(store.url, there.url, ["rober"])
+    assert "roberta" in caught.value.hint
+    assert store.leases.take(name_of_study("bert"), this_owner(), "token") is None
+    with pytest.raises(StorageError, match="'bert' is searched by"):
+        copy_studies(store.url, there.url, ["bert"])
+    store.leases.release(name_of_study("bert"), "token")
+    with pytest.raises(InvalidRequestError, match="both FROM and TO"):
+        copy_studies(store.url, store.url)
+    assert there.studies() == []
+    assert copy_studies(store.url, there.url, ["bert"]).studies == ("bert",)
+
+
+def test_a_copy_that_fails_midway_leaves_nothing(store: Store, there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+
+    def fail(*arguments: object) -> None:
+        if "INSERT INTO trial_params" in str(arguments[2]):
+            raise OSError(28, "No space left on device")
+
+    from autotune.store import copies
+
+    def failing(location: str, **options: bool) -> Store:
+        opened = open_store(location, **options)
+        event.listen(opened.engine, "before_cursor_execute", fail)
+        return opened
+
+    monkeypatch.setattr(copies, "open_store", failing)
+    with pytest.raises(StorageError, match="No space left"):
+        copy_studies(store.url, there.url)
+    assert there.studies() == []
+    assert optuna.get_all_study_names(there.optuna) == []
+    with there.engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM autotune_workloads").scalar() == 0
+    monkeypatch.undo()
+    assert copy_studies(store.url, there.url).studies == ("bert",)
+
+
+def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    there.queue.submit("own", {}, Needs())
+    ended, _ = store.queue.submit("bert", {"model": "bert"}, Needs(), idempotency_key="key")
+    claimed = store.queue.claim("agent", Offer("cpu", "EPYC", 2**36))
+    assert claimed is not None
+    store.queue.end(ended.id, str(claimed.lease_token), "finished")
+    store.queue.submit("waiting", {}, Needs())
+    copied = copy_studies(store.url, there.url)
+    assert (copied.jobs, copied.jobs_left) == (1, 1)
+    found = there.queue.job("bert")
+    assert found is not None
+    assert (found.id, found.state, found.number) == (ended.id, "finished", 2)
+    assert there.queue.events(ended.id) == store.queue.events(ended.id)
+    assert there.queue.counts() == {"queued": 1, "finished": 1}
+
+
+def test_the_command(store: Store, target: str) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    runner = click.testing.CliRunner()
+    copied = runner.invoke(main, ["db", "copy", store.url, target, "--study", "bert"])
+    assert copied.exit_code == 0, copied.output
+    assert copied.stdout == "bert\n"
+    assert "copied 1 studies with" in copied.stderr
+    assert runner.invoke(main, ["db", "copy", store.url, target]).exit_code == 5

@@ -1,0 +1,224 @@
+"""A PostgreSQL server as the store: set up by several at once, unreachable, refusing, restarted, read by the dashboard.
+
+What every database must do is in the other tests of this folder, which run on both kinds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import click.testing
+import optuna
+import pytest
+from postgres import PostgresServer, end_connections
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import search
+
+from autotune.cli.main import main
+from autotune.core.errors import StorageError
+from autotune.core.owner import this_owner
+from autotune.results.dashboard import DashboardStorage
+from autotune.store import (
+    LOCK_TIMEOUT_SECONDS,
+    Store,
+    current_revision,
+    migrations_folder,
+    open_store,
+    resolve_location,
+    storage_errors,
+    upgrade,
+)
+from autotune.store.engine import build_engine, transaction
+from autotune.store.leases import name_of_study
+from autotune.store.location import shown_location
+from autotune.store.migrate import head_revision
+from autotune.store.strict_json import read_strict_json, write_strict_json
+
+HEAD = head_revision(migrations_folder())
+
+
+@pytest.fixture
+def empty_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A new database without any tables."""
+    database = postgres_server.new_database(is_empty=True)
+    yield postgres_server.url(database)
+    postgres_server.drop(database)
+
+
+def test_who_only_reads_makes_no_tables(empty_url: str) -> None:
+    with pytest.raises(StorageError, match="there are no studies of autotune in"):
+        open_store(empty_url, create=False)
+    assert current_revision(empty_url) == (None, HEAD)
+    assert upgrade(empty_url) == (None, HEAD)
+    open_store(empty_url, create=False).close()
+
+
+def test_several_that_open_an_empty_database_at_once_set_it_up_once(empty_url: str) -> None:
+    ids, problems = [], []
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        barrier.wait(30)
+        try:
+            with open_store(empty_url) as store:
+                ids.append(store.intern_workload({}, "same"))
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == []
+    assert len(ids) == 4
+    assert len(set(ids)) == 1
+
+
+def test_a_newer_schema_is_refused(postgres_server: PostgresServer) -> None:
+    database = postgres_server.new_database()
+    postgres_server.execute("UPDATE autotune_alembic_version SET version_num = '9999'", database)
+    with pytest.raises(StorageError, match="newer autotune") as caught:
+        open_store(postgres_server.url(database))
+    assert "another database" in caught.value.hint
+    postgres_server.drop(database)
+
+
+def test_what_a_server_refuses_is_said_in_plain_words_without_the_password(postgres_server: PostgresServer) -> None:
+    database = postgres_server.new_database()
+    there = postgres_server.url_with_password(database)
+    with open_store(there) as store:
+        assert store.studies() == []
+    free = postgres_server.port - 1 if postgres_server.port > 1025 else postgres_server.port + 1
+    cases = {
+        postgres_server.url_with_password(database, "s3cret"): "refused the user or the password",
+        there.replace(database, "nowhere"): "does not exist on the server",
+        there.replace(f":{postgres_server.port}", f":{free}"): "no server listens there",
+        there.replace("127.0.0.1", "host.invalid"): "its host is not known",
+        f"postgresql+psycopg://autotune@/{database}?host=/nowhere&password=s3cret": "no server listens there",
+    }
+    for url, expected in cases.items():
+        with pytest.raises(StorageError, match=expected) as caught:
+            open_store(url)
+        assert caught.value.hint
+        for secret in ("s3cret", "correct"):
+            assert secret not in f"{caught.value.message} {caught.value.hint}"
+    postgres_server.drop(database)
+
+
+def test_a_url_is_shown_without_its_password() -> None:
+    for url in (
+        "postgresql+psycopg://ada:s3cret%20pass@host/db",
+        "postgresql+psycopg://ada:s3@cret@host:port/db",
+        "postgres://ada@host/db?password=s3cret&sslmode=require",
+    ):
+        assert "s3cret" not in shown_location(url)
+        assert "@cret" not in shown_location(url)
+    assert "s3cret" not in resolve_location("postgres://ada:s3cret@host/db?password=s3cret").label
+    with pytest.raises(StorageError, match="is not a database URL") as caught:
+        resolve_location("postgresql://ada:s3@cret@host:port/db")
+    assert "cret" not in caught.value.message
+    assert caught.value.__cause__ is None
+    assert shown_location("a:b@c.db") == "a:b@c.db"
+
+
+def test_without_a_driver_the_newest_psycopg_is_meant() -> None:
+    for name in ("postgres", "postgresql", "postgresql+psycopg"):
+        assert resolve_location(f"{name}://host/db").url.drivername == "postgresql+psycopg"
+    assert resolve_location("postgresql+psycopg2://host/db").url.drivername == "postgresql+psycopg2"
+
+
+def test_documents_with_words_for_no_number_come_back() -> None:
+    document = {"a": [float("inf"), {"b": -float("inf")}], "c": 1.5, "$float": "text"}
+    assert read_strict_json(write_strict_json(document)) == document
+    assert "Infinity" not in write_strict_json(document)
+
+
+def test_connections_that_the_server_ended_are_made_anew(
+    postgres_server: PostgresServer, postgres_database: str, postgres_url: str
+) -> None:
+    def interrupted(store: Store) -> None:
+        with storage_errors(store.label), transaction(store.engine, writes=True) as connection:
+            connection.exec_driver_sql("SELECT 1")
+            end_connections(postgres_server, postgres_database)
+            connection.exec_driver_sql("SELECT 1")
+
+    with open_store(postgres_url) as store:
+        optuna.create_study(storage=store.optuna, study_name="a")
+        assert store.studies() == []
+        end_connections(postgres_server, postgres_database)
+        assert store.studies() == []
+        assert optuna.get_all_study_names(store.optuna) == ["a"]
+        with pytest.raises(StorageError, match=r"was shut down while it was used|closed the connection") as caught:
+            interrupted(store)
+        assert "autotune resume" in caught.value.hint
+
+
+def test_a_lease_cannot_be_taken_over_within_a_write(postgres_url: str) -> None:
+    """Whoever writes under a lease keeps it until the write has ended, though writers do not exclude each other."""
+    name = name_of_study("a")
+    with open_store(postgres_url) as store, open_store(postgres_url, lock_timeout_seconds=0.2) as other:
+        assert store.leases.take(name, this_owner(), "one", lease_seconds=-1) is None
+        store.hold("a", "one")
+        with store._guarded(), pytest.raises(StorageError, match="is locked by another process"):
+            other.leases.take(name, this_owner(), "two")
+        assert other.leases.take(name, this_owner(), "two") is None
+        with pytest.raises(StorageError, match="is no longer this search's"):
+            store.check_lease()
+
+
+def test_the_dashboard_reads_and_cannot_write(postgres_url: str) -> None:
+    with open_store(postgres_url) as store:
+        optuna.create_study(storage=store.optuna, study_name="a")
+        storage = DashboardStorage(store)
+        assert [study.study_name for study in storage.get_all_studies()] == ["a"]
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "b")
+        storage.engine.dispose()
+        assert optuna.get_all_study_names(store.optuna) == ["a"]
+
+
+def test_readers_cannot_write(postgres_url: str) -> None:
+    engine = build_engine(resolve_location(postgres_url), LOCK_TIMEOUT_SECONDS)
+    with pytest.raises(Exception, match="read-only"), transaction(engine, writes=False) as connection:
+        connection.exec_driver_sql("DELETE FROM autotune_studies")
+    engine.dispose()
+
+
+def test_commands_read_from_it(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(postgres_url) as store:
+        search(store, RecordedRunner(EFFECTIVE_64))
+    monkeypatch.setenv("AUTOTUNE_STORAGE", postgres_url)
+    runner = click.testing.CliRunner()
+    for words, expected in {
+        ("studies",): "bert",
+        ("show", "bert"): "bert-large-uncased",
+        ("export", "bert"): "per_device_train_batch_size",
+        ("db", "current"): HEAD,
+        ("db", "upgrade"): "as before",
+    }.items():
+        shown = runner.invoke(main, list(words))
+        assert shown.exit_code == 0, shown.output
+        assert expected in shown.output
+
+
+def test_a_server_that_starts_again_is_waited_for(tmp_path: Path) -> None:
+    """After kill -9 it recovers; whoever writes then waits, and what was committed is there."""
+    server = PostgresServer.make(durable=True)
+    try:
+        server.start()
+        with open_store(server.url("postgres")) as store:
+            kept = store.intern_workload({}, "before")
+            server.kill(signal.SIGKILL)
+            back = threading.Timer(0.5, server.start)
+            back.start()
+            assert store.intern_workload({}, "before") == kept
+            assert optuna.get_all_study_names(store.optuna) == []
+            back.join(60)
+    finally:
+        server.close()
+    assert not os.path.exists(server.folder)
