@@ -21,10 +21,9 @@ from autotune.store.strict_json import read_strict_json, write_strict_json
 # How long SQLite waits for another process's lock. A busy disk may take longer than its default of 5 s.
 LOCK_TIMEOUT_SECONDS = 60.0
 
-# Connections of one process to a server: those that stay open, and how many more there may be at once. A search needs
-# two at a time, a service one for each request that it answers, of which there are forty.
-POOL_SIZE = 5
-POOL_OVERFLOW = 15
+# Connections of one process to a server. They are opened when they are needed, and stay open: to open one costs more
+# than to use it. A search needs two at a time, a service up to forty, which then wait for each other.
+POOL_SIZE = 20
 
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
@@ -53,7 +52,7 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
             arguments = {
                 "json_serializer": write_strict_json,
                 "json_deserializer": read_strict_json,
-                **postgres.pool(location, POOL_SIZE, POOL_OVERFLOW),
+                **postgres.pool(location, POOL_SIZE),
             }
         try:
             engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})

@@ -13,9 +13,8 @@ from autotune.core.errors import StorageError
 from autotune.store import postgres
 from autotune.store.location import Location
 
-# Optuna's own connections of one process: a search writes from one thread.
-_POOL_SIZE = 2
-_POOL_OVERFLOW = 8
+# Optuna's own connections of one process: a search needs one, the dashboard one for each request.
+_POOL_SIZE = 10
 # A database has these tables exactly when Optuna finished setting it up; alembic_version is created last.
 _SIGNS_OF_OPTUNA = frozenset({"studies", "trials", "version_info", "alembic_version"})
 
@@ -25,7 +24,7 @@ def optuna_arguments(location: Location, lock_timeout_seconds: float) -> dict[st
     # Optuna passes the URL through str.format.
     url = location.url_text.replace("{", "{{").replace("}", "}}")
     if location.is_postgres:
-        return {"url": url, "engine_kwargs": postgres.pool(location, _POOL_SIZE, _POOL_OVERFLOW)}
+        return {"url": url, "engine_kwargs": postgres.pool(location, _POOL_SIZE)}
     is_file = location.path is not None
     return {"url": url, "engine_kwargs": {"connect_args": {"timeout": lock_timeout_seconds}} if is_file else {}}
 

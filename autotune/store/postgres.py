@@ -54,6 +54,7 @@ _BY_TEXT: tuple[tuple[str, str, str], ...] = (
     ("connection slots", *_BY_CODE["53300"]),
     ("starting up", "is starting up", "wait a moment, and run the command again"),
     ("recovery mode", "is starting up", "wait a moment, and run the command again"),
+    ("not yet accepting", "is starting up", "wait a moment, and run the command again"),
     ("shutting down", "is shutting down", _RESUME),
     ("server closed the connection", *_BY_CODE["08"]),
     ("connection is lost", *_BY_CODE["08"]),
@@ -69,10 +70,15 @@ _BY_TEXT: tuple[tuple[str, str, str], ...] = (
     ("SSL", "cannot be reached through TLS", "correct sslmode and the certificates in the URL"),
 )
 # A server that restarts says one of these.
-_IN_PASSING = ("Connection refused", "No such file or directory", "starting up", "shutting down", "recovery mode")
+_IN_PASSING = ("Connection refused", "No such file or directory") + (
+    "starting up",
+    "shutting down",
+    "recovery mode",
+    "not yet accepting",
+)
 
 
-def pool(location: Location, size: int, overflow: int) -> dict[str, Any]:
+def pool(location: Location, size: int) -> dict[str, Any]:
     """Return the arguments of ``create_engine`` for a PostgreSQL database.
 
     A connection is tried before each use, since a server that was restarted has closed it.
@@ -81,7 +87,7 @@ def pool(location: Location, size: int, overflow: int) -> dict[str, Any]:
     return {
         "pool_pre_ping": True,
         "pool_size": size,
-        "max_overflow": overflow,
+        "max_overflow": 0,
         # What is idle is closed by whoever stands between, such as a firewall.
         "pool_recycle": 1800,
         "pool_use_lifo": True,

@@ -12,7 +12,7 @@ from recorded import EFFECTIVE_64, RecordedRunner
 from searching import interrupt_after, search
 from sqlalchemy import event
 
-from autotune.cli.main import main
+from autotune.cli.main import cli
 from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError
 from autotune.core.owner import this_owner
 from autotune.results.document import report_document
@@ -132,8 +132,9 @@ def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there:
 def test_the_command(store: Store, target: str) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
     runner = click.testing.CliRunner()
-    copied = runner.invoke(main, ["db", "copy", store.url, target, "--study", "bert"])
+    copied = runner.invoke(cli, ["db", "copy", store.url, target, "--study", "bert"])
     assert copied.exit_code == 0, copied.output
     assert copied.stdout == "bert\n"
     assert "copied 1 studies with" in copied.stderr
-    assert runner.invoke(main, ["db", "copy", store.url, target]).exit_code == 5
+    again = runner.invoke(cli, ["db", "copy", store.url, target])
+    assert isinstance(again.exception, StorageError)
