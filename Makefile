@@ -73,7 +73,7 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
@@ -86,9 +86,11 @@ test-clients: install-dev
 	$(INSTALL) --editable '.[dev,clients]'
 	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
 
-# Measures a service under load: 50 agents, 5,000 jobs of a stand-in trial, 200 listeners.
+# Measures a service under load: 50 agents, 5,000 jobs of a stand-in trial, 200 listeners. Then the same of the database
+# alone, in a file and on a PostgreSQL server, which is killed again and again.
 test-service: install-dev
 	$(BIN)/python tests/service/load.py
+	$(BIN)/python -m pytest -m service
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

@@ -70,7 +70,9 @@ _BY_TEXT: tuple[tuple[str, str, str], ...] = (
     ("SSL", "cannot be reached through TLS", "correct sslmode and the certificates in the URL"),
 )
 # A server that restarts says one of these.
-_IN_PASSING = ("Connection refused", "No such file or directory") + (
+_IN_PASSING = (
+    "Connection refused",
+    "No such file or directory",
     "starting up",
     "shutting down",
     "recovery mode",

@@ -1,0 +1,307 @@
+"""Thousands of jobs, many claimers at once, and a PostgreSQL server that is killed at random moments.
+
+``make test-service`` runs these; ``-s`` shows what was measured.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.queues import Queue as Results
+
+import optuna
+import pytest
+from postgres import NoPostgresError, PostgresServer
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import search
+from sqlalchemy import insert
+
+from autotune.core.errors import StorageError
+from autotune.store import Store, now, open_store
+from autotune.store.leases import Leases
+from autotune.store.queue import JobRecord, LeaseLostError, Needs, Offer, Queue
+from autotune.store.tables import JobRow
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
+
+CPU = Offer("cpu", "EPYC", 64 * 2**30)
+CLAIMERS = 50
+JOBS = 5000
+KILLS = 30
+
+forks = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def durable_server() -> Iterator[PostgresServer]:
+    """A server of its own that keeps what it committed, whatever ends it."""
+    try:
+        server = PostgresServer.make(durable=True)
+    except NoPostgresError as error:
+        pytest.skip(str(error))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+def fill(store: Store, jobs: int) -> None:
+    """Queue jobs, faster than one after the other."""
+    row = {
+        "request": {"model": "bert-tiny"},
+        "needs_count": 1,
+        "priority": 0,
+        "state": "queued",
+        "is_cancel_asked": False,
+        "attempts": 0,
+        "events": 0,
+        "submitted_by": "",
+        "submitted_at": now(),
+    }
+    with store.engine.begin() as connection:
+        rows = [{**row, "id": f"{number:032d}", "study": f"load-{number}"} for number in range(jobs)]
+        connection.execute(insert(JobRow), rows)
+
+
+def work(queue: Queue, job: JobRecord) -> None:
+    """Do what an agent does with a job of no length."""
+    token = str(job.lease_token)
+    queue.add_events(job.id, token, [("trial", {"number": 0}), ("trial", {"number": 1})])
+    queue.end(job.id, token, "finished")
+
+
+def claim_until_empty(queue: Queue, seconds: list[float], taken: list[int]) -> None:
+    while True:
+        started = time.monotonic()
+        job = queue.claim("agent", CPU)
+        if job is None:
+            return
+        seconds.append(time.monotonic() - started)
+        taken.append(job.number)
+        work(queue, job)
+
+
+def test_fifty_claim_five_thousand_jobs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the threads of one service do. Nothing is lost and nothing is given out twice."""
+    fill(store, JOBS)
+    seconds: list[float] = []
+    taken: list[int] = []
+    started = time.monotonic()
+    threads = [threading.Thread(target=claim_until_empty, args=(store.queue, seconds, taken)) for _ in range(CLAIMERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = time.monotonic() - started
+    assert sorted(taken) == list(range(1, JOBS + 1))
+    assert store.queue.counts() == {"finished": JOBS}
+    median, last = statistics.median(seconds), sorted(seconds)[int(0.95 * JOBS)]
+    with capsys.disabled():
+        kind = store.engine.dialect.name
+        print(f"\n{kind}: claim {1000 * median:.1f} ms median, {1000 * last:.1f} ms p95, {JOBS / whole:.0f} jobs/s")
+
+
+def _claim_in_process(url: str, results: Results[list[int]]) -> None:
+    taken: list[int] = []
+    with open_store(url) as store:
+        claim_until_empty(store.queue, [], taken)
+    results.put(taken)
+
+
+def test_processes_that_claim_at_once_get_each_job_once(postgres_url: str) -> None:
+    """As several services over one database would: nothing but the rows keeps them apart."""
+    with open_store(postgres_url) as store:
+        fill(store, 1000)
+        results: Results[list[int]] = forks.Queue()
+        children = [forks.Process(target=_claim_in_process, args=(postgres_url, results)) for _ in range(6)]
+        for child in children:
+            child.start()
+        taken = [number for _ in children for number in results.get(timeout=300)]
+        for child in children:
+            child.join(60)
+        assert sorted(taken) == list(range(1, 1001))
+        assert store.queue.counts() == {"finished": 1000}
+
+
+def _set_up_in_process(url: str, start_at: float, results: Results[str]) -> None:
+    time.sleep(max(0.0, start_at - time.time()))
+    try:
+        with open_store(url) as store:
+            results.put(store.intern_workload({}, "same"))
+    except Exception as error:
+        results.put(f"failed: {error}")
+
+
+def test_processes_that_migrate_at_once_do_it_once(postgres_server: PostgresServer) -> None:
+    for _ in range(3):
+        database = postgres_server.new_database(is_empty=True)
+        url = postgres_server.url(database)
+        results: Results[str] = forks.Queue()
+        start_at = time.time() + 5
+        children = [forks.Process(target=_set_up_in_process, args=(url, start_at, results)) for _ in range(6)]
+        for child in children:
+            child.start()
+        ids = {results.get(timeout=120) for _ in children}
+        for child in children:
+            child.join(60)
+        assert len(ids) == 1, ids
+        assert not ids.pop().startswith("failed")
+        postgres_server.drop(database)
+
+
+def test_a_server_killed_at_random_moments_loses_and_doubles_no_job(durable_server: PostgresServer) -> None:
+    """Claimers go on as agents do: a claim that failed is asked again, a job whose lease ran out is another's.
+
+    A job whose end was told is ended, and none is told to have ended twice.
+    """
+    chance = random.Random(1)
+    jobs = 400
+    url = durable_server.url("postgres")
+    with open_store(url) as store:
+        fill(store, jobs)
+        ended: Counter[int] = Counter()
+        guard = threading.Lock()
+        is_over = threading.Event()
+        # Leases of agents that lost their database run out at once.
+        queue = store.queue
+
+        def agent() -> None:
+            while not is_over.is_set():
+                try:
+                    job = queue.claim("agent", CPU, lease_seconds=1)
+                    if job is None:
+                        time.sleep(0.05)
+                        continue
+                    time.sleep(chance.random() * 0.05)
+                    queue.end(job.id, str(job.lease_token), "finished")
+                except (StorageError, LeaseLostError):
+                    continue
+                with guard:
+                    ended[job.number] += 1
+
+        threads = [threading.Thread(target=agent) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 600
+        for _ in range(KILLS):
+            time.sleep(chance.random() * 0.6)
+            durable_server.kill(signal.SIGKILL)
+            time.sleep(chance.random() * 0.2)
+            durable_server.start()
+        finished = 0
+        while finished < jobs and time.monotonic() < deadline:
+            time.sleep(0.2)
+            try:
+                queue.sweep()
+                finished = queue.counts().get("finished", 0)
+                # A job whose agents were lost three times has failed; here that is the database's doing.
+                failed = queue.counts().get("failed", 0)
+            except StorageError:
+                continue
+            if finished + failed == jobs:
+                break
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+        counts = queue.counts()
+        assert sum(counts.values()) == jobs
+        assert set(counts) <= {"finished", "failed"}
+        assert not [number for number, times in ended.items() if times > 1]
+        records = {job.number: job for job in queue.jobs(most=2 * jobs)}
+        assert all(records[number].state == "finished" for number in ended)
+        for job in records.values():
+            assert [event.number for event in queue.events(job.id)] == list(range(1, job.events + 1))
+
+
+def test_a_search_over_a_server_that_is_killed_is_resumed_to_the_same_answer(
+    durable_server: PostgresServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However often it stops: no trial that ended is run again, and the winner is that of an undisturbed search."""
+    url = durable_server.url("postgres")
+    with open_store(url) as store:
+        undisturbed = search(store, RecordedRunner(EFFECTIVE_64), study="undisturbed")
+        expected = {trial.candidate for trial in undisturbed.trials}
+    chance = random.Random(2)
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        while not is_over.wait(chance.random() * 1.5):
+            durable_server.kill(signal.SIGKILL)
+            durable_server.start()
+
+    killer = threading.Thread(target=disturb)
+    killer.start()
+    stops = 0
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                with open_store(url) as store:
+                    run = search(store, RecordedRunner(EFFECTIVE_64), study="disturbed")
+                break
+            except StorageError:
+                stops += 1
+    finally:
+        is_over.set()
+        killer.join(120)
+    with capsys.disabled():
+        print(f"\nthe search stopped {stops} times")
+    with open_store(url) as store:
+        trials = store.trials(run.study.id)
+        measured = Counter(trial.candidate for trial in trials if trial.state in ("completed", "out_of_memory"))
+        assert max(measured.values()) == 1
+        assert set(measured) == expected
+        assert run.best.candidate == undisturbed.best.candidate
+        assert len({trial.number for trial in trials}) == len(trials)
+        numbers = [trial.number for trial in optuna.load_study(study_name="disturbed", storage=store.optuna).trials]
+        assert numbers == list(range(len(numbers)))
+
+
+def test_leases_are_one_at_a_time_among_many_takers(postgres_url: str) -> None:
+    with open_store(postgres_url) as store:
+        from autotune.core.owner import Owner
+
+        other = Owner("ada", "gpu-2", "gpu-2 boot pid:[1]", 71, "12345")
+        for round_ in range(20):
+            winners: list[str] = []
+            barrier = threading.Barrier(12)
+
+            def take(token: str, name: str, barrier: threading.Barrier, winners: list[str]) -> None:
+                barrier.wait(30)
+                if Leases(store.engine, store.label).take(name, other, token) is None:
+                    winners.append(token)
+
+            threads = [
+                threading.Thread(target=take, args=(f"{number}", f"study {round_}", barrier, winners))
+                for number in range(12)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            held = store.leases.holder(f"study {round_}")
+            assert held is not None
+            assert winners == [held.token]
+
+
+def test_the_same_key_sent_many_times_at_once_is_one_job(postgres_url: str) -> None:
+    with open_store(postgres_url) as store:
+        ids: list[str] = []
+        threads = [
+            threading.Thread(target=lambda: ids.append(store.queue.submit("a", {}, Needs(), idempotency_key="k")[0].id))
+            for _ in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(ids) == 20
+        assert len(set(ids)) == 1
