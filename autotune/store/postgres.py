@@ -71,6 +71,7 @@ _BY_TEXT: tuple[tuple[str, str, str], ...] = (
 )
 # A server that restarts says one of these.
 _IN_PASSING = (
+    "server closed the connection",
     "Connection refused",
     "No such file or directory",
     "starting up",
