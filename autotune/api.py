@@ -39,7 +39,7 @@ from autotune.results.report import Report, load_report, measurement
 from autotune.results.text import summary_lines
 from autotune.results.wording import verdict
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
-from autotune.store.location import resolve_location
+from autotune.store.location import resolve_location, shown_location
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared
@@ -312,7 +312,7 @@ def _verify(result: Result, observer: Observer) -> None:
     try:
         verification.check()
     except PromiseMissedError as error:
-        error.hint += f"; the result is autotune.load({result.study!r}, storage={result.storage!r})"
+        error.hint += f"; the result is autotune.load({result.study!r}, storage={shown_location(result.storage)!r})"
         raise
 
 

@@ -73,6 +73,7 @@ def studies(storage: str, as_json: bool) -> None:
     from autotune.core.units import format_rate
     from autotune.results.report import measurement
     from autotune.store import open_store
+    from autotune.store.location import shown_location
 
     with open_store(storage, create=False) as store:
         found = store.studies()
@@ -111,7 +112,7 @@ def studies(storage: str, as_json: bool) -> None:
             )
         )
     if not rows:
-        click.echo(f"There is no study in {storage} yet; autotune search makes one.", err=True)
+        click.echo(f"There is no study in {shown_location(storage)} yet; autotune search makes one.", err=True)
         return
     head = ("study", "state", "device", "trials", "best", "samples/s", "started (UTC)")
     print_table(head, rows, right=("trials", "samples/s"))

@@ -14,7 +14,7 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.results.dashboard_private import CONSTRAINTS_KEY, show_constraints
-from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, create_trial, id_of_study
+from autotune.store.optuna_private import METRIC_NAMES_KEY, OPTUNA_TABLES, HookedStorage, create_trial, id_of_study
 
 
 class Storage(HookedStorage):
@@ -66,6 +66,15 @@ def test_a_trial_is_created_with_its_number(storage: Storage, in_memory: bool) -
     assert number == 1
     assert place.get_trial(row_id) == study.trials[1]
     assert study.trials[1].user_attrs == {"stage": "search"}
+def test_the_tables_of_studies_and_trials_hang_together_by_two_columns() -> None:
+    """A copy gives studies and trials new numbers, and everything else by those."""
+    assert {"studies", "trials", "trial_params", "trial_values", "study_directions"} <= set(OPTUNA_TABLES)
+    for name, table in OPTUNA_TABLES.items():
+        assert len(table.primary_key) == 1
+        referred = {key.target_fullname for key in table.foreign_keys}
+        assert referred == {"studies": set(), "trials": {"studies.study_id"}}.get(
+            name, {"studies.study_id"} if "study_id" in table.c else {"trials.trial_id"}
+        )
 
 
 def test_the_dashboard_looks_for_constraints_there() -> None:

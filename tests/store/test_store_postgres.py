@@ -14,7 +14,7 @@ from urllib.parse import quote
 import click.testing
 import optuna
 import pytest
-from postgres import PASSWORD, PostgresServer, end_connections
+from postgres import PASSWORD, USER, PostgresServer, end_connections
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 
@@ -204,6 +204,14 @@ def test_commands_read_from_it(postgres_url: str, monkeypatch: pytest.MonkeyPatc
         shown = runner.invoke(cli, list(words))
         assert shown.exit_code == 0, shown.output
         assert expected in shown.output
+
+
+def test_a_command_shows_the_database_without_the_password(
+    postgres_server: PostgresServer, postgres_database: str, postgres_url: str
+) -> None:
+    url = postgres_server.url_with_password(postgres_database)
+    shown = click.testing.CliRunner().invoke(cli, ["studies", "--storage", url])
+    assert f"There is no study in postgresql+psycopg://{USER}:***@127.0.0.1" in shown.stderr
 
 
 def test_a_server_that_starts_again_is_waited_for() -> None:

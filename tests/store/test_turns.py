@@ -1,0 +1,75 @@
+"""Turns of threads: so many at a time, in the order of asking, urgent ones first."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from autotune.store.turns import Turns
+
+
+def waiting(turns: Turns) -> int:
+    return len(turns._urgent) + len(turns._others)
+
+
+def wait_until_waiting(turns: Turns, threads: int) -> None:
+    deadline = time.monotonic() + 30
+    while waiting(turns) < threads and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert waiting(turns) == threads
+
+
+def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+
+    def work(name: str) -> None:
+        with turns.take(is_urgent=name.startswith("urgent")):
+            order.append(name)
+
+    names = ["first", "second", "urgent 1", "third", "urgent 2"]
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    with turns.take():
+        for place, thread in enumerate(threads):
+            thread.start()
+            wait_until_waiting(turns, place + 1)
+    for thread in threads:
+        thread.join(30)
+    assert order == ["urgent 1", "urgent 2", "first", "second", "third"]
+    with turns.take():
+        assert waiting(turns) == 0
+
+
+def test_as_many_at_a_time_as_there_are_places() -> None:
+    turns = Turns(2)
+    inside = most = 0
+    guard = threading.Lock()
+
+    def work() -> None:
+        nonlocal inside, most
+        with turns.take():
+            with guard:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.002)
+            with guard:
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (inside, most) == (0, 2)
+
+
+def test_what_fails_within_a_turn_passes_it_on() -> None:
+    turns = Turns(1)
+    for _ in range(2):
+        try:
+            with turns.take():
+                raise KeyError("a")
+        except KeyError:
+            pass
+    with turns.take():
+        assert waiting(turns) == 0
