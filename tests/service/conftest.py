@@ -1,4 +1,4 @@
-"""A service within this process, over a real SQLite file, and clients that speak to it."""
+"""A service within this process, over a real database, and clients that speak to it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def data_folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def searches(tmp_path: Path, data_folder: Path) -> Iterator[Searches]:
-    """The searches of a service."""
-    storage = str(tmp_path / "studies" / "autotune.db")
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.service)])
+def searches(request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path) -> Iterator[Searches]:
+    """The searches of a service; ``make test-service`` has them on a PostgreSQL server as well."""
+    is_file = request.param == "sqlite"
+    storage = str(tmp_path / "studies" / "autotune.db" if is_file else request.getfixturevalue("postgres_url"))
     with open_store(storage) as store:
         yield Searches(store, storage, data_folders=(data_folder,))
 
