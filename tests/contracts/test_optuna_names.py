@@ -66,6 +66,8 @@ def test_a_trial_is_created_with_its_number(storage: Storage, in_memory: bool) -
     assert number == 1
     assert place.get_trial(row_id) == study.trials[1]
     assert study.trials[1].user_attrs == {"stage": "search"}
+
+
 def test_the_tables_of_studies_and_trials_hang_together_by_two_columns() -> None:
     """A copy gives studies and trials new numbers, and everything else by those."""
     assert {"studies", "trials", "trial_params", "trial_values", "study_directions"} <= set(OPTUNA_TABLES)
