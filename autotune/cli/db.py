@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from autotune.cli.options import table_options
+from autotune.core.units import plural
 
 
 @click.group(short_help="Look after the database.", invoke_without_command=True)
@@ -51,8 +52,9 @@ def copy(source: str, target: str, names: tuple[str, ...]) -> None:
     copied = copy_studies(source, target, names)
     for name in copied.studies:
         click.echo(name)
-    words = [f"{len(copied.studies)} studies with {copied.trials} trials"]
-    words += [f"{copied.jobs} ended searches of a service"] if copied.jobs else []
+    studies = f"{len(copied.studies)} {'study' if len(copied.studies) == 1 else 'studies'}"
+    words = [f"{studies} with {plural(copied.trials, 'trial')}"]
+    words += [f"the record of {copied.jobs} ended searches of a service"] if copied.jobs else []
     click.echo(f"copied {' and '.join(words)} to {shown_location(target)}", err=True)
     if copied.jobs_left:
         click.echo(f"{copied.jobs_left} searches that wait or run stay with their service", err=True)

@@ -135,6 +135,6 @@ def test_the_command(store: Store, target: str) -> None:
     copied = runner.invoke(cli, ["db", "copy", store.url, target, "--study", "bert"])
     assert copied.exit_code == 0, copied.output
     assert copied.stdout == "bert\n"
-    assert "copied 1 studies with" in copied.stderr
+    assert "copied 1 study with" in copied.stderr
     again = runner.invoke(cli, ["db", "copy", store.url, target])
     assert isinstance(again.exception, StorageError)
