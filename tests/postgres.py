@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,38 +146,40 @@ class PostgresServer:
         words += ["-k", str(self.folder), "-h", "127.0.0.1"]
         for name, value in {"max_connections": "200", **settings}.items():
             words += ["-c", f"{name}={value}"]
+        import psycopg
+
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            # A server refuses to start as long as processes of a killed one are left.
+            if self.process is None or self.process.poll() is not None:
+                self.process = self._launch(words)
+            try:
+                psycopg.connect(self.dsn("postgres"), connect_timeout=5).close()
+                return
+            except psycopg.OperationalError as error:
+                if time.monotonic() > deadline:
+                    raise NoPostgresError(f"the server did not start: {error}\n{self.log()[-500:]}") from error
+                time.sleep(0.05)
+
+    def _launch(self, words: list[str]) -> subprocess.Popen[bytes]:
+        # The kernel would end it with the thread that started it.
+        is_main = threading.current_thread() is threading.main_thread()
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 words,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,
-                start_new_session=True,
+                preexec_fn=_end_with_parent if is_main else None,
                 **_other_user(),
             )
-        import psycopg
-
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                psycopg.connect(self.dsn("postgres"), connect_timeout=5).close()
-                return
-            except psycopg.OperationalError as error:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise NoPostgresError(f"the server did not start: {error}\n{self.log()[-500:]}") from error
-                time.sleep(0.05)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End the server at once; with SIGKILL its processes end as those of a machine that fails."""
+        """End the server at once; its other processes notice that the first has gone."""
         if self.process is None:
             return
-        if number == signal.SIGKILL:
-            # Its children notice the end of the first process, but not all at once.
-            os.killpg(self.process.pid, number)
-        else:
-            self.process.send_signal(number)
+        self.process.send_signal(number)
         self.process.wait(30)
         self.process = None
 
