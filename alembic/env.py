@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, transaction
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
+from autotune.store.postgres import migration_lock
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     location = resolve_location(os.environ.get(LOCATION_VARIABLE) or DEFAULT_LOCATION)
     engine = build_engine(location, LOCK_TIMEOUT_SECONDS, foreign_keys=False)
     try:
-        with transaction(engine, writes=True) as own_connection:
+        with migration_lock(engine), transaction(engine, writes=True) as own_connection:
             migrate(own_connection)
     finally:
         engine.dispose()

@@ -17,6 +17,14 @@ CONNECT_SECONDS = 10
 RESTART_SECONDS = 15.0
 """How long a server that was there is waited for when it is gone. Recovery after kill -9 took a second in the tests."""
 _POLL_SECONDS = 0.25
+# A server that vanished without a word, as behind a cut network, is given up after a minute; by default Linux waits for
+# two hours. Choices: shorter than two leases of a study.
+_LOST_PEER = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 # "autotune" as a number: whoever changes the tables holds the advisory lock of this number.
 _MIGRATION_LOCK = int.from_bytes(b"autotune")
 
@@ -86,7 +94,7 @@ def pool(location: Location, size: int) -> dict[str, Any]:
 
     A connection is tried before each use, since a server that was restarted has closed it.
     """
-    own = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune"}
+    own: dict[str, str | int] = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune", **_LOST_PEER}
     return {
         "pool_pre_ping": True,
         "pool_size": size,
