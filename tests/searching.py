@@ -75,7 +75,7 @@ def facts(**model: Any) -> Document:
 def request(**options: Any) -> SearchRequest:
     """The example command's request: BERT-large at effective batch 64 under 24 GiB."""
     defaults: dict[str, Any] = {"effective_batch": 64, "memory_limit_bytes": 24 * GIB, "study": "bert"}
-    return SearchRequest(workload=BERT_LARGE, device=H200, **{**defaults, **options})
+    return SearchRequest(device=H200, **{"workload": BERT_LARGE, **defaults, **options})
 
 
 def prepared(**options: Any) -> Prepared:

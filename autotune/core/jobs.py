@@ -11,7 +11,7 @@ from typing import Any
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Effort
 from autotune.core.placement import RankDevices
-from autotune.core.prediction import PredictionWork
+from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.schema import decode, encode
 from autotune.core.workload import Workload
 
@@ -36,6 +36,8 @@ class InspectionWork:
     """Find out what a search needs to know of the environment and the model."""
 
     devices: RankDevices
+    arms: ArmsToTrace | None = None
+    """Of the user's own code, arms whose memory is traced; ``None`` where nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
+from autotune.core.device import Precision
 
 Size = tuple[int, int]
 """An amount for each sample of the batch, and a constant amount."""
@@ -27,6 +28,29 @@ class PredictionWork:
     """Pairs of per-device batch and accumulation."""
     multiple: int | None
     """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
+    step: str | None = None
+    """Of the user's own code, the packed trace of a step; see ``TracedStep``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmsToTrace:
+    """The arms of the user's own code whose steps its inspection traces, as on a chip."""
+
+    precisions: tuple[Precision, ...]
+    checkpointing: tuple[bool, ...]
+    optims: tuple[str, ...]
+    """Empty for the optimizer of the code itself."""
+    chip: Chip | None = None
+    """``None`` until it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A traced step of the user's own code in one arm, at any batch."""
+
+    arm: Arm
+    step: str
+    """See ``autotune.worker.fake.packing``."""
 
 
 @dataclass(frozen=True, slots=True)

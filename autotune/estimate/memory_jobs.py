@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.messages import Answer
-from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
 from autotune.core.schema import decode
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question, prediction_class
@@ -28,6 +29,32 @@ class Submitter(Protocol):
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the answers of submitted jobs that ended since the last call, by job id."""
+
+
+class OwnTraces:
+    """Submits predictions of the user's own code with the traces that its inspection has made."""
+
+    def __init__(self, submitter: Submitter, traces: Sequence[TracedStep]) -> None:
+        self._submitter = submitter
+        self._steps = {_allocating(trace.arm): trace.step for trace in traces}
+
+    def has(self, arm: Arm) -> bool:
+        """Return whether a step of an arm was traced."""
+        return _allocating(arm) in self._steps
+
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+        """Start a job without waiting for it."""
+        traced = dataclasses.replace(work, step=self._steps[_allocating(work.arm)])
+        self._submitter.submit(job_id, traced, timeout_seconds)
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
+        """Return the answers of submitted jobs that ended since the last call, by job id."""
+        return self._submitter.ended(wait_seconds)
+
+
+def _allocating(arm: Arm) -> Arm:
+    """Return the arm that represents those whose steps allocate the same, in however many processes."""
+    return prediction_class(dataclasses.replace(arm, strategy=None, ranks=1, ddp_find_unused_parameters=None))
 
 
 class Kept(Protocol):

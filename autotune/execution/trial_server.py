@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Self
 
 from autotune.core.candidate import Document
+from autotune.core.chip import Chip
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
 from autotune.core.jobs import DataWork, InspectionWork, Job
 from autotune.core.messages import Answer, DataAnswer, Progress
 from autotune.core.placement import Placement
-from autotune.core.prediction import PredictionWork
+from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
@@ -285,8 +286,11 @@ class TrialServer:
         if problem is not None:
             raise InvalidRequestError(problem.message, problem.hint)
 
-    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS) -> Document:
+    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Document:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
+
+        The memory of the user's own code is traced for some ``arms`` where the chip is known, see
+        ``autotune.worker.user.fake_steps``.
 
         Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """
@@ -294,7 +298,10 @@ class TrialServer:
         # The user's own code may use the GPU, which would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
-        work = InspectionWork(self.placement.rank_devices)
+        if arms is not None:
+            is_known = of_gpu is not None and "chip" in of_gpu
+            arms = replace(arms, chip=decode(of_gpu["chip"], Chip)) if is_known and of_gpu is not None else None
+        work = InspectionWork(self.placement.rank_devices, arms)
         job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
         answer = self._run_to_end(job)
         is_answered = answer.result is not None or answer.timed_out or answer.overdue

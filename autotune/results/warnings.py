@@ -53,6 +53,7 @@ def notes(report: Report) -> list[str]:
         found += _host_notes(report, best, measured)
     found += sharding_notes(best.candidate) if best is not None else []
     found += _own_batch_notes(report)
+    found += _memory_unknown(report)
     found += _reused(report)
     if request["world_size"] > request.get("ranks", 1):
         found.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
@@ -172,6 +173,13 @@ def _own_batch_notes(report: Report) -> list[str]:
     if own == request["effective_batch"]:
         return []
     return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
+
+
+def _memory_unknown(report: Report) -> list[str]:
+    """Say why memory was not predicted for the user's own code on a GPU."""
+    interface = (report.workload.get("source") or {}).get("interface", {})
+    why = interface.get("memory_unknown")
+    return [f"memory was not predicted, so that trials found out what fits: {why}"] if why else []
 
 
 def _reused(report: Report) -> list[str]:

@@ -89,9 +89,14 @@ def compiles(arm: Arm) -> bool:
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors: only kernels of torch and transformers run."""
+    """Return whether memory can be predicted with fake tensors."""
+    return runs_plain_kernels(arm) and workload.quantize is None
+
+
+def runs_plain_kernels(arm: Arm) -> bool:
+    """Return whether only kernels of torch and transformers run."""
     has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
-    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels and workload.quantize is None
+    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:

@@ -12,6 +12,7 @@ from autotune.core.candidate import OWN_OPTIM, Candidate, Document
 from autotune.core.chip import Chip
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
 from autotune.core.options import CheckpointingChoice
+from autotune.core.prediction import ArmsToTrace, TracedStep
 from autotune.core.schema import decode
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
@@ -19,7 +20,7 @@ from autotune.devices import Ceiling, Headroom
 from autotune.devices.host import host_memory
 from autotune.estimate.calibration import Calibration
 from autotune.estimate.memory import questions
-from autotune.estimate.memory_jobs import Forecast, Kept, Submitter, Target
+from autotune.estimate.memory_jobs import Forecast, Kept, OwnTraces, Submitter, Target
 from autotune.models.hub_revision import commit_of
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
@@ -339,6 +340,12 @@ _PATIENCE_SECONDS = 20.0
 _MOST_RUNGS = 12
 
 
+def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
+    """Return the arms of the user's own code whose memory is to be traced."""
+    choices = {"on": (True,), "off": (False,)}.get(request.gradient_checkpointing, (False, True))
+    return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
+
+
 def most_predictions(cores: int, free_bytes: int | None = None) -> int:
     """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
     free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
@@ -357,15 +364,22 @@ def forecast_of(
     """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
 
     At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
-    which nothing is predicted, and for the user's own code, which cannot run on fake tensors.
+    which nothing is predicted. Of the user's own code the arms are predicted whose steps its inspection has traced.
     """
-    if prepared.chip is None or prepared.request.workload.source is not None or prepared.request.ranks > 1:
+    if prepared.chip is None or prepared.request.ranks > 1:
         return None
+    traces = None
+    if prepared.request.workload.source is not None:
+        traces = OwnTraces(submitter, decode(prepared.model.get("memory", []), list[TracedStep]))
+        # What the code would be next time is not known without running it.
+        submitter, kept = traces, None
     batches, objective = prepared.space.batches, prepared.request.objective
     rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
     pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
     known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
+    if traces is not None:
+        known = [arm for arm in known if traces.has(arm)]
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A trial on a GPU needs one or two cores to feed it.

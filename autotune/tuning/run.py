@@ -165,13 +165,17 @@ def _prepare_and_search(
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Document:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
+    from autotune.tuning.prepare import arms_to_trace
+
     source = request.workload.source
     if source is None:
         return server.inspect()
     observer.note(f"running {source.name} up to its training …")
-    facts = server.inspect(request.trial_timeout_seconds)
+    facts = server.inspect(request.trial_timeout_seconds, arms_to_trace(request))
     if written := facts.get("written"):
         observer.note(f"{source.name} itself wrote {', '.join(written)}; each trial of it may do so, too")
+    if unknown := facts["model"]["interface"].get("memory_unknown"):
+        observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
     if loss := facts["model"].get("in_batch_loss"):
         own = facts["model"]["own"]["per_device_train_batch_size"]
         observer.note(

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import psutil
@@ -49,18 +49,9 @@ def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> 
 
     ``run`` gets a function that sends the result, as JSON-ready data, and ends the child.
     """
-    read_fd, write_fd = os.pipe()
-    parent = os.getpid()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_fd)
-        die_with(parent)
-        _run_in_child(run, write_fd)
-    os.close(write_fd)
-    lines, status = _await_child(pid, LineReader(read_fd))
-    os.close(read_fd)
+    pid, reader = _fork(run)
+    lines, status = _await_child(pid, reader)
+    os.close(reader.fd)
     if lines:
         result: dict[str, Any] = json.loads(lines[0])
         return result
@@ -71,6 +62,61 @@ def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> 
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code or 1)
+
+
+def in_forks(
+    runs: Sequence[Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]], *, at_once: int, limit_seconds: float
+) -> list[dict[str, Any] | None]:
+    """Call each of ``runs`` in a forked child of its own, some at once; return their results in order.
+
+    ``None`` where a child ended without one, or had not ended when the limit for all of them was over.
+    """
+    deadline = time.monotonic() + limit_seconds
+    results: list[dict[str, Any] | None] = [None] * len(runs)
+    waiting = list(range(len(runs)))
+    working: dict[int, tuple[int, LineReader]] = {}
+    try:
+        while (waiting or working) and time.monotonic() < deadline:
+            while waiting and len(working) < at_once:
+                number = waiting.pop(0)
+                working[number] = _fork(runs[number])
+            fds = [reader.fd for _, reader in working.values()]
+            wait_until_ready(fds, timeout_seconds=min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            for number, (_, reader) in list(working.items()):
+                lines = reader.read()
+                if lines:
+                    results[number] = json.loads(lines[0])
+                # The end of the pipe is the end of the child, unless that has started others.
+                if lines or reader.closed:
+                    _end_fork(*working.pop(number))
+    finally:
+        for pid, reader in working.values():
+            _end_fork(pid, reader)
+    return results
+
+
+def _fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> tuple[int, LineReader]:
+    """Start a child that calls ``run``; return its process id, and what it writes."""
+    read_fd, write_fd = os.pipe()
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_fd)
+        die_with(parent)
+        _run_in_child(run, write_fd)
+    os.close(write_fd)
+    return pid, LineReader(read_fd)
+
+
+def _end_fork(pid: int, reader: LineReader) -> None:
+    """Kill a child unless it has ended, and reap it."""
+    os.close(reader.fd)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:

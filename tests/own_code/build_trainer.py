@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
@@ -69,6 +70,26 @@ def build(overrides: dict[str, Any]) -> Trainer:
     """As it should be: what is not overridden is one's own."""
     own = {"output_dir": "own_output", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     return make(SmoothArguments(**{**own, **overrides}))
+
+
+def build_plain(overrides: dict[str, Any]) -> Trainer:
+    """A stock Trainer."""
+    own = {"output_dir": "own_output", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    return make(TrainingArguments(**{**own, **overrides}), Trainer)
+
+
+class NumpyTrainer(Trainer):
+    """Computes something that needs values."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """The loss, for as long as the scores are finite."""
+        outputs = model(**inputs)
+        return outputs.loss if np.isfinite(outputs.logits.detach().numpy()).all() else outputs.loss * 0
+
+
+def build_with_numpy(overrides: dict[str, Any]) -> Trainer:
+    """Cannot be traced without values."""
+    return make(TrainingArguments(**{"output_dir": "own_output", **overrides}), NumpyTrainer)
 
 
 def ignore(overrides: dict[str, Any]) -> Trainer:

@@ -148,6 +148,13 @@ NOTES: dict[str, tuple[Report, str]] = {
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
     "near": (report(BASELINE, WINNER, trial(2, FP16, 32, completed(313.0))), "32 × 2  fp16 was faster by 0.7%"),
     "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "not a multiple of 8"),
+    "own memory": (
+        dataclasses.replace(
+            report(BASELINE, WINNER),
+            workload={**WORKLOAD, "source": {"interface": {"memory_unknown": "it has no loss"}}},
+        ),
+        "memory was not predicted, so that trials found out what fits: it has no loss",
+    ),
     "slower": (report(trial(0, FP32, 8, completed(400.0), "baseline"), WINNER), "the baseline was faster, by 28.7%"),
 }
 

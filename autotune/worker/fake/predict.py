@@ -13,9 +13,10 @@ import torch
 
 from autotune.core.ceiling import PREDICTION_MARGIN
 from autotune.core.chip import Chip
-from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
 from autotune.worker.fake.allocator import OutOfCapError, replay
+from autotune.worker.fake.packing import unpacked
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE, Events
@@ -30,13 +31,21 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     yield_to_trials()
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
-    # Random weights take the same memory, and need not be read.
-    training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
-    limits = Limits(training.step(), work.chip, work.cap_bytes, work.line_bytes)
+    step, operations = _step(work, workload)
+    limits = Limits(step, work.chip, work.cap_bytes, work.line_bytes)
     largest = limits.largest_batch(work.multiple) if work.multiple else None
     wanted = {*work.batches, *((batch, 1) for batch in _around(largest, work.multiple))}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
-    return PredictionAnswer(predicted, largest, training.operations)
+    return PredictionAnswer(predicted, largest, operations)
+
+
+def _step(work: PredictionWork, workload: Workload) -> tuple[ScalableStep, Operations | None]:
+    """Return the step of an arm, and what its operations compute, which is not known of the user's own code."""
+    if work.step is not None:
+        return unpacked(work.step), None
+    # Random weights take the same memory, and need not be read.
+    training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
+    return training.step(), training.operations
 
 
 def yield_to_trials() -> None:

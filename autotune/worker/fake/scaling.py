@@ -69,9 +69,13 @@ class _Event:
 class ScalableStep:
     """The allocations of an optimizer step at any per-device batch and accumulation."""
 
-    def __init__(self, trace: Trace, batch: int) -> None:
-        """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch."""
+    def __init__(self, trace: Trace, batch: int, *, most_inputs: int | None = None) -> None:
+        """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch.
+
+        ``most_inputs`` is the number of micro-steps whose inputs are on the device at once; ``None`` stands for all.
+        """
         self._trace = trace
+        self._most_inputs = most_inputs
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
         self._begins = min(trace.parts.values())
@@ -117,7 +121,8 @@ class ScalableStep:
         """Return the inputs of all micro-steps, and the other events of a step, which end before the inputs do."""
         inputs = [_Event(number, number, False) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
-        loads = [self._later(event, 2 * number) for number in range(accumulation) for event in inputs]
+        held = accumulation if self._most_inputs is None else min(accumulation, self._most_inputs)
+        loads = [self._later(event, 2 * number) for number in range(held) for event in inputs]
         part = self._trace.events[self._trace.parts["first micro-step"] :]
         if accumulation == 1:
             part = _one_micro_step(self._trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import TrainingArguments
@@ -120,6 +120,117 @@ def _no_surprise_collection() -> Iterator[None]:
             gc.enable()
 
 
+class Training(Protocol):
+    """A training to trace: a model on any device, and how its batches, its loss and its optimizer are made."""
+
+    model: Any
+    max_grad_norm: float
+    """Gradients are clipped to this norm; 0 leaves that out."""
+    keeps_gradients: bool
+    """Whether the gradients of a step are freed in the next step only, after its forward pass."""
+
+    def begin(self, batch_size: int) -> torch.optim.Optimizer:
+        """Make the training ready, now that the model's parameters are fake tensors; return the optimizer."""
+
+    def batch(self, size: int) -> Any:
+        """Return one batch of so many samples on the device."""
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of a batch, of which only the loss itself lives on."""
+
+
+def trace_training(training: Training, batch_size: int, chip: Chip, *, padded: bool) -> tuple[Trace, Operations]:
+    """Return the allocations of one optimizer step of two micro-steps, and what its operations compute and move."""
+    operations = OperationTally(batch_size)
+    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
+    tracer.has_padding = padded
+    with _fake(), _no_surprise_collection(), tracer:
+        _materialise(training.model, tracer)
+        optimizer = training.begin(batch_size)
+        _optimizer_step(training, optimizer, tracer, operations, batch_size)
+        trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+        counted = operations.operations(trained)
+        gc.collect()
+        # Returned before the optimizer and its state go out of scope.
+        return tracer.so_far(), counted
+
+
+def _optimizer_step(
+    training: Training,
+    optimizer: torch.optim.Optimizer,
+    tracer: StorageTracer,
+    operations: OperationTally,
+    batch_size: int,
+) -> None:
+    batches = []
+    for part in ("first inputs", "second inputs"):
+        tracer.enter(part, "inputs")
+        batches.append(training.batch(batch_size))
+    tracer.enter("first micro-step", "activations")
+    operations.counts_as = "micro_step"
+    with _noting_gradients(training.model, tracer):
+        _micro_step(training, batches[0])
+    operations.counts_as = None
+    tracer.enter("second micro-step", "activations")
+    if not tracer.repeat_micro_step("first micro-step"):
+        _micro_step(training, batches[1])
+    tracer.enter("update", "workspaces")
+    if training.max_grad_norm > 0:
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.max_grad_norm)
+    tracer.phase = "optimizer"
+    # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
+    operations.counts_as = "update"
+    optimizer.step()
+    operations.counts_as = None
+    if not training.keeps_gradients:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _micro_step(training: Training, batch: Any) -> None:
+    loss = training.loss(batch) / 2
+    loss.backward()
+
+
+def with_autocast(forward: Any, precision: str) -> Any:
+    """Wrap a model's ``forward`` as the Trainer and accelerate do for a precision."""
+    dtype = _AUTOCAST.get(precision)
+    return forward if dtype is None else with_float32_outputs(torch.autocast("cpu", dtype)(forward))
+
+
+def install_cuda_semantics(chip: Chip, *, padded: bool) -> Any:
+    """Make fake CPU tensors allocate as on a chip, in the rest of this process. Keep what is returned alive."""
+    library = install_cuda_autocast()
+    install_cuda_functions(flash=chip.has_flash_attention, padded=padded)
+    return library
+
+
+class _BuiltIn:
+    """The built-in training of a workload in one arm."""
+
+    max_grad_norm = 1.0
+    keeps_gradients = False
+
+    def __init__(self, workload: Workload, arm: Arm, model: Any) -> None:
+        self._workload = workload
+        self._arm = arm
+        self.model = model
+
+    def begin(self, batch_size: int) -> torch.optim.Optimizer:
+        """Turn checkpointing on; make the optimizer."""
+        if self._arm.gradient_checkpointing:
+            _enable_checkpointing(self.model)
+        return _optimizer(self._arm.optim, self.model)
+
+    def batch(self, size: int) -> dict[str, torch.Tensor]:
+        """Return a synthetic batch."""
+        return _batch(self._workload, self.model, size)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> Any:
+        """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""
+        outputs = with_autocast(self.model.forward, self._arm.precision)(**batch)
+        return outputs["loss"]
+
+
 class FakeTraining:
     """Traces training steps of one arm with fake tensors, as they would run on a chip. Patches torch permanently."""
 
@@ -129,8 +240,7 @@ class FakeTraining:
         self._chip = chip
         self.operations: Operations | None = None
         """What the operations of the last traced step compute and move."""
-        self._library = install_cuda_autocast()
-        install_cuda_functions(flash=chip.has_flash_attention, padded=workload.padding > 0)
+        self._library = install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
         """Return the allocations of a step at any batch, derived from a trace at one batch."""
@@ -138,7 +248,7 @@ class FakeTraining:
         sample = _batch(self._workload, model, 1).values()
         shapes = (tensor.shape for tensor in (*model.parameters(), *model.buffers(), *sample))
         dimensions = (dimension for shape in shapes for dimension in shape)
-        batch = telling_batch([*dimensions, *_numbers(self._workload.config)])
+        batch = telling_batch([*dimensions, *numbers_of(self._workload.config)])
         return ScalableStep(self._trace(model, batch), batch)
 
     def trace(self, batch_size: int) -> Trace:
@@ -151,70 +261,17 @@ class FakeTraining:
         return model
 
     def _trace(self, model: Any, batch_size: int) -> Trace:
-        operations = OperationTally(batch_size)
-        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
-        tracer.has_padding = self._workload.padding > 0
-        with _fake(), _no_surprise_collection(), tracer:
-            _materialise(model, tracer)
-            if self._arm.gradient_checkpointing:
-                _enable_checkpointing(model)
-            optimizer = _optimizer(self._arm.optim, model)
-            self._optimizer_step(model, optimizer, tracer, operations, batch_size)
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self.operations = operations.operations(trained)
-            gc.collect()
-            # Returned before the optimizer and its state go out of scope.
-            return tracer.so_far()
-
-    def _optimizer_step(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        tracer: StorageTracer,
-        operations: OperationTally,
-        batch_size: int,
-    ) -> None:
-        batches = []
-        for part in ("first inputs", "second inputs"):
-            tracer.enter(part, "inputs")
-            batches.append(_batch(self._workload, model, batch_size))
-        tracer.enter("first micro-step", "activations")
-        operations.counts_as = "micro_step"
-        with _noting_gradients(model, tracer):
-            self._micro_step(model, batches[0])
-        operations.counts_as = None
-        tracer.enter("second micro-step", "activations")
-        if not tracer.repeat_micro_step("first micro-step"):
-            self._micro_step(model, batches[1])
-        tracer.enter("update", "workspaces")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        tracer.phase = "optimizer"
-        # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
-        operations.counts_as = "update"
-        optimizer.step()
-        operations.counts_as = None
-        optimizer.zero_grad(set_to_none=True)
-
-    def _micro_step(self, model: Any, batch: dict[str, torch.Tensor]) -> None:
-        forward = model.forward
-        dtype = _AUTOCAST.get(self._arm.precision)
-        if dtype is not None:
-            forward = with_float32_outputs(torch.autocast("cpu", dtype)(forward))
-        loss = self._loss(forward, batch) / 2
-        loss.backward()
-
-    def _loss(self, forward: Any, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the loss as ``Trainer.compute_loss`` does: the outputs are freed when it returns."""
-        outputs = forward(**batch)
-        return outputs["loss"]
+        training = _BuiltIn(self._workload, self._arm, model)
+        trace, self.operations = trace_training(training, batch_size, self._chip, padded=self._workload.padding > 0)
+        return trace
 
 
-def _numbers(document: Any) -> Iterator[int]:
+def numbers_of(document: Any) -> Iterator[int]:
     """Yield every integer in a config."""
     if isinstance(document, dict):
         document = list(document.values())
     if isinstance(document, list):
         for value in document:
-            yield from _numbers(value)
+            yield from numbers_of(value)
     elif isinstance(document, int) and not isinstance(document, bool):
         yield document

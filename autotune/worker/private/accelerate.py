@@ -51,3 +51,18 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
     if settings["activation_checkpointing"]:
         model = fsdp2_apply_ac(stand_in, model)
     return fsdp2_prepare_model(stand_in, model)
+
+
+def compute_on_cpu() -> None:
+    """Make accelerate, and what asks it for the device, use the CPU in the rest of this process."""
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+
+    for state in (PartialState, AcceleratorState):
+        if "device" in state._shared_state:
+            state._shared_state["device"] = torch.device("cpu")
+
+
+def as_it_was_made(accelerator: Any, model: Any) -> Any:
+    """Return a model that an ``Accelerator`` prepared, without the autocast around its ``forward``."""
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False)

@@ -105,3 +105,11 @@ def replace_attention(attention: Callable[..., torch.Tensor]) -> None:
     """Replace ``scaled_dot_product_attention`` in this process, however it is reached."""
     functional.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention
+
+
+def forget_optimizer_hooks() -> None:
+    """Forget every hook around the steps of all optimizers."""
+    from torch.optim import optimizer
+
+    optimizer._global_optimizer_pre_hooks.clear()
+    optimizer._global_optimizer_post_hooks.clear()

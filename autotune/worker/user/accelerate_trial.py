@@ -19,9 +19,14 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from autotune.core.candidate import OWN_OPTIM, Document
+from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
+from autotune.worker.private.transformers import attention_of
 from autotune.worker.trial.measure import micro_steps_to_run
+from autotune.worker.user.batch_shapes import NotTraceableError
+from autotune.worker.user.checkpointing import checkpointing_parts, enable_checkpointing, is_checkpointing
 from autotune.worker.user.code import UserCodeError, run_script
+from autotune.worker.user.fake_steps import AccelerateStep, Memory, put_memory, traced
 from autotune.worker.user.guard import watch_steps
 from autotune.worker.user.inspection import SeenTraining
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, place_of
@@ -105,6 +110,9 @@ class AccelerateOverlay:
         self.accelerator: Any = None
         """The one that was made last."""
         self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.arguments: set[str] | None = None
+        """Names under which the model was given what it was called with last; ``None`` where some had none."""
         self.accumulates = False
         """Whether the script's steps are divided by ``Accelerator.accumulate``."""
 
@@ -153,8 +161,11 @@ class AccelerateOverlay:
             for thing in things:
                 if isinstance(thing, torch.nn.Module):
                     self.models.append(thing)
+                    thing.register_forward_pre_hook(self._on_call, with_kwargs=True)
                     if self._checkpointing:
                         enable_checkpointing(thing)
+                elif isinstance(thing, torch.optim.Optimizer):
+                    self.optimizers.append(thing)
             return prepare(accelerator, *things, **options)
 
         @functools.wraps(prepare_loader)
@@ -165,30 +176,8 @@ class AccelerateOverlay:
 
         Accelerator.prepare, Accelerator.prepare_data_loader = watched, known
 
-
-def checkpointing_parts(model: Any) -> list[Any]:
-    """List the outermost models of transformers within a module that can recompute activations."""
-    found: list[Any] = []
-    inner: set[int] = set()
-    for part in model.modules():
-        if id(part) not in inner and getattr(part, "supports_gradient_checkpointing", False):
-            found.append(part)
-            inner |= {id(each) for each in part.modules()}
-    return found
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Have all parts of a model that can recompute activations do so."""
-    for part in checkpointing_parts(model):
-        part.gradient_checkpointing_enable({"use_reentrant": False})
-        if hasattr(getattr(part, "config", None), "use_cache"):
-            part.config.use_cache = False
-
-
-def is_checkpointing(model: Any) -> bool:
-    """Return whether a part of a model recomputes activations as it is."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return any(bool(getattr(part, name, False)) for part in checkpointing_parts(model) for name in names)
+    def _on_call(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.arguments = None if given else set(named)
 
 
 def silence() -> None:
@@ -281,7 +270,8 @@ def watch_options() -> SeenOptions:
 class AccelerateInspection:
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
-    def __init__(self, source: TrainingSource, finish: Callable[[Document], NoReturn]) -> None:
+    def __init__(self, work: InspectionWork, source: TrainingSource, finish: Callable[[Document], NoReturn]) -> None:
+        self._work = work
         self._source = source
         self._finish = finish
         """Called with the model's facts, once they are known."""
@@ -292,6 +282,7 @@ class AccelerateInspection:
         self._loader: Any = None
         self._passes = 0
         self._steps = 0
+        self._memory: Memory | None = None
 
     def install(self) -> None:
         """Watch what the script makes."""
@@ -312,7 +303,9 @@ class AccelerateInspection:
     def _on_backward(self, _: Any) -> None:
         if not self.is_at_work():
             return
-        self._loader = self._loader or self._given
+        if self._loader is None:
+            self._loader = self._given
+            self._memory = self._traced()
         self._passes += 1
 
     def _on_optimizer(self) -> None:
@@ -322,6 +315,20 @@ class AccelerateInspection:
         if self._overlay.accumulates or self._steps == 2:
             self._finish(self._facts())
         self._passes = 0
+
+    def _traced(self) -> Memory | None:
+        """Trace the memory of a step, before the first backward pass: no fork could compute gradients after it."""
+        overlay = self._overlay
+        model = overlay.models[0] if len(overlay.models) == 1 else None
+        config = getattr(model, "config", None)
+        attention = attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"
+
+        def make() -> AccelerateStep:
+            if model is None or len(overlay.optimizers) != 1:
+                raise NotTraceableError("it prepares another number of models and optimizers than one each")
+            return AccelerateStep(overlay.accelerator, model, overlay.optimizers[0], self._loader, overlay.arguments)
+
+        return traced(self._work, attention, OWN_OPTIM, make)
 
     def _facts(self) -> Document:
         accelerator, models = self._overlay.accelerator, self._overlay.models
@@ -345,7 +352,7 @@ class AccelerateInspection:
         ]
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
-        return {
+        facts = {
             **self._seen.facts(),
             "gradient_checkpointing": can_checkpoint,
             "always_checkpoints": own_checkpointing,
@@ -367,3 +374,6 @@ class AccelerateInspection:
                 "optim": OWN_OPTIM,
             },
         }
+        if self._memory is not None:
+            put_memory(facts, self._memory)
+        return facts

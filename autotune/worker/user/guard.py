@@ -130,12 +130,21 @@ def watch_steps(
         on_backward(tensors)
         return backward(tensors, *words, **options)
 
+    watched.unwatched = getattr(backward, "unwatched", backward)  # type: ignore[attr-defined]
     torch.autograd.backward = watched
     # torch.optim deletes the name of this module of its own.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers.register_optimizer_step_pre_hook(lambda *_: before_optimizer())
     if after_optimizer is not None:
         optimizers.register_optimizer_step_post_hook(lambda *_: after_optimizer())
+
+
+def forget_steps(torch: Any) -> None:
+    """Have nothing called any more around backward passes and optimizer steps, in the rest of this process."""
+    from autotune.worker.private.torch import forget_optimizer_hooks
+
+    torch.autograd.backward = getattr(torch.autograd.backward, "unwatched", torch.autograd.backward)
+    forget_optimizer_hooks()
 
 
 def _watch_spawned(torch: Any, on_spawn: Callable[[], None]) -> None:

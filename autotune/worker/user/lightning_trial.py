@@ -14,15 +14,13 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Document
+from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
 from autotune.worker.trial.measure import micro_steps_to_run
-from autotune.worker.user.accelerate_trial import (
-    checkpointing_parts,
-    enable_checkpointing,
-    is_checkpointing,
-    watch_options,
-)
+from autotune.worker.user.accelerate_trial import watch_options
+from autotune.worker.user.checkpointing import checkpointing_parts, enable_checkpointing, is_checkpointing
 from autotune.worker.user.code import UserCodeError, run_script
+from autotune.worker.user.fake_steps import LightningStep, add_memory
 from autotune.worker.user.inspection import SeenTraining
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, key_of, place_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
@@ -204,8 +202,15 @@ class LightningInspection:
     """What a script is seen to train with, when its ``Trainer`` begins to."""
 
     def __init__(
-        self, source: TrainingSource, output_dir: str, finish: Callable[[Document], NoReturn], *, on_cpu: bool
+        self,
+        work: InspectionWork,
+        source: TrainingSource,
+        output_dir: str,
+        finish: Callable[[Document], NoReturn],
+        *,
+        on_cpu: bool,
     ) -> None:
+        self._work = work
         self._source = source
         self._finish = finish
         self._overlay = LightningOverlay(output_dir, {}, self._on_start, on_cpu=on_cpu)
@@ -230,27 +235,26 @@ class LightningInspection:
             *(["checkpointing"] if can_checkpoint and not own_checkpointing else []),
         ]
         facts = seen.facts()
-        self._finish(
-            {
-                **facts,
-                "gradient_checkpointing": can_checkpoint,
-                "always_checkpoints": own_checkpointing,
-                "interface": {
-                    "kind": "lightning",
-                    "searched": searched,
-                    "tunes_loader": False,
-                    "loader_key": key,
-                    "loader": place_of(key) if key else None,
-                    "flags": self._options.flags(_OPTIONS),
-                },
-                "own": {
-                    "per_device_train_batch_size": batch,
-                    "gradient_accumulation_steps": trainer.accumulate_grad_batches if is_automatic else 1,
-                    # Weights of 16 bits are computed in without an autocast.
-                    "precision": precision or "fp32",
-                    "gradient_checkpointing": own_checkpointing,
-                    "attn_implementation": facts["attn_implementations"][0],
-                    "optim": OWN_OPTIM,
-                },
-            }
-        )
+        facts |= {
+            "gradient_checkpointing": can_checkpoint,
+            "always_checkpoints": own_checkpointing,
+            "interface": {
+                "kind": "lightning",
+                "searched": searched,
+                "tunes_loader": False,
+                "loader_key": key,
+                "loader": place_of(key) if key else None,
+                "flags": self._options.flags(_OPTIONS),
+            },
+            "own": {
+                "per_device_train_batch_size": batch,
+                "gradient_accumulation_steps": trainer.accumulate_grad_batches if is_automatic else 1,
+                # Weights of 16 bits are computed in without an autocast.
+                "precision": precision or "fp32",
+                "gradient_checkpointing": own_checkpointing,
+                "attn_implementation": facts["attn_implementations"][0],
+                "optim": OWN_OPTIM,
+            },
+        }
+        add_memory(self._work, facts, lambda: LightningStep(trainer, module))
+        self._finish(facts)

@@ -29,6 +29,7 @@ from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.run import Send
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
+from autotune.worker.user.fake_steps import TrainerStep, add_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, fail_inspection, length, weight_dtype
 from autotune.worker.user.lightning_trial import LightningInspection
@@ -265,19 +266,18 @@ def inspect(
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds.
     """
-    is_on_cpu = work.devices.kind == "cpu"
     if source.kind == "script":
-        facts = in_fork(lambda send: _Inspection(source, scratch, send, is_on_cpu=is_on_cpu).describe())
+        facts = in_fork(lambda send: _Inspection(source, work, scratch, send).describe())
         if facts.pop("failed_probing", False):
             # Perhaps for want of the batch that was tried: the user's own may do.
-            unprobed = functools.partial(_Inspection, is_on_cpu=is_on_cpu, is_probing=False)
-            again = in_fork(lambda send: unprobed(source, scratch, send).describe())
+            unprobed = functools.partial(_Inspection, is_probing=False)
+            again = in_fork(lambda send: unprobed(source, work, scratch, send).describe())
             facts = facts if "source_error" in again else again
         finish(facts)
-    facts = in_fork(lambda send: _Inspection(source, scratch, send, is_on_cpu=is_on_cpu).describe())
+    facts = in_fork(lambda send: _Inspection(source, work, scratch, send).describe())
     if "source_error" in facts:
         finish(facts)
-    _Inspection(source, scratch, finish, facts, is_on_cpu=is_on_cpu).try_overrides()
+    _Inspection(source, work, scratch, finish, facts).try_overrides()
 
 
 class _Inspection:
@@ -286,21 +286,22 @@ class _Inspection:
     def __init__(
         self,
         source: TrainingSource,
+        work: InspectionWork,
         scratch: Scratch,
         finish: Callable[[Document], NoReturn],
         facts: Document | None = None,
         *,
-        is_on_cpu: bool,
         is_probing: bool = True,
     ) -> None:
         self._source = source
+        self._work = work
         self._scratch = scratch
-        self._is_on_cpu = is_on_cpu
+        self._is_on_cpu = work.devices.kind == "cpu"
         self._finish = finish
         self._facts = facts or {}
         self._overlay = Overlay(
             scratch.output_dir,
-            on_cpu=is_on_cpu,
+            on_cpu=self._is_on_cpu,
             is_probing=is_probing and facts is None and source.kind == "script",
         )
 
@@ -315,6 +316,7 @@ class _Inspection:
                     self._facts["model"]["in_batch_loss"] = loss
                 self._facts["model"]["interface"] = {"kind": "trainer", **self._overlay.made_from}
                 self._check(trainer, self._overlay.tuned)
+                add_memory(self._work, self._facts["model"], lambda: TrainerStep(trainer))
             except BaseException as error:
                 self._fail(error)
             self._finish(self._facts)
@@ -340,7 +342,7 @@ class _Inspection:
     def _enter(self) -> None:
         enter(self._source)
         self._facts["written"] = watch_written_files(self._source.cwd)
-        others = AccelerateInspection(self._source, self._finish_with_model)
+        others = AccelerateInspection(self._work, self._source, self._finish_with_model)
         guard = Guard(
             self._source,
             lambda message, hint: self._fail(UserCodeError(message, hint)),
@@ -350,6 +352,7 @@ class _Inspection:
         if self._source.kind == "script":
             others.install()
             LightningInspection(
+                self._work,
                 self._source,
                 self._scratch.output_dir,
                 self._finish_with_model,

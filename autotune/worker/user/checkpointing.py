@@ -1,0 +1,36 @@
+"""Switch the recomputation of activations on and off in models of transformers, however deep in a module they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def checkpointing_parts(model: Any) -> list[Any]:
+    """List the outermost models of transformers within a module that can recompute activations."""
+    found: list[Any] = []
+    inner: set[int] = set()
+    for part in model.modules():
+        if id(part) not in inner and getattr(part, "supports_gradient_checkpointing", False):
+            found.append(part)
+            inner |= {id(each) for each in part.modules()}
+    return found
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Have all parts of a model that can recompute activations do so."""
+    for part in checkpointing_parts(model):
+        part.gradient_checkpointing_enable({"use_reentrant": False})
+        if hasattr(getattr(part, "config", None), "use_cache"):
+            part.config.use_cache = False
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Return whether a part of a model recomputes activations as it is."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return any(bool(getattr(part, name, False)) for part in checkpointing_parts(model) for name in names)
+
+
+def disable_checkpointing(model: Any) -> None:
+    """Have no part of a model recompute activations."""
+    for part in checkpointing_parts(model):
+        part.gradient_checkpointing_disable()

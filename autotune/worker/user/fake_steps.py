@@ -1,0 +1,305 @@
+"""Trace the memory of a step of the user's own training on fake tensors, in forks of the process that found it.
+
+A fork has everything that the user's code made: its model, data, collator and optimizer. There, parameters are
+replaced by fake tensors of the same shapes, so that nothing is computed and no GPU is used. A fork must come before
+the process's first backward pass, since threads of the autograd engine do not survive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core.candidate import OWN_OPTIM, Arm, Document
+from autotune.core.chip import Chip
+from autotune.core.jobs import InspectionWork
+from autotune.core.prediction import ArmsToTrace, TracedStep
+from autotune.core.schema import encode
+from autotune.space.features import runs_plain_kernels
+from autotune.worker.failures import first_line
+from autotune.worker.fake.packing import packed
+from autotune.worker.fake.scaling import telling_batch
+from autotune.worker.fake.step import Training, install_cuda_semantics, numbers_of, trace_training, with_autocast
+from autotune.worker.private.accelerate import as_it_was_made, compute_on_cpu
+from autotune.worker.private.transformers import compute_on_cpu as compute_arguments_on_cpu
+from autotune.worker.private.transformers import prepares_inputs_itself
+from autotune.worker.process import in_forks
+from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
+from autotune.worker.user.checkpointing import disable_checkpointing, enable_checkpointing
+from autotune.worker.user.guard import forget_steps
+
+# Tracing a large model took 3 s on an idle core; a search goes on without what takes longer than this.
+_MOST_SECONDS = 60.0
+# Each fork writes to about 1 GiB of memory.
+_MOST_AT_ONCE = 4
+
+
+class OwnStep(Training):
+    """A step of the user's own training, as far as kinds of trainings have it in common."""
+
+    max_grad_norm = 0.0
+    keeps_gradients = False
+    most_inputs: int | None = 1
+    """Micro-steps whose inputs are on the device at once; ``None`` stands for all of a step."""
+
+    def __init__(self, model: Any, shapes: BatchShapes) -> None:
+        self.model = model
+        self.shapes = shapes
+        self.arm = Arm()
+        """What is traced; set before ``begin``."""
+        # Kept: a fork has no CUDA to free them with.
+        self._real = dict(model.named_parameters(remove_duplicate=False))
+        odd = next((type(p).__name__ for p in self._real.values() if type(p) is not torch.nn.Parameter), None)
+        if odd is not None:
+            raise NotTraceableError(f"its model has weights of type {odd}")
+
+    def begin(self, batch_size: int) -> torch.optim.Optimizer:
+        """Set the arm's precision and checkpointing; return the optimizer over the fake parameters."""
+        self._exchange_plain_tensors()
+        self.model.train()
+        if hasattr(getattr(self.model, "config", None), "use_cache"):
+            self.model.config.use_cache = False
+        change = enable_checkpointing if self.arm.gradient_checkpointing else disable_checkpointing
+        change(self.model)
+        self.set_precision(self.arm.precision)
+        return self.optimizer()
+
+    def batch(self, size: int) -> Any:
+        """Return one batch of so many samples."""
+        return self.shapes.at(size)
+
+    def set_precision(self, precision: str) -> None:
+        """Put the autocast of a precision around the model."""
+        self.model.forward = with_autocast(self.model.forward, precision)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer, over the fake parameters."""
+        raise NotImplementedError
+
+    def _exchange_plain_tensors(self) -> None:
+        """Replace tensors that are neither parameters nor buffers, and may be on a GPU."""
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    vars(module)[name] = torch.empty(value.shape, dtype=value.dtype)
+
+    def over_fake_parameters(self, optimizer: Any) -> Any:
+        """Exchange the parameters of an optimizer for the fake ones; it has no state then."""
+        fakes = dict(self.model.named_parameters(remove_duplicate=False))
+        exchanged = {id(real): fakes[name] for name, real in self._real.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [
+                exchanged[id(each)] if id(each) in exchanged else _fake(each) for each in group["params"]
+            ]
+        optimizer.state.clear()
+        return optimizer
+
+
+def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Return a fake of a parameter that belongs to no module of the model."""
+    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+
+
+class TrainerStep(OwnStep):
+    """A step of a ``transformers.Trainer``."""
+
+    # The Trainer moves the inputs of all micro-steps of a step to the device at once.
+    most_inputs = None
+
+    def __init__(self, trainer: Any) -> None:
+        if prepares_inputs_itself(trainer):
+            raise NotTraceableError(f"{type(trainer).__name__} makes the inputs of its steps in a way of its own")
+        super().__init__(trainer.model, of_loader(trainer.get_train_dataloader()))
+        self._trainer = trainer
+        self.max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the one that the Trainer makes, or was given."""
+        trainer, arguments = self._trainer, self._trainer.args
+        compute_arguments_on_cpu(arguments)
+        if trainer.optimizer is not None:
+            return self.over_fake_parameters(trainer.optimizer)  # type: ignore[no-any-return]
+        kind = type(arguments.optim)
+        arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
+        return trainer.create_optimizer()  # type: ignore[no-any-return]
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss as the Trainer computes it."""
+        return self._trainer.compute_loss(self.model, dict(batch))
+
+
+class AccelerateStep(OwnStep):
+    """A step of a loop with an ``Accelerator`` that calls its model with a batch, and takes the loss of its outputs.
+
+    The loop holds the outputs of one pass until it has those of the next.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any, loader: Any, arguments: set[str] | None) -> None:
+        super().__init__(as_it_was_made(accelerator, model), of_loader(loader))
+        self._optimizer = optimizer
+        batch = self.shapes.at(1)
+        if arguments is None or not isinstance(batch, Mapping) or arguments != set(batch):
+            raise NotTraceableError("its loop calls the model with something else than a batch")
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the script's own."""
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise NotTraceableError("its optimizer is none of torch's")
+        return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
+
+    def begin(self, batch_size: int) -> torch.optim.Optimizer:
+        """Make it ready, and keep the outputs of a pass from here on."""
+        optimizer = super().begin(batch_size)
+        with torch.no_grad():
+            self._held = self.model(**self.batch(batch_size))
+        return optimizer
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of the model's outputs."""
+        outputs = self.model(**batch)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if loss is None:
+            raise NotTraceableError("its loop computes the loss itself")
+        return loss
+
+
+class LightningStep(OwnStep):
+    """A step of a Lightning module that is optimized automatically.
+
+    Lightning frees the gradients of a step after the forward pass of the next.
+    """
+
+    keeps_gradients = True
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        super().__init__(module, of_loader(trainer.train_dataloader))
+        if not module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise NotTraceableError("it steps its optimizers itself")
+        self._optimizer = trainer.optimizers[0]
+        self._precision = "fp32"
+        self.max_grad_norm = float(trainer.gradient_clip_val or 0.0)
+
+    def set_precision(self, precision: str) -> None:
+        """Lightning puts the autocast around ``training_step``, and leaves its outputs as they are."""
+        self._precision = precision
+        vars(self.model)["_device"] = torch.device("cpu")
+        for name in ("log", "log_dict"):
+            setattr(self.model, name, lambda *_, **__: None)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the module's own."""
+        return self.over_fake_parameters(self._optimizer)  # type: ignore[no-any-return]
+
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of ``training_step``."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
+        with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+            # Called by position, with the batch alone where that is all it takes.
+            step = self.model.training_step
+            more = () if step.__code__.co_argcount <= 2 else (0,)
+            returned = step(batch, *more)
+        loss = returned["loss"] if isinstance(returned, Mapping) else returned
+        if not isinstance(loss, torch.Tensor):
+            raise NotTraceableError("its training_step returns no loss")
+        return loss
+
+
+def add_memory(work: InspectionWork, model: Document, make: Callable[[], OwnStep]) -> None:
+    """Add ``memory`` to the facts of a model, where the inspection asks for it; see ``trace_arms``."""
+    if (memory := traced(work, model["own"]["attn_implementation"], model["own"]["optim"], make)) is not None:
+        put_memory(model, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What became of tracing the steps of the user's own code."""
+
+    steps: tuple[TracedStep, ...] = ()
+    unknown: str | None = None
+    """Why an arm was not traced; ``None`` where all were."""
+
+
+def put_memory(model: Document, memory: Memory) -> None:
+    """Put the traces into the facts of a model; why there are none becomes known of how the code is taken."""
+    model["memory"] = encode(memory.steps)
+    if memory.unknown is not None:
+        model["interface"]["memory_unknown"] = memory.unknown
+
+
+def traced(work: InspectionWork, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory | None:
+    """Return what ``trace_arms`` returns; ``None`` where the inspection does not ask for it."""
+    if work.arms is None or work.arms.chip is None:
+        return None
+    return trace_arms(work.arms, work.arms.chip, attention, optim, make)
+
+
+def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory:
+    """Return the packed trace of a step for each arm that may be searched. Raises nothing.
+
+    ``attention`` and ``optim`` are those of the user's code.
+    """
+    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
+    arms = [
+        Arm(precision, checkpoints, attention, name)  # type: ignore[arg-type]
+        for name in (wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,))
+        for precision in halves
+        for checkpoints in wanted.checkpointing
+    ]
+    known = [arm for arm in arms if runs_plain_kernels(arm)]
+    if not known:
+        return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
+    try:
+        step = make()
+    except Exception as error:
+        return Memory(unknown=_why(error))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    answers = in_forks(
+        [functools.partial(_trace, step, arm, chip) for arm in known],
+        at_once=max(1, min(cores, _MOST_AT_ONCE)),
+        limit_seconds=_MOST_SECONDS,
+    )
+    ended = "its process ended"
+    whys = [ended if answer is None else answer["why"] for answer in answers if answer is None or "why" in answer]
+    steps = tuple(
+        TracedStep(arm, answer["step"])
+        for arm, answer in zip(known, answers, strict=True)
+        if answer is not None and "step" in answer
+    )
+    return Memory(steps, whys[0] if whys else None)
+
+
+def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Document], NoReturn]) -> NoReturn:
+    """Trace the step in this process, a fork, and end it."""
+    try:
+        torch.set_num_threads(1)
+        forget_steps(torch)
+        compute_on_cpu()
+        library = install_cuda_semantics(chip, padded=step.shapes.is_padded)
+        step.arm = arm
+        shapes = (tensor.shape for tensor in (*step.model.parameters(), *step.model.buffers()))
+        numbers = [dimension for shape in shapes for dimension in shape]
+        config: Any = getattr(step.model, "config", None)
+        facts = config.to_dict() if hasattr(config, "to_dict") else {}
+        batch = telling_batch([*numbers, *step.shapes.dimensions(), *numbers_of(facts)])
+        trace, _ = trace_training(step, batch, chip, padded=step.shapes.is_padded)
+        answer = {"step": packed(trace, batch, step.most_inputs)}
+        del library
+    except BaseException as error:
+        answer = {"why": _why(error)}
+    send(answer)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, NotTraceableError):
+        return str(error)
+    # For whoever looks into the log.
+    traceback.print_exception(error)
+    return first_line(error)

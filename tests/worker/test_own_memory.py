@@ -1,0 +1,174 @@
+"""Test the memory that is predicted of the user's own training, on the CPU: against the built-in training, and used."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded import ComputedRunner
+from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
+from server_client import ServerClient
+
+from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.jobs import InspectionWork
+from autotune.core.messages import Answer
+from autotune.core.placement import RankDevices
+from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
+from autotune.core.schema import decode, encode
+from autotune.core.training_source import find_script, find_trainer
+from autotune.core.units import GIB, MIB
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.tuning.loop import Search
+from autotune.tuning.prepare import arms_to_trace, forecast_of, prepare
+from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
+
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+CHIP = CHIPS["h200"].decisive()
+BATCHES = ((8, 1), (64, 1), (16, 4))
+
+
+def inspected(server: ServerClient, workload: Workload, **options: Any) -> Document:
+    """The facts of a model, with the traces of its arms."""
+    arms = dataclasses.replace(arms_to_trace(request(workload=workload, **options)), chip=CHIP)
+    answer = server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms))
+    assert "model" in answer.result, answer.log
+    return dict(answer.result["model"])
+
+
+def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> list[tuple[int, int]]:
+    """The peaks at each batch, allocated and reserved."""
+    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
+    answer = decode(server.run(workload, work).result, PredictionAnswer)
+    return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
+
+
+def traces_of(model: Document) -> list[TracedStep]:
+    """The traced arms of an inspected model."""
+    return decode(model["memory"], list[TracedStep])
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Workload:
+    """A stock Trainer that the user's function builds."""
+    return Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:build_plain"))
+
+
+@pytest.fixture(scope="module")
+def model(trial_server: ServerClient, trainer: Workload) -> Document:
+    """What its inspection says."""
+    return inspected(trial_server, trainer, precisions=("bf16", "fp32"))
+
+
+def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: ServerClient, model: Document) -> None:
+    assert "memory_unknown" not in model["interface"]
+    traced = {(trace.arm.precision, trace.arm.gradient_checkpointing) for trace in traces_of(model)}
+    assert traced == {("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)}
+    built_in = Workload("tiny", {**model["config"], "model_type": "bert"}, "sequence-classification", 12)
+    for trace in traces_of(model):
+        own = predicted(trial_server, built_in, trace.arm, trace.step)
+        assert own == predicted(trial_server, built_in, trace.arm)
+
+
+class Predictions:
+    """Submits predictions to a real trial server, and waits for each."""
+
+    def __init__(self, server: ServerClient, workload: Workload) -> None:
+        self._server = server
+        self._workload = workload
+        self._answers: dict[str, Answer] = {}
+
+    def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+        self._answers[job_id] = Answer(self._server.run(self._workload, work).result)
+
+    def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
+        answers, self._answers = self._answers, {}
+        return answers
+
+
+def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
+    trial_server: ServerClient, trainer: Workload, model: Document, tmp_path: Path
+) -> None:
+    # cuBLAS takes 65 MiB; the activations of 1024 samples 23 MiB without checkpointing.
+    limit_bytes = CONTEXT_BYTES + 100 * MIB
+    options: Any = {"effective_batch": 4096, "precisions": ("fp32",), "gradient_checkpointing": "off"}
+    asked = request(workload=trainer, memory_limit_bytes=limit_bytes, **options)
+    ready = prepare(asked, {**FACTS, "chip": encode(CHIP), "model": {**model, "samples": 10_000}})
+    forecast = forecast_of(ready, Predictions(trial_server, trainer))
+    assert forecast is not None
+    forecast.complete()
+    assert not forecast.unanswered
+
+    def peak_bytes(candidate: Candidate) -> float:
+        found = forecast.model.prediction(candidate)
+        assert found is not None
+        return found.peak_allocated_bytes
+
+    observer = RecordingObserver()
+    runner = ComputedRunner(peak_bytes, lambda candidate: 1 / candidate.per_device_train_batch_size)
+    with new_store(tmp_path) as store:
+        Search(ready, runner, store, observer, tmp_path, forecast=forecast, clock=runner.clock).run()
+    assert {trial.state for trial in observer.ended} == {"completed"}
+    tried = {trial.candidate for trial in observer.ended}
+    assert max(candidate.per_device_train_batch_size for candidate in tried) == 1024
+    plain = Arm("fp32", optim=model["own"]["optim"])
+    too_large = [Candidate(plain, 2048, 2), Candidate(plain, 4096, 1)]
+    assert all(forecast.model.surely_over(candidate) for candidate in too_large)
+    assert not tried.intersection(too_large)
+
+
+def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient, tmp_path: Path) -> None:
+    workload = Workload.of_source(
+        find_script([str(OWN_CODE / "accelerate_loop.py"), "--output_dir", str(tmp_path / "out")])
+    )
+    model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
+    assert "memory_unknown" not in model["interface"]
+    (trace,) = traces_of(model)
+    assert trace.arm == Arm("fp32", optim="own")
+    built_in = Workload("tiny", {**model["config"], "model_type": "bert"}, "sequence-classification", 12)
+    own = predicted(trial_server, built_in, trace.arm, trace.step)
+    like = predicted(trial_server, built_in, Arm("fp32", optim="adamw_torch"))
+    # The loop holds the outputs of a pass until the next one, and no inputs but those of one pass.
+    assert own[0][0] >= like[0][0]
+    assert own[1][0] == pytest.approx(like[1][0], rel=1e-3)
+
+
+def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
+    workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:build_with_numpy"))
+    model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
+    assert model["memory"] == []
+    assert "numpy" in model["interface"]["memory_unknown"]
+
+
+class TestBatchShapes:
+    def test_they_are_those_of_the_largest_sample(self) -> None:
+        texts = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 9, 5)]
+
+        def collate(samples: list[Any]) -> Any:
+            ids = [sample["input_ids"] for sample in samples]
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+            return {"input_ids": padded, "attention_mask": (padded != 0).long(), "note": "text"}
+
+        shapes = BatchShapes(collate, texts)
+        assert shapes.is_padded
+        assert shapes.at(7)["input_ids"].shape == (7, 9)
+        assert shapes.at(7)["note"] == "text"
+        assert sorted(shapes.dimensions()) == [1, 1, 9, 9]
+
+    def test_batches_without_padding_are_as_long_as_all_samples(self) -> None:
+        shapes = BatchShapes(lambda samples: (torch.cat(samples)[None], len(samples)), [torch.ones(4)] * 3)
+        tokens, count = shapes.at(10)
+        assert tokens.shape == (1, 40)
+        assert count == 10
+
+    def test_streamed_data_is_looked_at(self) -> None:
+        shapes = BatchShapes(torch.stack, iter([torch.ones(2), torch.zeros(2)]))
+        assert shapes.at(5).shape == (5, 2)
+
+    @pytest.mark.parametrize("loader", [object(), torch.utils.data.DataLoader([[1]], batch_size=None)])
+    def test_other_loaders_are_refused(self, loader: Any) -> None:
+        with pytest.raises(NotTraceableError):
+            of_loader(loader)
