@@ -221,6 +221,7 @@ def search(
     group_by_length: bool = False,
     device: str | None = None,
     gpus: int | str | Sequence[int | str] | None = None,
+    parallel: bool = False,
     memory_limit: int | str | None = None,
     headroom: Headroom | float | str | None = None,
     world_size: int = 1,

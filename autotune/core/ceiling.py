@@ -14,7 +14,6 @@ from typing import Any
 
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, NothingFitsError
-from autotune.core.placement import Placement
 from autotune.core.schema import decode
 from autotune.core.units import format_bytes, parse_bytes
 
@@ -108,13 +107,6 @@ class Ceiling:
                 "that a trial may reserve",
                 "lower --headroom or raise --memory-limit",
             )
-
-    @classmethod
-    def on_placement(
-        cls, placement: Placement, limit_bytes: int | None, context_bytes: int, headroom: Headroom | None = None
-    ) -> Ceiling:
-        """Return the ceiling of every rank: that of the device with the least memory free."""
-        return cls(limit_bytes, placement.least_free_bytes, context_bytes, headroom or Headroom())
 
     @classmethod
     def on_device(

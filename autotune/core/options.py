@@ -416,6 +416,9 @@ OPTIONS: tuple[Option, ...] = (
         DEVICE, metavar="N|all|LIST",
     ),
     Option(
+        "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE,
+    ),
+    Option(
         "memory_limit", BYTES, "Search as if the device had no more, e.g. 24GiB [default: all free].", DEVICE, BOTH,
         help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: as the --gpu has]."},
         request_field="memory_limit_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.core.dataset_spec import DataFacts, describe_lengths
@@ -13,9 +13,12 @@ from autotune.models.tasks import max_seq_len
 from autotune.tuning.request import SearchRequest
 
 
-def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Callable[[str], None]) -> SearchRequest:
+def read_data(
+    request: SearchRequest, servers: Sequence[TrialServer], logs: Path, note: Callable[[str], None]
+) -> SearchRequest:
     """Return the request with the facts of its dataset, which a worker process reads; unchanged without a dataset.
 
+    The first server reads it; the trials of all servers map what it has written.
     Raises ``InvalidRequestError`` where the dataset is not valid, too small, or padded beyond what the model allows.
     """
     data = request.workload.data
@@ -25,7 +28,8 @@ def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Cal
     workload = request.workload
     folder = workload.data_folder(logs)
     was_there = folder.exists()
-    workload = server.read_data(folder)
+    first, *others = servers
+    workload = first.read_data(folder)
     request = dataclasses.replace(request, workload=workload)
     facts = workload.data.facts if workload.data else None
     assert facts is not None
@@ -33,8 +37,10 @@ def read_data(request: SearchRequest, server: TrialServer, logs: Path, note: Cal
         _check_read(request, facts)
     except InvalidRequestError:
         if not was_there:
-            server.discard_data()
+            first.discard_data()
         raise
+    for server in others:
+        server.read_data(folder)
     if facts.lengths is not None:
         note(describe_lengths(facts.lengths))
     return request

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ MakeNames = Callable[[], Iterator[str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A device and a study that no other search of this machine has at the same time."""
+    """Devices and a study that no other search of this machine has at the same time."""
 
     study: str
     """The name of the study."""
@@ -39,7 +39,7 @@ class Turn:
 
 @contextlib.contextmanager
 def take_turn(
-    device: Device,
+    devices: Sequence[Device],
     study: str | MakeNames,
     database: str,
     *,
@@ -47,7 +47,7 @@ def take_turn(
     note: Note,
     is_taken: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Turn]:
-    """Hold the device and the study for as long as the block lasts.
+    """Hold the devices and the study for as long as the block lasts.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
     ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Without ``wait`` a GPU that
@@ -58,7 +58,9 @@ def take_turn(
         name, has_waited = None, False
         try:
             name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait, note=note)
-            has_waited |= _hold_device(stack, device, name, wait=wait, note=note)
+            # In one order everywhere, so that no two searches wait for each other. Ranks may share the CPU.
+            for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
+                has_waited |= _hold_device(stack, device, name, wait=wait, note=note)
         except LockError as error:
             note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
             name = name or _first(study, is_taken)
@@ -129,7 +131,7 @@ def _wait_for(lock: Lock, study: str, what: str, note: Note) -> bool:
 
 def _device_is_taken(label: str, holder: Holder) -> AutotuneError:
     return DeviceError(
-        f"{label} is searched on by {holder.describe()}", "add --wait to wait for its end, or choose another --device"
+        f"{label} is searched on by {holder.describe()}", "add --wait to wait for its end, or choose another GPU"
     )
 
 

@@ -28,6 +28,9 @@ def build_request(options: dict[str, Any], given: Collection[str] = (), device: 
     own = _own_workload(options, given)
     workload = own or build_workload(options)
     device, *others = [device] if device is not None else _devices(options)
+    beside: list[Device] = []
+    if options.get("parallel"):
+        beside, others = others, []
     if others and options["world_size"] == 1:
         options = {**options, "world_size": 1 + len(others)}
     defaults = {
@@ -35,13 +38,19 @@ def build_request(options: dict[str, Any], given: Collection[str] = (), device: 
         "expandable_segments": _as_in_environment(device),
     }
     return SearchRequest(
-        workload=workload, device=device, others=tuple(others), **{**defaults, **request_fields(options)}
+        workload=workload,
+        device=device,
+        others=tuple(others),
+        beside=tuple(beside),
+        **{**defaults, **request_fields(options)},
     )
 
 
 def _devices(options: dict[str, Any]) -> tuple[Device, ...]:
     """Return the devices that are named, one for each rank."""
     gpus, device = options.get("gpus"), options["device"]
+    if gpus is None and options.get("parallel"):
+        raise InvalidRequestError("--parallel runs trials on several GPUs, and none are named", "add --gpus all")
     if gpus is None:
         return (find_device(device),)
     if device is not None:

@@ -6,10 +6,12 @@ Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from autotune.core.candidate import Candidate
+from autotune.core.outcome import Completed
 from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
@@ -23,6 +25,43 @@ from autotune.tuning.remeasure import finals, needs_another
 
 # After this many refused proposals in a row, Optuna's sampler is taken to have nothing new. A choice.
 _MOST_REFUSALS = 64
+
+
+# Final trials run at the same time only where company costs no more than this. A choice.
+_COMPANY_TOLERANCE = 0.01
+
+
+class Company:
+    """What it costs a trial to run at the same time as others: on other GPUs, but with the same cores and power.
+
+    A final trial runs alone. Its candidate was measured before, perhaps beside others, so the first final trial of a
+    search tells what that cost.
+    """
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()
+        self._beside: set[str] = set()
+        self._alone: dict[Candidate, list[float]] = {}
+        self._accompanied: dict[Candidate, list[float]] = {}
+
+    def begin(self, trial_id: str, beside: Collection[str]) -> None:
+        """Record that a trial was started while the trials ``beside`` it were under way."""
+        self._begun.add(trial_id)
+        if beside:
+            self._beside |= {trial_id, *beside}
+
+    def take(self, trial: TrialRecord) -> None:
+        """Record what a trial measured, if this run of the search started it."""
+        if trial.id in self._begun and isinstance(trial.outcome, Completed):
+            found = self._accompanied if trial.id in self._beside else self._alone
+            found.setdefault(trial.candidate, []).append(trial.outcome.measurement.samples_per_second)
+
+    @property
+    def costs(self) -> bool:
+        """Whether it costs more than 1 % of the speed; ``True`` as long as no candidate was measured both ways."""
+        both = self._alone.keys() & self._accompanied.keys()
+        ratios = [fmean(self._accompanied[candidate]) / fmean(self._alone[candidate]) for candidate in both]
+        return not ratios or any(abs(ratio - 1) > _COMPANY_TOLERANCE for ratio in ratios)
 
 
 @dataclass(frozen=True)
@@ -61,6 +100,7 @@ class Plan:
         self._started = clock()
         self._refused_while_pending = False
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
+        self._company = Company()
 
     @property
     def has_policy(self) -> bool:
@@ -71,6 +111,7 @@ class Plan:
 
     def begin(self, trial: TrialRecord) -> None:
         """Record that a trial was started."""
+        self._company.begin(trial.id, beside=self.pending)
         self.pending[trial.id] = trial
         self.history.begin(trial.candidate)
 
@@ -82,6 +123,7 @@ class Plan:
             # A candidate that was refused may be worth a trial now.
             self._refusals, self._refused_while_pending = 0, False
         self.records[trial.id] = trial
+        self._company.take(trial)
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
             in_full = ran_in_full(counts.candidate, counts.outcome)
@@ -131,9 +173,11 @@ class Plan:
 
         With trials running, ``None`` may also mean that their results are needed first.
         """
+        if self._is_alone():
+            return None
         forced = self._forced()
         if forced is not None:
-            return forced
+            return None if forced.stage == "final" and self.pending and self._company.costs else forced
         if self._is_last and self._waits:
             return None
         if self._policy is None:
@@ -174,6 +218,10 @@ class Plan:
     def _waits(self) -> bool:
         """Return whether a running trial may change what is worth a trial, which final trials do not."""
         return any(trial.stage != "final" for trial in self.pending.values())
+
+    def _is_alone(self) -> bool:
+        """Return whether a trial runs beside which no other may."""
+        return self._company.costs and any(trial.stage == "final" for trial in self.pending.values())
 
     @property
     def _is_last(self) -> bool:

@@ -97,7 +97,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
         _check_training_state_fits(request, model, context_bytes)
-    ceiling = Ceiling.on_placement(request.placement, request.memory_limit_bytes, context_bytes, request.headroom)
+    ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, context_bytes, request.headroom)
     _check_optims(request, facts.get("optims") or request.optims)
     attentions = _attentions(request, model)
     arms = choose_arms(
@@ -433,7 +433,7 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
     device, limit_bytes = request.device, request.memory_limit_bytes
     state_bytes = training_state_bytes(request, model) // least_share(request, model)
     least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
-    free_bytes = request.placement.least_free_bytes
+    free_bytes = request.least_free_bytes
     reachable_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
     if reachable_bytes >= least_bytes:
         return

@@ -25,7 +25,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
-from autotune.devices import Device, Headroom
+from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
 from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require, shards_with
@@ -56,6 +56,8 @@ class SearchRequest:
     """Of rank 0, and the only one where there is one rank."""
     others: tuple[Device, ...] = field(default=(), kw_only=True)
     """The devices of further ranks, which train together with the first."""
+    beside: tuple[Device, ...] = field(default=(), kw_only=True)
+    """Further devices, each of which runs trials of one rank at the same time as ``device``."""
     effective_batch: int | None = None
     world_size: int = 1
     batch_multiple: int | None = None
@@ -101,7 +103,7 @@ class SearchRequest:
                 f"--world-size {self.world_size} is not the {self.ranks} GPUs that are trained on", "leave it out"
             )
         # Raises for devices that are not as many or not equal.
-        _ = self.placement
+        _ = self.placement, Placement.of(self.device, *self.beside)
 
     @property
     def ranks(self) -> int:
@@ -112,6 +114,27 @@ class SearchRequest:
     def placement(self) -> Placement:
         """Where each trial runs."""
         return Placement.of(self.device, *self.others)
+
+    @property
+    def slots(self) -> tuple[Placement, ...]:
+        """Where trials run at the same time; one place unless there are devices ``beside`` the first."""
+        return self.placement, *(Placement.of(device) for device in self.beside)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device that the search uses, one for each rank or slot."""
+        return self.device, *self.others, *self.beside
+
+    def with_current_memory(self) -> SearchRequest:
+        """Return the same request with what is free on its devices now."""
+        device, *more = (find_device(device.uuid) for device in self.devices)
+        count = len(self.others)
+        return replace(self, device=device, others=tuple(more[:count]), beside=tuple(more[count:]))
+
+    @property
+    def least_free_bytes(self) -> int:
+        """What is free on the device that has the least."""
+        return min(slot.least_free_bytes for slot in self.slots)
 
     @property
     def most_trials(self) -> int | None:
@@ -226,6 +249,8 @@ class SearchRequest:
             return "a training on the CPU needs all its cores"
         if self.world_size > 1:
             return f"each of the {self.world_size} processes of a training would need a core of its own"
+        if self.beside:
+            return "trials that run at the same time would share the core"
         return None if can_pin() else "this system does not let a process choose its cores"
 
     @property

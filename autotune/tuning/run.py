@@ -12,23 +12,19 @@ import itertools
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from autotune.core.candidate import Document
 from autotune.core.errors import (
-    DeviceError,
     NoResultError,
     NothingFitsError,
     StorageError,
     TrainingSourceError,
     TrialServerError,
 )
-from autotune.devices import find_device
-from autotune.devices.lock import Lock, LockError
 from autotune.devices.presence import Presence
 from autotune.execution import LocalExecutor, TrialServer
 from autotune.store.location import resolve_location
@@ -77,60 +73,44 @@ def run_search(
         database = os.path.realpath(path) if path is not None else location.label
         name = request.study or functools.partial(_names_for, request)
         turn = stack.enter_context(
-            take_turn(request.device, name, database, wait=wait, note=observer.note, is_taken=is_taken)
+            take_turn(request.devices, name, database, wait=wait, note=observer.note, is_taken=is_taken)
         )
-        has_waited = _hold_others(stack, request, turn.study, wait=wait, note=observer.note)
         request = request.named(turn.study)
         folder = log_folder(storage, turn.study)
-        has_waited |= turn.has_waited
+        has_waited = turn.has_waited
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
         if has_waited:
             # The memory that another search held may be free by now.
-            device, *others = (find_device(device.uuid) for device in request.placement.devices)
-            request = replace(request, device=device, others=tuple(others))
+            request = request.with_current_memory()
         stack.enter_context(_LogFolder(folder))
-        starting = f"starting a process for trials on {request.placement.label} ({request.device.name}) …"
-        server = TrialServer(request.placement, request.workload, folder, on_start=lambda: observer.note(starting))
-        stack.enter_context(server)
+        servers = [stack.enter_context(server) for server in _servers(request, folder, observer.note)]
         if store is None or request.fresh:
-            # No answers are stored, so the server is needed, and its imports take longer than those that follow here.
-            server.start(inspects=True)
+            # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
+            for server in servers:
+                server.start(inspects=server is servers[0])
 
         def make_store() -> Store:
             made = _opened(stack, storage)
             stack.enter_context(hold_lease(made, turn.study, wait=wait, note=observer.note))
             return made
 
-        return _prepare_and_search(request, server, store, make_store, observer, folder)
+        return _prepare_and_search(request, servers, store, make_store, observer, folder)
 
 
-def _hold_others(
-    stack: contextlib.ExitStack, request: SearchRequest, study: str, *, wait: bool, note: Callable[[str], None]
-) -> bool:
-    """Take the locks of the further GPUs in the order of their UUIDs; return whether that took waiting."""
-    has_waited = False
-    devices = {device.uuid: device for device in request.others if device.uuid != request.device.uuid}
-    for uuid, device in sorted(devices.items()):
-        label = f"{device.label} ({device.name})"
-        lock = stack.enter_context(Lock(uuid))
-        with contextlib.suppress(LockError):
-            holder = lock.acquire(study)
-            if holder is not None and not wait:
-                raise DeviceError(
-                    f"{label} is searched on by {holder.describe()}",
-                    "add --wait to wait for its end, or choose other --gpus",
-                )
-            if holder is not None:
-                has_waited = True
-                note(f"waiting for {label}, which {holder.describe()} searches")
-                lock.wait(study, lambda _: None)
-    return has_waited
+def _servers(request: SearchRequest, folder: Path, note: Callable[[str], None]) -> list[TrialServer]:
+    """Return a trial server for each place where trials run, not started yet; each has a log of its own."""
+    found = []
+    for number, placement in enumerate(request.slots):
+        starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
+        logs = folder if number == 0 else folder / f"server-{number}"
+        found.append(TrialServer(placement, request.workload, logs, on_start=functools.partial(note, starting)))
+    return found
 
 
 def _prepare_and_search(
     request: SearchRequest,
-    server: TrialServer,
+    servers: Sequence[TrialServer],
     store: Store | None,
     make_store: Callable[[], Store],
     observer: Observer,
@@ -147,19 +127,21 @@ def _prepare_and_search(
     from autotune.tuning.prepare import prepare
 
     with contextlib.ExitStack() as stack:
+        server = servers[0]
         presence = stack.enter_context(Presence(request.device.uuid))
-        for uuid in request.placement.uuids[1:]:
+        for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:
             stack.enter_context(Presence(uuid))
-        request = read_data(request, server, folder.parent, observer.note)
+        request = read_data(request, servers, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload, request.ranks)
         remembered = store.answers.find(key, dict) if store is not None and key is not None else None
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
-        server.run_as_inspected(prepared.request.workload)
+        for each in servers:
+            each.run_as_inspected(prepared.request.workload)
         store = store or make_store()
         if remembered is None and key is not None:
             store.answers.keep(key, "inspection", facts)
-        record = _search(prepared, server, store, observer, folder, presence)
+        record = _search(prepared, servers, store, observer, folder, presence)
         return record, load_report(store, record.name)
 
 
@@ -186,7 +168,12 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
 
 
 def _search(
-    prepared: Prepared, server: TrialServer, store: Store, observer: Observer, folder: Path, presence: Presence
+    prepared: Prepared,
+    servers: Sequence[TrialServer],
+    store: Store,
+    observer: Observer,
+    folder: Path,
+    presence: Presence,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
@@ -197,11 +184,11 @@ def _search(
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            forecast = forecast_of(prepared, server, KeptPredictions(store.answers, prepared.request.workload))
-            local = LocalExecutor([server])
+            forecast = forecast_of(prepared, servers[0], KeptPredictions(store.answers, prepared.request.workload))
+            local = LocalExecutor(servers)
             context_bytes = prepared.ceiling.context_bytes
             watched = WatchedExecutor(local, context_bytes, observer.note, lambda: interruption.asked)
-            executor = watched if server.placement.kind == "cuda" else SharedExecutor(local, presence)
+            executor = watched if prepared.request.device.kind == "cuda" else SharedExecutor(local, presence)
             return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))

@@ -21,6 +21,7 @@ from tiny import tiny_workload
 from autotune.core.errors import DeviceError, StorageError, TrialServerError
 from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
+from autotune.tuning import exclusive
 from autotune.tuning.exclusive import Turn, take_turn
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
@@ -96,12 +97,12 @@ def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(FOLDER_VARIABLE, "/proc/no/such")
     notes: list[str] = []
     for name in ("ours", "ours"):
-        with take_turn(cpu, name, "file.db", wait=True, note=notes.append) as turn:
+        with take_turn([cpu], name, "file.db", wait=True, note=notes.append) as turn:
             assert turn == Turn("ours", has_waited=False)
     assert len(notes) == 2
     assert notes[0].startswith("no lock can be kept in /proc/no/such: ")
     assert notes[0].endswith(f"Name another folder with {FOLDER_VARIABLE}")
-    with take_turn(cpu, lambda: map(str, range(9)), "", wait=False, note=print, is_taken="0".__eq__) as turn:
+    with take_turn([cpu], lambda: map(str, range(9)), "", wait=False, note=print, is_taken="0".__eq__) as turn:
         assert turn.study == "1"
 
 
@@ -146,7 +147,7 @@ class TestTurns:
             pytest.raises(
                 DeviceError, match=rf"cuda:0 \(NVIDIA H200\) is searched on by process {process.pid}"
             ) as caught,
-            take_turn(H200, "ours", "file.db", wait=False, note=print),
+            take_turn([H200], "ours", "file.db", wait=False, note=print),
         ):
             pass
         assert "--wait" in caught.value.hint
@@ -164,7 +165,7 @@ class TestTurns:
 
         thread = threading.Thread(target=free)
         thread.start()
-        with take_turn(H200, "ours", "file.db", wait=True, note=notes.append) as turn:
+        with take_turn([H200], "ours", "file.db", wait=True, note=notes.append) as turn:
             assert turn.has_waited
         thread.join()
         assert len(notes) == 1
@@ -173,15 +174,26 @@ class TestTurns:
     def test_another_gpu_is_free(self) -> None:
         process = hold(H200.uuid)
         other = dataclasses.replace(H200, uuid="GPU-other")
-        with take_turn(other, "ours", "file.db", wait=False, note=print) as turn:
+        with take_turn([other], "ours", "file.db", wait=False, note=print) as turn:
             assert not turn.has_waited
         process.kill()
         process.wait()
 
+    def test_several_are_taken_in_one_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        devices = [dataclasses.replace(H200, uuid=f"GPU-{letter}", name=letter) for letter in "cab"]
+        held: list[str] = []
+        monkeypatch.setattr(
+            exclusive, "_hold_device", lambda stack, device, *_, **__: held.append(device.name) or False
+        )
+        for order in (devices, devices[::-1], [*devices, *devices]):
+            with take_turn(order, "ours", "file.db", wait=False, note=print):
+                assert held == ["a", "b", "c"]
+            held.clear()
+
     def test_a_cpu_is_shared_and_that_is_said(self, cpu: Device) -> None:
         process = hold(cpu.uuid)
         notes: list[str] = []
-        with take_turn(cpu, "ours", "file.db", wait=False, note=notes.append) as turn:
+        with take_turn([cpu], "ours", "file.db", wait=False, note=notes.append) as turn:
             assert not turn.has_waited
         assert len(notes) == 1
         assert "searches on this CPU, too" in notes[0]
@@ -190,11 +202,11 @@ class TestTurns:
 
     def test_one_search_at_a_time_in_a_study(self, cpu: Device) -> None:
         with (
-            take_turn(cpu, "ours", "file.db", wait=False, note=print),
-            take_turn(cpu, "other", "file.db", wait=False, note=print),
-            take_turn(cpu, "ours", "other.db", wait=False, note=print),
+            take_turn([cpu], "ours", "file.db", wait=False, note=print),
+            take_turn([cpu], "other", "file.db", wait=False, note=print),
+            take_turn([cpu], "ours", "other.db", wait=False, note=print),
             pytest.raises(StorageError, match=f"the study 'ours' is searched by process {os.getpid()}"),
-            take_turn(cpu, "ours", "file.db", wait=False, note=print),
+            take_turn([cpu], "ours", "file.db", wait=False, note=print),
         ):
             pass
 
@@ -209,7 +221,7 @@ class TestNewStudies:
             turns = [
                 stack.enter_context(
                     take_turn(
-                        device,
+                        [device],
                         lambda: map("bert-{}".format, itertools.count(1)),
                         "file.db",
                         wait=wait,
@@ -256,7 +268,7 @@ def test_two_names_of_one_database_are_one_study(cpu: Device, tmp_path: Path, mo
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     request = SearchRequest(tiny_workload("bert-tiny"), cpu, effective_batch=8, study="ours")
     with (
-        take_turn(cpu, "ours", str(tmp_path / "folder" / "studies.db"), wait=False, note=print),
+        take_turn([cpu], "ours", str(tmp_path / "folder" / "studies.db"), wait=False, note=print),
         pytest.raises(StorageError, match="the study 'ours' is searched by process"),
     ):
         run_search(request, str(tmp_path / "link" / "studies.db"), RecordingObserver())

@@ -1,0 +1,75 @@
+"""Test searches whose trials run on several devices at the same time, each on one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from searching import BERT_LARGE, H200, RecordingObserver
+from tiny import tiny_workload
+
+from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.outcome import Completed
+from autotune.core.units import GIB
+from autotune.devices import Device
+from autotune.tuning import options as tuning_options
+from autotune.tuning.options import build_request
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.run import run_search
+
+SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1, memory_free_bytes=90 * GIB)
+
+
+class _Company(RecordingObserver):
+    """Notes which trials are under way when one begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together: list[set[int]] = []
+
+    def trial_begins(self, number: int, candidate: object, stage: object) -> None:
+        super().trial_begins(number, candidate, stage)  # type: ignore[arg-type]
+        self.together.append({n for n, _, _ in self.started} - {trial.number for trial in self.ended})
+
+
+def test_a_grid_on_two_devices(cpu: Device, tmp_path: Path) -> None:
+    request = SearchRequest(
+        tiny_workload("bert-tiny"), cpu, beside=(cpu,), effective_batch=16, sampler="grid", study="two",
+        precisions=("fp32",), gradient_checkpointing="off",
+    )  # fmt: skip
+    observer = _Company()
+    study, report = run_search(request, str(tmp_path / "studies.db"), observer)
+    assert study.state == "finished"
+    assert report.best is not None
+    # A trial is of one rank, with the whole effective batch.
+    assert {(trial.candidate.samples_per_step, trial.candidate.arm.ranks) for trial in report.trials} == {(16, 1)}
+    assert all(isinstance(trial.outcome, Completed) for trial in report.trials)
+    assert max(map(len, observer.together)) == 2
+    assert (tmp_path / "logs" / "two" / "server-1" / "server.log").exists()
+    assert not any("cannot" in note for note in observer.notes)
+
+
+def test_the_ceiling_and_the_devices_are_those_of_all() -> None:
+    request = SearchRequest(BERT_LARGE, H200, beside=(SECOND,), effective_batch=64)
+    assert request.least_free_bytes == 90 * GIB
+    assert [slot.uuids for slot in request.slots] == [(H200.uuid,), ("GPU-1",)]
+    assert (request.ranks, request.world_size, request.pins) == (1, 1, "off")
+    assert request.document() == SearchRequest(BERT_LARGE, H200, effective_batch=64).document()
+
+
+def test_unequal_gpus_are_refused() -> None:
+    with pytest.raises(DeviceError, match="NVIDIA H200 and NVIDIA L4 are not equal"):
+        SearchRequest(BERT_LARGE, H200, beside=(dataclasses.replace(SECOND, name="NVIDIA L4"),), effective_batch=64)
+
+
+def test_the_option_makes_slots_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autotune.core.options import BY_NAME
+
+    monkeypatch.setattr(tuning_options, "find_gpus", lambda text: (H200, SECOND))
+    options = {name: option.default for name, option in BY_NAME.items()}
+    options |= {"model": "bert-tiny", "effective_batch": 64, "parallel": True}
+    request = build_request({**options, "gpus": "2"})
+    assert (request.others, request.beside, request.world_size) == ((), (SECOND,), 1)
+    with pytest.raises(InvalidRequestError, match="--parallel runs trials on several GPUs, and none are named"):
+        build_request(options)
