@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import gc
 import json
-import re
 import statistics
 import sys
 import time
@@ -34,6 +33,7 @@ from recorded_steps import Subject
 from step_times import H200, error_line, operations_of
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.estimate.gpu_time import GpuModel, GpuTime, gpu_time
 
 _NS = 1e-9
@@ -258,31 +258,6 @@ def _operations(part: Callable[[], None], device: Any) -> list[list[Any]]:
         if on_device > 0 and row.key.startswith("aten::"):
             rows.append([row.key, str(row.input_shapes)[:200], row.count, on_device])
     return sorted(rows, key=lambda row: -row[3])
-
-
-_KINDS = (
-    ("attention_backward", r"(flash|fmha|mem_eff|attention).*(bwd|backward)|(bwd|backward).*(flash|fmha|attention)"),
-    ("attention", r"flash|fmha|mem_eff|attention"),
-    ("convolution", r"conv|wgrad|dgrad|implicit_gemm|cudnn.*nhwc"),
-    ("matrix_product", r"gemm|cutlass|nvjet|xmma|cublas|splitk|gemv|::dot"),
-    ("fused_update", r"multi_tensor|fused_?adam"),
-    ("normalisation_backward", r"(layer_?norm|rms_?norm|group_?norm|gamma|rowwise).*(grad|backward)|gammabeta"),
-    ("normalisation", r"layer_?norm|rms_?norm|group_?norm|rowwisemoments"),
-    ("softmax", r"softmax|nll_loss|cross_entropy"),
-    ("dropout", r"dropout"),
-    ("gather", r"embedding|index|gather|scatter|sort|radix|unique|scan"),
-    ("reduction", r"reduce"),
-    ("transpose", r"transpose|permute|catarray"),
-    ("cast", r"copy.*(bfloat16|half).*float|copy_kernel|bfloat16_copy|_copy_"),
-    ("copy", r"memcpy|copy"),
-    ("fill", r"memset|fill"),
-)
-
-
-def kind_of_kernel(name: str) -> str:
-    """Return the class of a kernel by its name; ``elementwise`` for all that nothing else is said of."""
-    lower = name.lower()
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "elementwise")
 
 
 # Comparing

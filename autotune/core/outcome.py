@@ -101,6 +101,10 @@ class Measurement:
     most 1. ``None`` where it was not asked for, on a CPU, or where the profiler gave no answer."""
     gpu_busy_cost_seconds: float | None = None
     """Time spent on measuring it: the profiled steps, and starting, stopping and reading the profiler."""
+    gpu_seconds_by_kind: tuple[tuple[str, float], ...] | None = None
+    """Seconds of a step for which the GPU executes each kind of work, by the names of its kernels, the longest first.
+
+    From the same profiled step as ``gpu_busy_share``. ``None`` where that is, and in records of versions without it."""
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 

@@ -174,6 +174,7 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
         micro_steps_run=min(measurement.micro_steps_run, wanted.gradient_accumulation_steps),
         data_seconds=None if waiting is None else waiting * ratio,
         train_loss=None,
+        gpu_seconds_by_kind=None,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kernel_times import kind_of_kernel
 from recorded import measurement
 from recorded_steps import Subject, operations_key, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.core.outcome import Completed
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
 from autotune.core.schema import decode

@@ -379,8 +379,9 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
         return
     assert step is not None
     time = page.section("Where the time goes")
-    first = [cell.text for cell in next(time.all("tr")).all("td")][1:]
-    assert first[0] == "matrix product"
+    rows = [[cell.text for cell in row.all("td")][1:] for row in time.all("tr")]
+    assert rows[1][0] == "matrix product"
+    assert len(rows[1]) == 3
     assert "predicted" in time.text
     assert f"measured ({step.seconds / made.pooled(made.best).step_seconds - 1:+.1%})" in time.text  # type: ignore[union-attr]
     assert "the GPU computes" in time.text
@@ -395,6 +396,22 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
     assert bars[3] == pytest.approx(13 / 2 * bars[0], rel=0.01)
     assert "measured peak" in drawing.text
     assert "ceiling" in drawing.text
+
+
+def test_measured_kinds_of_work_stand_beside_the_predicted_ones() -> None:
+    outcome = WINNER.outcome
+    assert isinstance(outcome, Completed)
+    kinds = (("matrix_product", 0.12), ("softmax", 0.03))
+    measured = dataclasses.replace(outcome.measurement, gpu_seconds_by_kind=kinds, gpu_busy_share=0.9)
+    winner = dataclasses.replace(WINNER, outcome=dataclasses.replace(outcome, measurement=measured))
+    predicted = {"matrix_product": 0.1, "reduction": 0.05}
+    step = StepTime(winner.candidate, 0.2, (0.18, 0.22), 0.15, 0.1, predicted, 1e13, 1e15)
+    time = checked(report(BASELINE, winner), None, step).section("Where the time goes")
+    rows = [[cell.text for cell in row.all("td")][1:] for row in time.all("tr")][1:]
+    assert rows[0] == ["matrix product", "100 ms", "66.7%", "120 ms", "80.0%"]
+    assert rows[1][0] == "reduction"
+    assert rows[1][3:] == ["0 ms", "0.0%"]
+    assert "names of the kernels" in time.text
 
 
 @pytest.mark.parametrize(

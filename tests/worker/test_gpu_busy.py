@@ -15,7 +15,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.trial import gpu_busy, measure
-from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals
+from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
 from autotune.worker.trial.measure import micro_steps_to_run
 
 ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
@@ -60,6 +60,25 @@ class TestKineto:
         assert device_intervals(SimpleNamespace()) is None
         strange = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [object()]))
         assert device_intervals(SimpleNamespace(profiler=strange)) is None
+        assert seconds_by_kind(SimpleNamespace(profiler=strange)) == {}
+
+    def test_kernels_are_counted_by_kind(self) -> None:
+        def event(name: str, ns: int, device: str = "CUDA") -> Any:
+            return SimpleNamespace(
+                name=lambda: name,
+                duration_ns=lambda: ns,
+                device_type=lambda: SimpleNamespace(name=device),
+                is_user_annotation=lambda: False,
+            )
+
+        events = [event("nvjet_a", 5), event("nvjet_b", 7), event("Memset (Device)", 2), event("aten::mm", 9, "CPU")]
+        results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+        found = seconds_by_kind(SimpleNamespace(profiler=results))
+        assert found == pytest.approx({"matrix_product": 12e-9, "fill": 2e-9})
+
+    def test_an_event_has_a_name(self, profile: Any) -> None:
+        names = [event.name() for event in profile.profiler.kineto_results.events()]
+        assert any("add" in name for name in names)
 
 
 class FakeProfiler:
@@ -81,6 +100,11 @@ class FakeProfiler:
         self._began = None
         return self._share * self.windows[-1]
 
+    def kinds(self) -> dict[str, float]:
+        """Two thirds of what it computes are matrix products."""
+        busy = self._share * self.windows[-1]
+        return {"softmax": busy / 3, "matrix_product": 2 * busy / 3}
+
 
 class BrokenProfiler:
     """CUPTI that another profiler holds, say."""
@@ -89,6 +113,9 @@ class BrokenProfiler:
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
     def stop(self) -> float | None:
+        raise AssertionError("never started")
+
+    def kinds(self) -> dict[str, float]:
         raise AssertionError("never started")
 
 
@@ -125,6 +152,30 @@ def test_the_share_is_of_the_candidates_whole_step(clock: FakeClock, accumulatio
     data = measured.data_seconds
     assert data is not None
     assert measured.gpu_busy_share == pytest.approx(0.5 * (1 - data / measured.step_seconds))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 64])
+def test_kinds_of_work_add_up_to_the_whole_step(clock: FakeClock, accumulation: int) -> None:
+    measured = profiled(clock, accumulation, FakeProfiler(clock, 0.5))
+    assert measured.gpu_seconds_by_kind is not None
+    assert measured.gpu_busy_share is not None
+    kinds = dict(measured.gpu_seconds_by_kind)
+    assert list(kinds) == ["matrix_product", "softmax"]
+    assert kinds["matrix_product"] == pytest.approx(2 * kinds["softmax"])
+    assert sum(kinds.values()) == pytest.approx(measured.gpu_busy_share * measured.step_seconds)
+
+
+def test_a_profiler_that_cannot_name_kernels_still_tells_the_share(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nameless(FakeProfiler):
+        def kinds(self) -> dict[str, float]:
+            raise RuntimeError("no names")
+
+    measured = profiled(clock, 2, Nameless(clock, 0.5))
+    assert measured.gpu_busy_share is not None
+    assert measured.gpu_seconds_by_kind is None
+    assert "kinds of work are not known: no names" in capsys.readouterr().err
 
 
 def test_a_long_accumulation_is_profiled_in_part(clock: FakeClock) -> None:

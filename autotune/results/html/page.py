@@ -349,6 +349,10 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
         marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
     total = sum(part.size for part in parts)
     whole = max(total, measured.step_seconds, computes or 0.0) * 1.005
+    seen = {kind.replace("_", " "): seconds for kind, seconds in measured.gpu_seconds_by_kind or ()}
+    named = sum(seen.get(name, 0.0) for name, _ in shown)
+    found_of = {**seen, "all other": sum(seen.values()) - named}
+    heads = ["", "", "predicted", "share", *(["measured", "share"] if seen else [])]
     rows = [
         element(
             "tr",
@@ -356,6 +360,12 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
             element("td", part.name),
             element("td", part.told, class_="number"),
             element("td", f"{part.size / total:.1%}", class_="number"),
+            [
+                element("td", format_seconds(found_of.get(part.name, 0.0)), class_="number"),
+                element("td", f"{found_of.get(part.name, 0.0) / sum(seen.values()):.1%}", class_="number"),
+            ]
+            if seen
+            else None,
         )
         for part in parts
     ]
@@ -373,11 +383,16 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
             _both_widths(
                 lambda name, width: draw_stack("The GPU's time in a step", parts, whole, marks, f"time-{name}", width)
             ),
-            element("table", element("tbody", rows), class_="parts"),
+            element(
+                "table",
+                element("thead", element("tr", [element("th", head) for head in heads])),
+                element("tbody", rows),
+                class_="parts",
+            ),
             element(
                 "figcaption",
                 "The kinds of work are predicted from the operations of a step, before any measurement corrected that. "
-                "Only the whole is measured.",
+                + ("Measured kinds follow from the names of the kernels." if seen else "Only the whole is measured."),
             ),
         ),
     )

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autotune.core.kernel_kinds import kind_of_kernel
 from autotune.worker.trial.meter import Meter
 
 _NS = 1e-9
@@ -32,12 +33,16 @@ class Profiler(Protocol):
     def stop(self) -> float | None:
         """Wait for the device and stop; return its busy seconds, ``None`` where they are not known."""
 
+    def kinds(self) -> dict[str, float]:
+        """Return the seconds of each kind of work in what was recorded last; empty where they are not known."""
+
 
 class KinetoProfiler:
     """Records with ``torch.profiler``, CUDA activity only."""
 
     def __init__(self) -> None:
         self._profile: Any = None
+        self._recorded: Any = None
 
     def start(self) -> None:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -46,7 +51,12 @@ class KinetoProfiler:
     def stop(self) -> float | None:
         profile, self._profile = self._profile, None
         profile.stop()
+        self._recorded = profile
         return busy_seconds(device_intervals(profile))
+
+    def kinds(self) -> dict[str, float]:
+        profile, self._recorded = self._recorded, None
+        return seconds_by_kind(profile)
 
 
 def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
@@ -57,11 +67,29 @@ def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
     part of the program and are no work of the GPU's.
     """
     try:
-        events = profile.profiler.kineto_results.events()
-        on_gpu = [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
-        return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_gpu]
+        return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _on_gpu(profile)]
     except (AttributeError, TypeError):
         return None
+
+
+def seconds_by_kind(profile: Any) -> dict[str, float]:
+    """Return the seconds of everything the GPU executed during ``profile`` by kind of work; empty if not known.
+
+    Kernels that run at the same time count each for itself.
+    """
+    found: dict[str, float] = {}
+    try:
+        for event in _on_gpu(profile):
+            kind = kind_of_kernel(event.name())
+            found[kind] = found.get(kind, 0.0) + event.duration_ns() * _NS
+    except (AttributeError, TypeError):
+        return {}
+    return found
+
+
+def _on_gpu(profile: Any) -> list[Any]:
+    events = profile.profiler.kineto_results.events()
+    return [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
 
 
 def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
@@ -88,6 +116,8 @@ class BusyStep:
         self._shares: list[float] = []
         self._cost_seconds = 0.0
         self._parts: list[float] = []
+        self._kinds_of_parts: list[dict[str, float]] = []
+        self._kinds: list[dict[str, float]] = []
 
     @property
     def _takes_all(self) -> bool:
@@ -100,7 +130,7 @@ class BusyStep:
 
     def step_begins(self) -> None:
         """Note that the step's batches are there."""
-        self._parts = []
+        self._parts, self._kinds_of_parts = [], []
         if self._takes_all:
             self._start()
 
@@ -126,6 +156,16 @@ class BusyStep:
         *others, last = self._parts
         seconds = last + sum(others) * (self._micro_steps - 1)
         self._shares.append(seconds / cost / step_seconds)
+        self._kinds.append(self._kinds_of_step(cost))
+
+    def _kinds_of_step(self, cost: float) -> dict[str, float]:
+        """Return the seconds of each kind of work in a step, as its busy seconds are put together from parts."""
+        *others, last = self._kinds_of_parts
+        found: dict[str, float] = {}
+        for part, times in [*((other, self._micro_steps - 1) for other in others), (last, 1)]:
+            for kind, seconds in part.items():
+                found[kind] = found.get(kind, 0.0) + times * seconds / cost
+        return found
 
     @property
     def share(self) -> float | None:
@@ -134,6 +174,15 @@ class BusyStep:
             return None
         # The kernels of a profiled step may be slightly slower than those of the timed steps.
         return min(1.0, sum(self._shares) / len(self._shares))
+
+    @property
+    def seconds_by_kind(self) -> tuple[tuple[str, float], ...] | None:
+        """Mean seconds of each kind of work in the profiled steps, the longest first; ``None`` where not known."""
+        if self.is_broken or not any(self._kinds):
+            return None
+        names = dict.fromkeys(name for kinds in self._kinds for name in kinds)
+        means = {name: sum(kinds.get(name, 0.0) for kinds in self._kinds) / len(self._kinds) for name in names}
+        return tuple(sorted(means.items(), key=lambda kind: -kind[1]))
 
     @property
     def cost_seconds(self) -> float | None:
@@ -161,6 +210,15 @@ class BusyStep:
         self._is_recording = starts
         if not starts:
             self._parts.append(found or 0.0)
+            self._kinds_of_parts.append(self._kinds_of_part())
+
+    def _kinds_of_part(self) -> dict[str, float]:
+        try:
+            return self._profiler.kinds()
+        except Exception as error:
+            # The share of a step, which decides what is tried, is known without.
+            print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
+            return {}
 
 
 def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:

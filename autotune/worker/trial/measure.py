@@ -286,7 +286,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop = True
         if self._busy is not None:
             share, cost = self._busy.share, self._busy.cost_seconds
-            measured = replace(measured, gpu_busy_share=share, gpu_busy_cost_seconds=cost)
+            kinds = self._busy.seconds_by_kind
+            measured = replace(measured, gpu_busy_share=share, gpu_busy_cost_seconds=cost, gpu_seconds_by_kind=kinds)
         self._on_enough(measured)
 
     def _cost_of_step(self) -> list[float]:

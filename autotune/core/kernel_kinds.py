@@ -1,0 +1,34 @@
+"""Class what a GPU executes by the names of its kernels, in the kinds of work that predictions have.
+
+Names are those of cuBLAS, cuDNN and torch 2.6 to 2.13; no list of them is published.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+_KINDS = (
+    ("attention_backward", r"(flash|fmha|mem_eff|attention).*(bwd|backward)|(bwd|backward).*(flash|fmha|attention)"),
+    ("attention", r"flash|fmha|mem_eff|attention"),
+    ("convolution", r"conv|wgrad|dgrad|implicit_gemm|cudnn.*nhwc"),
+    ("matrix_product", r"gemm|cutlass|nvjet|xmma|cublas|splitk|gemv|::dot"),
+    ("fused_update", r"multi_tensor|fused_?adam"),
+    ("normalisation_backward", r"(layer_?norm|rms_?norm|group_?norm|gamma|rowwise).*(grad|backward)|gammabeta"),
+    ("normalisation", r"layer_?norm|rms_?norm|group_?norm|rowwisemoments"),
+    ("softmax", r"softmax|nll_loss|cross_entropy"),
+    ("dropout", r"dropout"),
+    ("gather", r"embedding|index|gather|scatter|sort|radix|unique|scan"),
+    ("reduction", r"reduce"),
+    ("transpose", r"transpose|permute|catarray"),
+    ("cast", r"copy.*(bfloat16|half).*float|copy_kernel|bfloat16_copy|_copy_"),
+    ("copy", r"memcpy|copy"),
+    ("fill", r"memset|fill"),
+)
+
+
+@functools.cache
+def kind_of_kernel(name: str) -> str:
+    """Return the class of a kernel by its name; ``elementwise`` for all that nothing else is said of."""
+    lower = name.lower()
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "elementwise")
