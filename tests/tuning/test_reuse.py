@@ -28,6 +28,7 @@ from autotune.core.outcome import (
     process_of,
     source_of,
 )
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB, MIB
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
@@ -403,20 +404,20 @@ def test_what_was_measured_before_corrects_what_is_predicted() -> None:
     ceiling = ceiling_of(CAP_BYTES)
     memory = MemoryModel(ceiling)
     earlier, now = Candidate(BF16, 16, 4), Candidate(BF16, 32, 2)
-    rows = [
-        {
-            "per_device_train_batch_size": candidate.per_device_train_batch_size,
-            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-            "micro_batch_bytes": 0,
-            "peak_allocated_bytes": predicted * GIB,
-            "peak_reserved_bytes": predicted * GIB,
-            "runs_out": False,
-            "fits": True,
-            "anatomy": {},
-        }
+    predictions = tuple(
+        MemoryPrediction(
+            per_device_train_batch_size=candidate.per_device_train_batch_size,
+            gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+            micro_batch_bytes=0,
+            peak_allocated_bytes=predicted * GIB,
+            peak_reserved_bytes=predicted * GIB,
+            runs_out=False,
+            fits=True,
+            anatomy={},
+        )
         for candidate, predicted in ((earlier, 8), (now, 14))
-    ]
-    memory.add(Question(BF16, ((16, 4), (32, 2)), None), {"batches": rows, "largest_batch": None})
+    )
+    memory.add(Question(BF16, ((16, 4), (32, 2)), None), PredictionAnswer(predictions, None))
     # Another cap: the trial answers nothing here, and its bytes are what they were.
     Library([past(earlier, measured(earlier, gib=8.25), 40 * GIB)], ceiling, memory)
     assert memory.peak_allocated_bytes(now) == 14.25 * GIB
