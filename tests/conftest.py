@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -30,6 +31,12 @@ launch.start_module = warm.start_module
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections from going through all modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

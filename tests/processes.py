@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,12 @@ def _state_and_parent(pid: int) -> tuple[str, int] | None:
     except OSError:
         return None
     return fields[0], int(fields[1])
+
+
+def receive(queue: multiprocessing.SimpleQueue[str], seconds: float = 60.0) -> str:
+    """The next value that another process puts; an error of the test where none comes in time."""
+    assert queue._reader.poll(seconds), "no answer came"  # type: ignore[attr-defined]
+    return queue.get()
 
 
 def is_alive(pid: int) -> bool:

@@ -108,6 +108,12 @@ def _empty_database() -> bytes:
         return path.read_bytes()
 
 
+def write_empty_database(path: Path) -> None:
+    """Make a database without studies where there is no file yet."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(_empty_database())
+
+
 class _MemoryStorage(InMemoryStorage):
     """Optuna's storage in memory, with the connections that ``Store.close`` closes."""
 
@@ -123,7 +129,7 @@ def new_store(folder: Path, name: str = "autotune.db", *, optuna_tables: bool = 
     a trial in a transaction of its own, and most of a search over computed trials would be that.
     """
     path = folder / name
-    path.write_bytes(_empty_database())
+    write_empty_database(path)
     store = open_store(str(path))
     if not optuna_tables:
         store.optuna = cast(RDBStorage, _MemoryStorage(store.optuna.engine))

@@ -35,11 +35,15 @@ _STREAMS = (
     (2, "stderr", "wb", "backslashreplace"),
 )
 _MODULES = (
-    "autotune.api", "autotune.cli.search", "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.studies",
-    "autotune.cli.export", "autotune.cli.verify", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
-    "autotune.tuning.loop", "autotune.tuning.run",
-    "autotune.results.text", "autotune.results.document", "autotune.store.migrate", "autotune.worker.dataset.reading",
-    "autotune.worker.user.trainer_trial", "autotune.worker.dataset.prepared", "autotune.worker.private.datasets",
+    "autotune.api", "autotune.cli.main", "autotune.cli.advise", "autotune.cli.search", "autotune.cli.session",
+    "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.report", "autotune.cli.studies", "autotune.cli.export",
+    "autotune.cli.verify", "autotune.cli.view", "autotune.cli.models", "autotune.cli.devices", "autotune.cli.db",
+    "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
+    "autotune.results.document", "autotune.store.migrate", "autotune.tuning.answers", "autotune.tuning.loop",
+    "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.stored_predictions",
+    "autotune.worker.dataset.reading", "autotune.worker.user.trainer_trial", "autotune.worker.dataset.prepared",
+    "autotune.worker.private.datasets", "alembic.migration", "msgspec", "optuna.storages._rdb.models", "rich.console",
+    "sqlalchemy.dialects.sqlite",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
 
@@ -106,7 +110,11 @@ def start(python: str, environment: dict[str, str]) -> Connection:
 
     def end() -> None:
         connection.close()
-        process.wait()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     atexit.register(end)
     return connection
@@ -122,6 +130,9 @@ def main(fd: int) -> None:
     import_everything(None)
     for module in _MODULES:
         importlib.import_module(module)
+    with contextlib.suppress(ImportError):
+        # What it needs need not be installed.
+        importlib.import_module("autotune.service.server")
     gc.collect()
     gc.freeze()
     # What imports needed and freed would else be there for a trial's tensors, beside the limit on its memory.

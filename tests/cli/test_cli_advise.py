@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Run, run_process
+from command_line import COLD, Run, run_process
 from recorded import measurement
 from recorded_steps import Subject
 
@@ -46,12 +46,13 @@ def keep_a_measurement(storage: str) -> None:
 NAMES = {"h100": "h100-80gb", "h100-80gb": "h100-80gb", "l4": "l4"}
 
 
-def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path) -> None:
+@COLD
+def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: bool) -> None:
     few = ("--gpu", "l4,h100,t4,a10g", "--price", "l4=0.70EUR,h100=2.95EUR", "--precision", "bf16,fp16")
     storage = str(tmp_path / "studies.db")
     keep_a_measurement(storage)
     words = (*few, "--gpus", "1,2", "--samples", "1e6", "--storage", storage, "--json")
-    done = run_process(*_SMALL, *words, folder=tmp_path, cold=True)
+    done = run_process(*_SMALL, *words, folder=tmp_path, cold=cold)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["prices"] == {"unit": "EUR", "source": "as given"}

@@ -237,9 +237,7 @@ def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
         ("--dataset pairs.jsonl --tokenizer tokenizer --text-column a", ("a, b, stars", "--label-column")),
         ("--dataset few.jsonl --tokenizer nowhere", ("no tokenizer in nowhere", "--tokenizer")),
     ):
-        # The last one reads the data from a cold start.
-        cold = "nowhere" in options
-        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path, cold=cold)
+        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path)
         assert ran.code == 2, ran.stderr
         assert not ran.stdout
         error = [line for line in ran.stderr.splitlines() if not line.startswith(("starting", "reading"))]

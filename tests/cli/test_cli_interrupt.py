@@ -16,8 +16,8 @@ import warm
 from command_line import TINY_SEARCH, command, environment, run_process
 from processes import all_gone, children, wait_until
 
-# Trials of several seconds each, so that a signal meets one under way.
-SLOW = ("--effective-batch", "64", "--seq-len", "256", "--study", "slow")
+# Trials of a second or more each, so that a signal meets one under way.
+SLOW = ("--effective-batch", "64", "--seq-len", "128", "--study", "slow")
 
 
 class Search:
@@ -124,7 +124,9 @@ def test_twice_ends_at_once(search: Search) -> None:
     assert document["trials"][-1]["reason"] == "interrupted"
 
 
-@pytest.mark.parametrize("search", [True], indirect=True, ids=["cold"])
+@pytest.mark.parametrize(
+    "search", [False, pytest.param(True, marks=pytest.mark.whole)], indirect=True, ids=["warm", "cold"]
+)
 def test_before_the_first_trial_leaves_nothing_behind(search: Search) -> None:
     """There is nothing to wait for."""
     search.await_line("starting a process")

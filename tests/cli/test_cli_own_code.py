@@ -39,15 +39,15 @@ class Searched:
 STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "3")
 
 
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+def searched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Searched:
     """One real search: the unmodified settings, then two candidates."""
     folder = tmp_path_factory.mktemp("script")
     write_texts(folder / "train.csv")
     (folder / "out").mkdir()
     (folder / "out" / "kept").touch()
     words = (*STUDY, "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
-    ran = Searched(folder, Ran(0, "", "")).search(*words, cold=True)
+    ran = Searched(folder, Ran(0, "", "")).search(*words, cold=request.param)
     return Searched(folder, ran)
 
 

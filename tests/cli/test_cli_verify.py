@@ -97,7 +97,7 @@ def test_the_evaluation_fits_as_it_is_exported(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50000}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    asked = ("--model", "./model", "--seq-len", "256", "--effective-batch", "1", "--memory-limit", "700MiB")
+    asked = ("--model", "./model", "--seq-len", "128", "--effective-batch", "1", "--memory-limit", "350MiB")
     few = ("--precision", "fp32", "--gradient-checkpointing", "off", "--trials", "1", "--no-baseline")
     searched = run_process("search", *asked, *few, "--device", "cpu", "--study", "wide", folder=tmp_path)
     assert searched.code == 0, searched.stderr

@@ -146,14 +146,17 @@ def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, str(CONTROLLER), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
     ) as controller:
-        assert controller.stdout is not None
-        for line in controller.stdout:
-            if "step" in line:
-                break
-        (server,) = processes_named(SERVER, children(controller.pid))
-        trial = trial_of(server)
-        assert is_alive(trial)
-        controller.kill()
+        try:
+            assert controller.stdout is not None
+            for line in controller.stdout:
+                if "step" in line:
+                    break
+            (server,) = processes_named(SERVER, children(controller.pid))
+            trial = trial_of(server)
+            assert is_alive(trial)
+        finally:
+            # The end of the block waits for it.
+            controller.kill()
     assert all_gone([server, trial])
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import optuna
 import pytest
 from optuna.trial import TrialState
+from processes import receive
 
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.options import Objective
@@ -372,9 +373,9 @@ def _serve(database: str, ready: multiprocessing.SimpleQueue[str]) -> None:
 def test_ctrl_c_ends_quietly(database: Path, capfd: pytest.CaptureFixture[str]) -> None:
     forks = multiprocessing.get_context("fork")
     ready: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
-    child = forks.Process(target=_serve, args=(str(database), ready))
+    child = forks.Process(target=_serve, args=(str(database), ready), daemon=True)
     child.start()
-    url = ready.get()
+    url = receive(ready)
     port = int(url.removeprefix("http://127.0.0.1:").removesuffix("/"))
     assert ask(port, "/api/meta")[0].status == 200
     assert child.pid is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from searching import H200
+from searching import H200, write_empty_database
 from serving import URL, Agent, with_token
 from starlette.testclient import TestClient
 
@@ -31,6 +31,8 @@ def searches(request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path) 
     """The searches of a service; ``make test-service`` has them on a PostgreSQL server as well."""
     is_file = request.param == "sqlite"
     storage = str(tmp_path / "studies" / "autotune.db" if is_file else request.getfixturevalue("postgres_url"))
+    if is_file:
+        write_empty_database(Path(storage))
     with open_store(storage) as store:
         yield Searches(store, storage, data_folders=(data_folder,))
 

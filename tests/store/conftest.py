@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from searching import write_empty_database
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
@@ -26,8 +27,10 @@ def location(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def store(location: str) -> Iterator[Store]:
+def store(location: str, database: Path) -> Iterator[Store]:
     """An open, empty store."""
+    if location == str(database):
+        write_empty_database(database)
     with open_store(location) as opened:
         yield opened
 

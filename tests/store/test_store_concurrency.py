@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 from postgres import sqlite_alone
+from processes import receive
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
@@ -38,10 +39,12 @@ def _open_and_intern(path: str, start_at: float, answers: multiprocessing.Simple
 def test_processes_that_make_the_same_file_at_once_share_it(database: Path) -> None:
     answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
     start_at = time.time() + 0.3
-    children = [forks.Process(target=_open_and_intern, args=(str(database), start_at, answers)) for _ in range(5)]
+    children = [
+        forks.Process(target=_open_and_intern, args=(str(database), start_at, answers), daemon=True) for _ in range(5)
+    ]
     for child in children:
         child.start()
-    ids = {answers.get() for _ in children}
+    ids = {receive(answers) for _ in children}
     for child in children:
         child.join(30)
     assert len(ids) == 1, ids
@@ -64,10 +67,12 @@ def test_writers_that_read_first_wait_for_each_other(database: Path) -> None:
     open_store(str(database)).close()
     answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
     start_at = time.time() + 0.3
-    children = [forks.Process(target=_intern_many, args=(str(database), start_at, answers)) for _ in range(2)]
+    children = [
+        forks.Process(target=_intern_many, args=(str(database), start_at, answers), daemon=True) for _ in range(2)
+    ]
     for child in children:
         child.start()
-    assert [answers.get() for _ in children] == ["", ""]
+    assert [receive(answers) for _ in children] == ["", ""]
     for child in children:
         child.join(30)
 
@@ -79,10 +84,12 @@ def test_processes_that_upgrade_the_same_file_at_once_do_it_once(database: Path)
     storage.engine.dispose()
     answers: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
     start_at = time.time() + 0.3
-    children = [forks.Process(target=_open_and_intern, args=(str(database), start_at, answers)) for _ in range(4)]
+    children = [
+        forks.Process(target=_open_and_intern, args=(str(database), start_at, answers), daemon=True) for _ in range(4)
+    ]
     for child in children:
         child.start()
-    ids = {answers.get() for _ in children}
+    ids = {receive(answers) for _ in children}
     for child in children:
         child.join(30)
     assert len(ids) == 1, ids
@@ -151,7 +158,7 @@ def test_a_killed_writer_loses_no_more_than_its_running_trial(
     arguments = (str(database), study.id, study.workload_id, study.environment_id)
     # A connection must not cross a fork.
     store.close()
-    child = forks.Process(target=_write_for_ever, args=arguments)
+    child = forks.Process(target=_write_for_ever, args=arguments, daemon=True)
     child.start()
     with closing(sqlite3.connect(database)) as observer:
         deadline = time.monotonic() + 30

@@ -127,7 +127,7 @@ def test_a_process_killed_within_a_migration_leaves_the_database_as_it_was(fille
     before = content(filled)
     scripts = scripts_ending_with(tmp_path / "scripts", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     child = multiprocessing.get_context("fork").Process(
-        target=open_store, args=(str(filled),), kwargs={"migrations": scripts}
+        target=open_store, args=(str(filled),), kwargs={"migrations": scripts}, daemon=True
     )
     child.start()
     child.join(30)

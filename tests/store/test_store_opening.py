@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from processes import receive
 
 from autotune.core.errors import StorageError
 from autotune.store import current_revision, migrations_folder, open_store, upgrade
@@ -277,9 +278,9 @@ def _open_with_little_room(path: str, answer: multiprocessing.SimpleQueue[str]) 
 def test_nothing_half_written_is_left_when_the_disk_is_full(database: Path) -> None:
     forks = multiprocessing.get_context("fork")
     answer: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
-    child = forks.Process(target=_open_with_little_room, args=(str(database), answer))
+    child = forks.Process(target=_open_with_little_room, args=(str(database), answer), daemon=True)
     child.start()
     child.join(30)
-    assert answer.get().startswith("StorageError: ")
+    assert receive(answer).startswith("StorageError: ")
     assert list(database.parent.iterdir()) == []
     open_store(str(database)).close()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -19,7 +20,8 @@ from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.devices import Device, devices_of_ranks, find_gpus, listing
 from autotune.results.export import make_export, render, render_launch
-from autotune.store import open_store
+from autotune.results.report import Report
+from autotune.store import StudyRecord, open_store
 from autotune.tuning import options as tuning_options
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import prepare
@@ -38,14 +40,27 @@ def of_two(**options: object) -> SearchRequest:
     return SearchRequest(BERT_LARGE, H200, others=(SECOND,), **changed)
 
 
-def test_a_search_on_two_ranks_from_request_to_export(cpu: Device, tmp_path: Path) -> None:
-    storage = str(tmp_path / "studies.db")
+class Searched(NamedTuple):
+    """A search on two ranks of the CPU."""
+
+    storage: str
+    study: StudyRecord
+    report: Report
+
+
+@pytest.fixture(scope="module")
+def searched(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    storage = str(tmp_path_factory.mktemp("ranks") / "studies.db")
     request = SearchRequest(
         tiny_workload("bert-tiny"), cpu, others=(cpu,), effective_batch=16, world_size=2, trials=2, study="two",
         precisions=("fp32",), gradient_checkpointing="off",
     )  # fmt: skip
-    study, report = run_search(request, storage, RecordingObserver())
-    assert study.state == "finished"
+    return Searched(storage, *run_search(request, storage, RecordingObserver()))
+
+
+def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> None:
+    report = searched.report
+    assert searched.study.state == "finished"
     best = report.best
     assert best is not None
     assert isinstance(best.outcome, Completed)
@@ -69,16 +84,21 @@ def test_a_search_on_two_ranks_from_request_to_export(cpu: Device, tmp_path: Pat
     config = yaml.safe_load(render_launch(export, "accelerate"))
     assert (config["distributed_type"], config["num_processes"]) == ("MULTI_CPU", 2)
 
-    verification = verify(target_of(report, placement_of(report)), 20, tmp_path / "logs" / "two" / "verify.log")
-    assert verification.obtained["state"] == "completed"
-    # 16 samples of both ranks in each timed step.
-    assert verification.samples_timed == 16 * verification.steps_timed > 0
-
-    with open_store(storage) as store:
+    with open_store(searched.storage) as store:
         again = recorded_request(store, "two")
         assert again.placement.ranks == 2
         with pytest.raises(DeviceError, match="was searched on 2 devices, and --device cpu is one"):
             recorded_request(store, "two", "cpu")
+
+
+@pytest.mark.whole
+def test_a_stock_torchrun_trains_as_the_winner_did(searched: Searched, tmp_path: Path) -> None:
+    """``tests/verify/test_torchrun.py`` has torchrun start ranks that import nothing."""
+    target = target_of(searched.report, placement_of(searched.report))
+    verification = verify(target, 20, tmp_path / "verify.log")
+    assert verification.obtained["state"] == "completed"
+    # 16 samples of both ranks in each timed step.
+    assert verification.samples_timed == 16 * verification.steps_timed > 0
 
 
 def test_the_ceiling_is_that_of_the_gpu_with_the_least_memory_free() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import signal
 import sqlite3
 import time
@@ -318,10 +319,12 @@ def test_killed_for_good_at_any_moment(tmp_path: Path, delay_seconds: float) -> 
                 signal.pause()
         finally:
             os._exit(1)
-    os.read(ready, 1)
-    time.sleep(delay_seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        assert select.select([ready], [], [], 60)[0]
+        time.sleep(delay_seconds)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     os.close(ready)
     os.close(begun)
     with open_store(path) as store:

@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from processes import receive
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import new_store, search
 
@@ -63,8 +64,10 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
     answers, end = forks.SimpleQueue(), forks.Event()
     start_at = time.time() + 0.5
     names = ("one", "two", "three")
-    searches = [forks.Process(target=_search, args=(path, name, repeats, start_at, answers)) for name in names]
-    reader = forks.Process(target=_read, args=(path, end, answers))
+    searches = [
+        forks.Process(target=_search, args=(path, name, repeats, start_at, answers), daemon=True) for name in names
+    ]
+    reader = forks.Process(target=_read, args=(path, end, answers), daemon=True)
     shown = forks.Process(target=serve, args=(path, "127.0.0.1", port), daemon=True)
     for process in (shown, *searches, reader):
         process.start()
@@ -80,7 +83,7 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
                 # Not listening yet.
                 time.sleep(0.05)
         end.set()
-        assert [answers.get() for _ in (*searches, reader)] == ["", "", "", ""]
+        assert [receive(answers) for _ in (*searches, reader)] == ["", "", "", ""]
         reader.join(30)
     finally:
         end.set()

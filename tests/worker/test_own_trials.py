@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -95,6 +96,14 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     assert "train_runtime" not in answer.log
     assert files(folder) == {"train.csv", "out"}
     assert os.listdir(folder / "out") == ["kept"]
+
+
+def test_garbage_collection_leaves_alone_what_the_server_imported(trial_server: ServerClient, folder: Path) -> None:
+    workload = inline(folder, "import gc\nprint(gc.get_freeze_count(), 'objects are frozen')\ntrainer().train()\n")
+    answer = trial_server.trial(workload, Candidate(Arm(), 2))
+    (frozen,) = re.findall(r"^(\d+) objects are frozen$", answer.log, flags=re.MULTILINE)
+    assert int(frozen) > 100_000
+    check_sane(answer, Candidate(Arm(), 2))
 
 
 def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
