@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.placement import Placement
@@ -39,7 +39,7 @@ LAUNCHED = {
 @pytest.fixture(scope="module")
 def printed(cpu: Device) -> dict[str, dict[str, Any]]:
     """The arguments of every candidate, from one process in a launched environment."""
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, str(SCRIPT), "cpu"],
         env=server_environment(Placement.of(cpu), {**os.environ, **LAUNCHED}, offline=True),
         input="".join(json.dumps(candidate.parameters()) + "\n" for candidate in CANDIDATES.values()),
