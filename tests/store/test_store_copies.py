@@ -8,6 +8,7 @@ from pathlib import Path
 import click.testing
 import optuna
 import pytest
+from postgres import sqlite_alone
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import interrupt_after, search
 from sqlalchemy import event
@@ -25,7 +26,7 @@ from autotune.store.queue import Needs, Offer
 
 @pytest.fixture
 def target(tmp_path: Path, request: pytest.FixtureRequest, location: str) -> str:
-    """Where studies are copied to: a database of the other kind."""
+    """Where studies are copied to: a database of the other kind. What does not depend on that is tested one way."""
     is_file = "://" not in location
     return str(request.getfixturevalue("postgres_url")) if is_file else str(tmp_path / "other.db")
 
@@ -68,6 +69,7 @@ def test_a_search_that_was_interrupted_goes_on_there_as_here(store: Store, there
     assert ended_there.best.candidate == ended_here.best.candidate
 
 
+@sqlite_alone
 def test_names_that_are_taken_or_unknown_or_searched_copy_nothing(store: Store, there: Store) -> None:
     for name in ("bert", "roberta"):
         search(store, RecordedRunner(EFFECTIVE_64), study=name)
@@ -87,6 +89,7 @@ def test_names_that_are_taken_or_unknown_or_searched_copy_nothing(store: Store, 
     assert copy_studies(store.url, there.url, ["bert"]).studies == ("bert",)
 
 
+@sqlite_alone
 def test_a_copy_that_fails_midway_leaves_nothing(store: Store, there: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
 
@@ -112,6 +115,7 @@ def test_a_copy_that_fails_midway_leaves_nothing(store: Store, there: Store, mon
     assert copy_studies(store.url, there.url).studies == ("bert",)
 
 
+@sqlite_alone
 def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there: Store) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
     there.queue.submit("own", {}, Needs())
@@ -129,6 +133,7 @@ def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there:
     assert there.queue.counts() == {"queued": 1, "finished": 1}
 
 
+@sqlite_alone
 def test_the_command(store: Store, target: str) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
     runner = click.testing.CliRunner()

@@ -214,6 +214,7 @@ def test_a_command_shows_the_database_without_the_password(
     assert f"There is no study in postgresql+psycopg://{USER}:***@127.0.0.1" in shown.stderr
 
 
+@pytest.mark.service
 def test_a_server_that_starts_again_is_waited_for() -> None:
     """After kill -9 it recovers; whoever writes then waits, and what was committed is there."""
     server = PostgresServer.make(durable=True)
