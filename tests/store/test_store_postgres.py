@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from urllib.parse import quote
+from wsgiref.util import setup_testing_defaults
 
 import click.testing
 import optuna
@@ -21,7 +22,7 @@ from searching import search
 from autotune.cli.main import cli
 from autotune.core.errors import StorageError
 from autotune.core.owner import this_owner
-from autotune.results.dashboard import DashboardStorage
+from autotune.results.dashboard import DashboardStorage, dashboard_app
 from autotune.store import (
     LOCK_TIMEOUT_SECONDS,
     Store,
@@ -180,6 +181,12 @@ def test_the_dashboard_reads_and_cannot_write(postgres_url: str) -> None:
             storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], "b")
         storage.engine.dispose()
         assert optuna.get_all_study_names(store.optuna) == ["a"]
+    environment: dict[str, object] = {"PATH_INFO": "/api/studies", "HTTP_HOST": "localhost"}
+    setup_testing_defaults(environment)
+    statuses: list[str] = []
+    shown = b"".join(dashboard_app(postgres_url)(environment, lambda status, *_: statuses.append(status)))  # type: ignore[arg-type]
+    assert statuses == ["200 OK"]
+    assert b'"a"' in shown
 
 
 def test_readers_cannot_write(postgres_url: str) -> None:
