@@ -111,6 +111,23 @@ def test_what_a_server_refuses_is_said_in_plain_words_without_the_password(postg
     postgres_server.drop(database)
 
 
+def test_a_database_in_which_no_tables_can_be_made_is_refused(postgres_server: PostgresServer) -> None:
+    database = postgres_server.new_database(is_empty=True)
+    user = f"limited_{database}"
+    postgres_server.execute(f"CREATE ROLE {user} LOGIN")
+    # Before PostgreSQL 15 everyone may.
+    postgres_server.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC", database)
+    url = postgres_server.url(database)
+    with pytest.raises(StorageError, match="does not allow this user to do that") as caught:
+        open_store(url.replace(f"//{USER}@", f"//{user}@"))
+    assert "administrator" in caught.value.hint
+    postgres_server.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
+    with pytest.raises(StorageError, match="can only be read: it is a standby"):
+        open_store(url)
+    postgres_server.drop(database)
+    postgres_server.execute(f"DROP ROLE {user}")
+
+
 def test_a_url_is_shown_without_its_password() -> None:
     for url in (
         "postgresql+psycopg://ada:s3cret%20pass@host/db",
