@@ -24,6 +24,7 @@ from typing import Any
 from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
+from autotune.core.schema import encode
 from autotune.core.units import MIB, format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, find_device
@@ -168,9 +169,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as logs, TrialServer(device, workload, Path(logs)) as runner:
         facts = runner.inspect()
         free = device.memory_free_bytes or device.memory_total_bytes
-        cap = free - int(facts["context_bytes"])
+        cap = free - facts.context_bytes
         print(f"{options.model}, {seq_len} tokens, {options.samples} samples on {device.name}", file=sys.stderr)
-        print(f"{format_bytes(cap)} to reserve; torch {facts['environment']['packages']['torch']}", file=sys.stderr)
+        print(f"{format_bytes(cap)} to reserve; torch {facts.software.packages['torch']}", file=sys.stderr)
         for row in (row for row in ROWS if row.name in wanted):
             documents.append(_run(runner, row, device, cap, options.samples, Path(logs)))
             print(" ".join(_cells(documents[-1])), file=sys.stderr, flush=True)
@@ -179,7 +180,7 @@ def main() -> None:
         "command": ["python", "studies/guide.py", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device.document(),
-        "environment": {k: v for k, v in facts["environment"].items() if k != "training_arguments_fields"},
+        "environment": {k: v for k, v in encode(facts.software).items() if k != "training_arguments_fields"},
         "optional_packages": packages,
         "workload": {k: v for k, v in dataclasses.asdict(workload).items() if k != "config"},
         "samples": options.samples,

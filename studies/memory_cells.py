@@ -33,6 +33,7 @@ from autotune.core.jobs import Job, TrialWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, outcome_document
 from autotune.core.placement import Placement
+from autotune.core.schema import encode
 from autotune.core.scratch import make_scratch
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -175,7 +176,7 @@ def measure(folder: Path, seconds: float, models: int, *, traces: bool) -> None:
             for number, subject in enumerate(subjects)
         }
         facts = runners[subjects[0]].inspect()
-        write({"context_bytes": facts["context_bytes"], "chip": facts.get("chip")})
+        write({"context_bytes": facts.context_bytes, "chip": encode(facts.chip)})
         schedule = _schedule(subjects)
         for number, (subject, candidate) in enumerate(schedule):
             if number == len(subjects) and traces:

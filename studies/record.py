@@ -15,11 +15,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
+from autotune.core.schema import encode
 from autotune.core.units import MIB, parse_bytes
 from autotune.core.workload import Workload
 from autotune.devices import find_device
@@ -139,7 +141,7 @@ def main() -> None:
         started = time.monotonic()
         facts = runner.inspect()
         if options.memory_only is not None:
-            facts["context_bytes"] = options.memory_only
+            facts = replace(facts, context_bytes=options.memory_only)
         import_seconds = round(time.monotonic() - started, 2)
         prepared = prepare(request, facts)
         environment = {k: v for k, v in prepared.environment.items() if k != "training_arguments_fields"}
@@ -147,7 +149,7 @@ def main() -> None:
         meta = {"meta": True, "command": ["python", "studies/record.py", *sys.argv[1:]]}
         meta |= {"environment": environment, "workload": workload, "ceiling": prepared.ceiling.document()}
         meta |= {"cap_bytes": prepared.ceiling.cap_bytes, "line_bytes": prepared.ceiling.line_bytes}
-        meta |= {"model": prepared.model, "cold_import_s": import_seconds}
+        meta |= {"model": encode(prepared.model), "cold_import_s": import_seconds}
         print(json.dumps(meta), flush=True)
         for cell in (_grid if options.kind == "grid" else _boundary)(runner, prepared):
             if options.memory_only is not None:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
-from autotune.core.schema import encode
+from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
@@ -320,11 +321,21 @@ def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared
         fresh=True,
         study=study,
     )
-    inspected = {"environment": environment, "model": meta["model"], "chip": encode(CHIPS["h200"])}
-    prepared = prepare(request, {"context_bytes": ceiling.context_bytes, **inspected})
+    packages, fields = environment["packages"], tuple(environment.get("training_arguments_fields", ()))
+    software = Software(environment.get("python", ""), packages, fields, cuda=environment.get("cuda"))
+    inspected = Inspection(
+        software, context_bytes=ceiling.context_bytes, model=_model_facts(meta["model"]), chip=CHIPS["h200"]
+    )
+    prepared = prepare(request, inspected)
     recorded = {candidate.arm for candidate, _ in runner.recorded}
     arms = tuple(arm for arm in prepared.space.arms if arm in recorded)
     return replace(prepared, space=Space(arms, prepared.space.batches), ceiling=ceiling)
+
+
+def _model_facts(recorded: Document) -> ModelFacts:
+    """The facts of a recorded model; the first recordings have its class under another name."""
+    told = {"class_name" if name == "class" else name: value for name, value in recorded.items()}
+    return decode(told, ModelFacts)
 
 
 def predictions_path(landscape: Path) -> Path:

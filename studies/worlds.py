@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction
@@ -183,16 +184,8 @@ class World:
             trials=self.trials,
             study="world",
         )
-        model = {
-            "class": "World",
-            "parameters": 1000,
-            "trainable_parameters": 1000,
-            "attn_implementations": ["eager", "sdpa"],
-            "gradient_checkpointing": True,
-            "num_labels": 2,
-        }
-        environment = {"packages": {}, "training_arguments_fields": []}
-        facts = {"context_bytes": _CONTEXT_BYTES, "environment": environment, "model": model}
+        model = ModelFacts("World", 1000, 1000, ("eager", "sdpa"), gradient_checkpointing=True)
+        facts = Inspection(Software("", {}, ()), context_bytes=_CONTEXT_BYTES, model=model)
         return dataclasses.replace(prepare(request, facts), ceiling=self.ceiling)
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:

@@ -21,13 +21,17 @@ from autotune import api
 from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
 from autotune.core.ceiling import Ceiling
+from autotune.core.inspection import InspectionAnswer
+from autotune.core.jobs import JobMessage
 from autotune.core.messages import Answer, Progress
 from autotune.core.options import OPTIONS
 from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
-from autotune.results.document import StudyDocument, trial_type
+from autotune.results.document import StudyDocument, candidate_type, trial_type
 from autotune.tuning.request import recorded_type
+from autotune.verify.document import LossComparisonDocument, VerificationDocument
 
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"
@@ -56,7 +60,13 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "trial": ("One of a study's `trials`, `best`, `baseline`, and of `Result.records`.", (trial_type(),)),
     "request": ("A recorded request: the options of a search.", (recorded_type(),)),
     "workload": ("What is trained: sent to trial processes and recorded.", (Workload,)),
+    "candidate": ("A candidate: an arm with its batch.", (candidate_type(),)),
+    "verification": ("What `verify` prints with `--json`.", (VerificationDocument,)),
+    "loss-comparison": ("What `verify --same-loss` prints with `--json`.", (LossComparisonDocument,)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
+    "job": ("What a trial server is given to run: a trial, an inspection, data to read, a prediction.", (JobMessage,)),
+    "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),
+    "prediction": ("The result of a prediction, which is also stored.", (PredictionAnswer,)),
     "progress": ("What a job under way sends.", (Progress,)),
     "answer": ("How a job ended, with its result; a trial's result is an outcome.", (Answer,)),
     "outcome": ("How a trial ended: sent by its process and recorded.", (Completed, OutOfMemory, Failed)),
@@ -88,6 +98,8 @@ def _schema(*kinds: Any) -> str:
             told = _docstring_of(kind, field) if kind is not None else _HELP.get(field, "") if name == _REQUEST else ""
             if told:
                 property_["description"] = told
+            if kind in (VerificationDocument, LossComparisonDocument) and field in ("candidate", "reference"):
+                property_["$ref"] = "candidate.json"
             # Their type is made of an arm's and a measurement's fields; it has a schema of its own.
             if kind is StudyDocument and field in ("best", "baseline", "trials"):
                 trial = {"$ref": "trial.json"}

@@ -13,7 +13,8 @@ from optuna.storages import InMemoryStorage, RDBStorage
 from recorded import ComputedRunner, RecordedRunner
 from sqlalchemy import Engine
 
-from autotune.core.candidate import Arm, Candidate, Document, Precision
+from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.messages import Progress
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
@@ -47,29 +48,24 @@ H200 = Device(
     driver="580.159.04",
     capability=(9, 0),
 )
-FACTS: Document = {
-    "context_bytes": CONTEXT_BYTES,
-    "environment": {
-        "python": "3.11.2",
-        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
-        "cuda": "13.0",
-        "training_arguments_fields": ["bf16", "fp16"],
-        "device_capability": [9, 0],
-    },
-    "model": {
-        "class": "BertForSequenceClassification",
-        "parameters": 335_143_938,
-        "trainable_parameters": 335_143_938,
-        "attn_implementations": ["eager", "sdpa"],
-        "gradient_checkpointing": True,
-        "num_labels": 2,
-    },
-}
+MODEL = ModelFacts(
+    "BertForSequenceClassification",
+    335_143_938,
+    335_143_938,
+    ("eager", "sdpa"),
+    gradient_checkpointing=True,
+    num_labels=2,
+)
+FACTS = Inspection(
+    Software("3.11.2", {"torch": "2.13.0", "transformers": "5.23.0"}, ("bf16", "fp16"), cuda="13.0"),
+    context_bytes=CONTEXT_BYTES,
+    model=MODEL,
+)
 
 
-def facts(**model: Any) -> Document:
+def facts(**model: Any) -> Inspection:
     """What a trial process says of BERT-large on this machine, with other facts about the model."""
-    return {**FACTS, "model": {**FACTS["model"], **model}}
+    return replace(FACTS, model=replace(MODEL, **model))
 
 
 def request(**options: Any) -> SearchRequest:

@@ -52,6 +52,7 @@ def predictions(
 
     They are for every batch that so many ranks could have.
     """
+    from autotune.core.inspection import Inspection
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
@@ -74,9 +75,10 @@ def predictions(
         tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
         TrialServer(cpu, workload, Path(logs), on_start=lambda: None) as runner,
     ):
-        remembered = answers.find(key, dict)
+        remembered = answers.find(key, Inspection)
         facts = remembered or runner.inspect()
-        every = [prepare(request, {**facts, "context_bytes": TYPICAL_CONTEXT_BYTES}) for request in requests]
+        on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
+        every = [prepare(request, on_gpu) for request in requests]
         asked = [
             Target(chip, prepared.ceiling, _questions(prepared.space, ranks))
             for (chip, _), prepared in zip(targets, every, strict=True)
@@ -87,7 +89,7 @@ def predictions(
         forecast.complete()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.
-            answers.keep(key, "inspection", facts)
+            answers.keep(key, facts)
     return list(zip(every, forecast.models, strict=True))
 
 

@@ -9,6 +9,7 @@ import click
 
 from autotune.cli.options import table_options
 from autotune.cli.output import print_json
+from autotune.core.schema import encode
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -38,7 +39,7 @@ def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, s
     between them (in a temporary folder); their memory is told apart and their time is left out.
     """
     from autotune.store import open_store
-    from autotune.verify.throughput import verification_document
+    from autotune.verify.document import verification_document
 
     with open_store(storage, create=False) as store:
         target = _target(store, study_or_file, study)
@@ -47,7 +48,7 @@ def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, s
         return
     verification = _verified(target, steps, storage)
     if as_json:
-        print_json(verification_document(verification))
+        print_json(encode(verification_document(verification)))
     else:
         click.echo("\n".join(verification_lines(verification)))
     verification.check()
@@ -77,15 +78,16 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
     from autotune.cli.session import print_result
     from autotune.results.document import report_document
+    from autotune.verify.document import verification_document
     from autotune.verify.target import placement_of, target_of
-    from autotune.verify.throughput import DEFAULT_STEPS, verification_document
+    from autotune.verify.throughput import DEFAULT_STEPS
 
     if not as_json:
         print_result(report, as_json=False, storage=shown_storage)
         click.echo()
     verification = _verified(target_of(report, placement_of(report)), DEFAULT_STEPS, storage)
     if as_json:
-        print_json({**report_document(report), "verification": verification_document(verification)})
+        print_json({**report_document(report), "verification": encode(verification_document(verification))})
     else:
         click.echo("\n".join(verification_lines(verification)))
     verification.check()
@@ -108,6 +110,7 @@ def _verified(target: Target, steps: int, storage: str) -> Verification:
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses and print the result; raises where the two do not train alike."""
     from autotune.tuning.run import log_folder
+    from autotune.verify.document import comparison_document
     from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
     check_can_compare(target)
@@ -119,7 +122,7 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     )
     comparison = compare_losses(target, DEFAULT_STEPS, log_folder(storage, name) / "same-loss.log")
     if as_json:
-        print_json(comparison.document())
+        print_json(encode(comparison_document(comparison)))
     elif comparison.is_same:
         click.echo(comparison.sentence())
     comparison.check()
@@ -141,16 +144,16 @@ def verification_lines(verification: Verification) -> list[str]:
             f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
-        peaks, seconds = obtained["peak_bytes"], obtained["pause_seconds"]
+        peaks, seconds = obtained.peak_bytes, obtained.pause_seconds
         kind = "allocated" if verification.judges_allocated else "reserved"
-        for what, name in (("evaluate", f"evaluation at batch {obtained['evaluation_batch_size']}"), ("save", "save")):
+        for what, name in (("evaluate", f"evaluation at batch {obtained.evaluation_batch_size}"), ("save", "save")):
             if what in peaks:
                 took = format_seconds(seconds[what])
-                lines.append(f"  by the end of the {name}: {format_bytes(peaks[what][kind])}; it took {took}")
-        if obtained["joules_per_sample"] is not None:
+                lines.append(f"  by the end of the {name}: {format_bytes(getattr(peaks[what], kind))}; it took {took}")
+        if obtained.joules_per_sample is not None:
             joules = promised.joules_per_sample
             before = f", {joules:.3g} J promised" if joules is not None else ""
-            lines.append(f"  {obtained['joules_per_sample']:.3g} J a sample{before}")
+            lines.append(f"  {obtained.joules_per_sample:.3g} J a sample{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
     if verification.misses():

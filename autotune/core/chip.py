@@ -95,3 +95,15 @@ class Chip:
     def decisive(self) -> Chip:
         """Return the chip without name, memory and rates, which do not change what a step allocates."""
         return Chip(self.capability, self.multiprocessors, self.threads_per_multiprocessor)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a machine was measured to do. Rates of matrix products are by kind: ``half``, ``tf32``, ``fp32``."""
+
+    product_size: int
+    """Rows, columns and inner dimension of the products."""
+    product_flops: dict[str, float]
+    bytes_per_second: float | None
+    kernel_seconds: float
+    dispatch_seconds: float

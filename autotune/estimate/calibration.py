@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from autotune.core.candidate import Document
+from autotune.core.chip import Calibration as Calibration
+from autotune.core.chip import Chip, Rates
 from autotune.core.device import Precision
 from autotune.core.prediction import Operation
-from autotune.devices.gpus import Chip, Rates
 from autotune.estimate.gpu_time import GpuModel
 
 _FITTED_CHIP = "h200"
 """Constants were fitted to it, so that nothing is to be corrected there."""
 _MOST = 1.6
 """A measured rate further from the predicted one than the interval of other GPUs reaches is not believed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What a machine was measured to do. Rates of matrix products are by kind: ``half``, ``tf32``, ``fp32``."""
-
-    product_size: int
-    """Rows, columns and inner dimension of the products."""
-    product_flops: Mapping[str, float]
-    bytes_per_second: float | None
-    kernel_seconds: float
-    dispatch_seconds: float
-
-    @classmethod
-    def from_document(cls, document: Document) -> Calibration:
-        """Return the calibration in the answer of an inspection."""
-        return cls(
-            int(document["product_size"]),
-            {str(kind): float(flops) for kind, flops in document["product_flops"].items()},
-            document["bytes_per_second"],
-            float(document["kernel_seconds"]),
-            float(document["dispatch_seconds"]),
-        )
 
 
 def calibrated(chip: Chip, measured: Calibration | None) -> Chip:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
-from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
+from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.execution.oneshot import OneShot
@@ -21,7 +22,7 @@ class GpuInspection:
 
     def __init__(self, placement: Placement, workload: Workload, log_folder: Path) -> None:
         self._placement = placement
-        self._job = {"device_uuid": placement.device.uuid, "convolves": not workload.is_text}
+        self._work = GpuWork(placement.device.uuid, convolves=not workload.is_text)
         self._log_path = log_folder / "inspect_gpu.log"
         self._stack = contextlib.ExitStack()
         self._process: OneShot | None = None
@@ -29,15 +30,18 @@ class GpuInspection:
     def begin(self) -> None:
         """Start the process, unless that is done."""
         if self._placement.kind == "cuda" and self._process is None:
-            process = OneShot(_MODULE, self._job, self._placement, self._log_path, offline=True)
+            process = OneShot(_MODULE, self._work, self._placement, self._log_path, offline=True)
             self._process = self._stack.enter_context(process)
 
-    def finish(self) -> Document:
-        """Wait for what it tells, and end it; raises ``TrialServerError`` where no answer comes."""
+    def finish(self) -> GpuFacts | None:
+        """Wait for what it tells, and end it; raises ``TrialServerError`` where no answer comes.
+
+        ``None`` where no process was started, as for a CPU.
+        """
         if self._process is None:
-            return {}
+            return None
         try:
-            return self._process.answer(_TIMEOUT_SECONDS)
+            return self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
         except TrialServerError as error:
             raise TrialServerError(
                 f"the device {self._placement.label} could not be inspected: {error.message}", error.hint
@@ -51,6 +55,15 @@ class GpuInspection:
         self._process = None
 
 
-def merged(facts: Document, of_gpu: Document) -> Document:
-    """Return the facts of the trial server with those of the GPU beside them."""
-    return {**facts, **of_gpu, "environment": {**facts["environment"], **of_gpu.get("environment", {})}}
+def merged(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
+    """Return what the trial server found out with the facts of the GPU beside it."""
+    if of_gpu is None:
+        return inspection
+    software = replace(inspection.software, cuda=of_gpu.cuda, cudnn=of_gpu.cudnn, cublas=of_gpu.cublas)
+    return replace(
+        inspection,
+        software=software,
+        context_bytes=of_gpu.context_bytes,
+        chip=of_gpu.chip,
+        calibration=of_gpu.calibration,
+    )

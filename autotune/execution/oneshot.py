@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
 from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.placement import Placement
+from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch
 from autotune.execution import launch
 from autotune.execution.process_environment import server_environment
@@ -24,6 +24,9 @@ from autotune.execution.process_outcome import tail
 
 # A job that fits into the pipe is written at once. Of a longer one the rest is read after torch was imported.
 _WRITE_SECONDS = 180.0
+_SAME_VERSION = "see whether autotune was updated in the meantime, and start the command again"
+
+T = TypeVar("T")
 
 
 class OneShot:
@@ -32,19 +35,20 @@ class OneShot:
     def __init__(
         self,
         module: str,
-        job: Document,
+        work: object,
         placement: Placement,
         log_path: Path,
         *,
         offline: bool,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Run ``python -m module`` on a job; the process sees ``placement``'s devices alone, with ``variables`` set.
+        """Run ``python -m module`` on some work; the process sees the devices of ``placement`` alone.
 
-        The job gets ``output_dir``, an empty temporary folder. An ``offline`` process never asks the Hugging Face hub.
+        ``variables`` are set in it. It also gets ``output_dir``, an empty temporary folder. An ``offline`` process
+        never asks the Hugging Face hub.
         """
         self._module = module
-        self._job = job
+        self._work = work
         self._placement = placement
         self._log_path = log_path
         self._offline = offline
@@ -79,7 +83,7 @@ class OneShot:
             stack.callback(self._end)
             assert process.stdin is not None
             os.set_blocking(process.stdin.fileno(), False)
-            job = {**self._job, "output_dir": scratch.output_dir}
+            job = {"work": encode(self._work), "output_dir": scratch.output_dir}
             # One that ended at once has closed its end; its log says why.
             write_all(process.stdin.fileno(), json.dumps(job).encode() + b"\n", time.monotonic() + _WRITE_SECONDS)
             with contextlib.suppress(OSError):
@@ -92,17 +96,20 @@ class OneShot:
     ) -> None:
         self._stack.close()
 
-    def answer(self, timeout_seconds: float) -> Document:
-        """Wait for the answer; raises ``TrialServerError`` where none comes in time."""
+    def answer(self, kind: type[T], timeout_seconds: float) -> T:
+        """Wait for the answer, which is of a type; raises ``TrialServerError`` where none comes in time."""
         said = _read_to_end(self._read_fd, time.monotonic() + timeout_seconds)
         if said is None:
             raise TrialServerError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
         try:
-            answer: Document = json.loads(said)
+            document = json.loads(said)
         except ValueError as error:
             last = tail(self._log_path, 1) or "it said nothing"
             raise TrialServerError(f"the process ended without an answer: {last}", f"see {self._log_path}") from error
-        return answer
+        try:
+            return decode(document, kind)
+        except ValueError as error:
+            raise TrialServerError(f"the process gave no answer that can be read: {error}", _SAME_VERSION) from error
 
     def _end(self) -> None:
         assert self._process is not None
@@ -113,19 +120,21 @@ class OneShot:
 
 def run_fresh(
     module: str,
-    job: Document,
+    work: object,
+    kind: type[T],
     placement: Placement,
     log_path: Path,
     timeout_seconds: float,
+    *,
+    offline: bool,
     variables: Mapping[str, str] | None = None,
-) -> Document:
-    """Run ``python -m module`` on a job and return what it answers; no process and no file of it is left.
+) -> T:
+    """Run ``python -m module`` on some work and return its answer of a type; no process and no file of it is left.
 
     Raises ``TrialServerError`` where no answer comes in time.
     """
-    offline = job["workload"]["weights"] is None
-    with OneShot(module, job, placement, log_path, offline=offline, variables=variables) as process:
-        return process.answer(timeout_seconds)
+    with OneShot(module, work, placement, log_path, offline=offline, variables=variables) as process:
+        return process.answer(kind, timeout_seconds)
 
 
 def _read_to_end(fd: int, deadline: float) -> bytes | None:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from autotune.core.errors import TrainingSourceError
-from autotune.core.messages import Answer
+from autotune.core.messages import Answer, Problem
 from autotune.core.outcome import Failed, Outcome, outcome_from_document
 from autotune.core.placement import rank_log
 
@@ -24,11 +24,13 @@ def tail(path: str | Path, lines: int = 3) -> str:
     return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
 
 
-def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: float) -> None:
-    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training."""
-    result = answer.result if isinstance(answer.result, dict) else {}
-    if "source_error" in result:
-        message, hint = result["source_error"], result.get("source_hint", "")
+def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:
+    """Raise ``TrainingSourceError`` where the user's own code did not come to the point of training.
+
+    ``problem`` is what its inspection says of that.
+    """
+    if problem is not None:
+        message, hint = problem.message, problem.hint
     elif answer.result is not None or answer.lost or answer.refused is not None:
         return
     elif answer.timed_out:

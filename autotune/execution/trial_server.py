@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from autotune.core.candidate import Document
-from autotune.core.chip import Chip
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job
 from autotune.core.messages import Answer, DataAnswer, Progress
 from autotune.core.placement import Placement
@@ -286,7 +286,7 @@ class TrialServer:
         if problem is not None:
             raise InvalidRequestError(problem.message, problem.hint)
 
-    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Document:
+    def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Inspection:
         """Return what ``autotune.worker.facts.inspect`` says of this environment and workload.
 
         The memory of the user's own code is traced for some ``arms`` where the chip is known, see
@@ -299,8 +299,7 @@ class TrialServer:
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
         if arms is not None:
-            is_known = of_gpu is not None and "chip" in of_gpu
-            arms = replace(arms, chip=decode(of_gpu["chip"], Chip)) if is_known and of_gpu is not None else None
+            arms = replace(arms, chip=of_gpu.chip) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
         job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
         answer = self._run_to_end(job)
@@ -308,11 +307,18 @@ class TrialServer:
         if not is_answered and (answer.signal or answer.lost):
             # Killed from outside, perhaps; a second time it is not chance.
             answer = self._run_to_end(job)
+        try:
+            told = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
+        except ValueError as error:
+            raise self._not_inspected(str(error), log_path) from error
         if self.workload.source is not None:
-            check_own_code(self.workload.source.name, answer, log_path, timeout_seconds)
-        if answer.result is None:
-            raise TrialServerError(
-                f"the device {self.placement.label} could not be inspected: {how_it_ended(answer, str(log_path))}",
-                f"see {log_path} and {self.server_log}",
-            )
-        return merged(answer.result, self._gpu.finish() if of_gpu is None else of_gpu)
+            check_own_code(self.workload.source.name, answer, told.problem, log_path, timeout_seconds)
+        if told.inspection is None:
+            raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
+        return merged(told.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
+
+    def _not_inspected(self, why: str, log_path: Path) -> TrialServerError:
+        return TrialServerError(
+            f"the device {self.placement.label} could not be inspected: {why}",
+            f"see {log_path} and {self.server_log}",
+        )

@@ -117,6 +117,16 @@ def _next_run(report: Report) -> NextRun | None:
 
 
 @functools.cache
+def candidate_type() -> type[Any]:
+    """Return the type of a candidate's document, see ``Candidate.parameters``."""
+    arm = get_type_hints(Arm)
+    fields = ((field.name, arm[field.name]) for field in dataclasses.fields(Arm))
+    return make_record(
+        "Candidate", [("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *fields]
+    )
+
+
+@functools.cache
 def trial_type() -> type[Any]:
     """Return the type of a trial's document."""
     measured, arm = get_type_hints(Measurement), get_type_hints(Arm)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
 
 if TYPE_CHECKING:
-    from autotune.store.answers import AnswerKind, Answers, open_answers
+    from autotune.store.answers import Answers, open_answers
     from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
     from autotune.store.measured import MeasuredTrial, measured_trials
     from autotune.store.migrate import migrations_folder

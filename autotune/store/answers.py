@@ -6,21 +6,24 @@ Importing this loads SQLAlchemy, but neither Alembic nor Optuna, so that a comma
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Engine, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from autotune.core.errors import StorageError
+from autotune.core.inspection import Inspection
+from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import decode, encode
 from autotune.store.engine import build_engine, storage_errors, transaction
 from autotune.store.location import resolve_location
 from autotune.store.records import now
 from autotune.store.tables import AnswerRow
 
-AnswerKind = Literal["inspection", "prediction"]
+_KINDS: dict[type, str] = {Inspection: "inspection", PredictionAnswer: "prediction"}
+"""What is stored, and the words for it in the database."""
 
-T = TypeVar("T")
+T = TypeVar("T", Inspection, PredictionAnswer)
 
 
 class Answers:
@@ -45,9 +48,9 @@ class Answers:
             return decode(row.document, kind) if row is not None else None
         return None
 
-    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
+    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer; an earlier one under the same key stays."""
-        row = {"key": key, "kind": kind, "document": encode(answer), "created_at": now()}
+        row = {"key": key, "kind": _KINDS[type(answer)], "document": encode(answer), "created_at": now()}
         try:
             with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
                 same = select(AnswerRow.key).where(AnswerRow.key == key)

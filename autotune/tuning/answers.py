@@ -23,17 +23,18 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import autotune
 from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
+from autotune.core.inspection import Inspection
 from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.store import AnswerKind, Answers, open_answers
+from autotune.store import Answers, open_answers
 from autotune.tuning.environment import library_versions
 
 if TYPE_CHECKING:
     from autotune.store import Store
 
-T = TypeVar("T")
+T = TypeVar("T", Inspection, PredictionAnswer)
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", "numpy", "tokenizers", "peft")
 # Libraries with which a step is traced on fake tensors.
@@ -63,7 +64,7 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
     return _digest(
         {
             "device": [device.kind, device.uuid, device.name, device.memory_total_bytes, device.driver],
-            "worker": _code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py"),
+            "worker": _code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py", "core/inspection.py"),
             "workload": workload.document(),
             "libraries": library_versions(),
             # Folders from which other builds of cuDNN and cuBLAS may be loaded.
@@ -147,7 +148,7 @@ class _Answers(Protocol):
     def find(self, key: str, kind: type[T]) -> T | None:
         """Return the answer of this type that is stored under a key; ``None`` where there is none."""
 
-    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
+    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer."""
 
 
@@ -173,7 +174,7 @@ class KeptPredictions:
         """Store a prediction."""
         if self._is_usable:
             with self._giving_up():
-                self._answers.keep(prediction_key(identity, self._workload), "prediction", answer)
+                self._answers.keep(prediction_key(identity, self._workload), answer)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -215,7 +216,7 @@ class AnswersBeside:
             return self._reading.find(key, kind) if self._reading is not None else None
         return None
 
-    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
+    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer where that is possible."""
         if self.problem is not None:
             return
@@ -224,6 +225,6 @@ class AnswersBeside:
 
         try:
             self._store = self._store or open_store(self._storage, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)
-            self._store.answers.keep(key, kind, answer)
+            self._store.answers.keep(key, answer)
         except StorageError as error:
             self.problem = error

@@ -6,6 +6,7 @@ earlier autotune recorded lacks facts that are recorded today; when it is contin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.core.candidate import Arm, Document
+from autotune.core.inspection import Software
 from autotune.core.placement import Placement
+from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import gpu_links, gpu_policy, processor_name
 from autotune.space.dataloader import usable_cores
@@ -89,14 +92,13 @@ def library_versions() -> dict[str, str]:
 
 
 def describe_environment(
-    placement: Placement, workload: Workload, arms: Sequence[Arm], reported: Document, measurement_revision: int
+    placement: Placement, workload: Workload, arms: Sequence[Arm], software: Software, measurement_revision: int
 ) -> Document:
-    """Combine what this process knows of the machine with what a process with torch ``reported`` of it."""
+    """Combine what this process knows of the machine with the software that a process with torch reported."""
     device = placement.device
     # Of the optional packages only those that this search measures with: others may come and go.
     needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
     optional = {package: version_of(package) for package in sorted(needed)}
-    reported = {**reported, "packages": {**reported["packages"], **optional}}
     policy = gpu_policy(device.uuid) if device.kind == "cuda" else None
     return {
         "device_label": device.label,
@@ -113,7 +115,7 @@ def describe_environment(
         "measurement_revision": measurement_revision,
         "cpus": usable_cores() if device.kind == "cpu" else None,
         "variables": measured_variables(os.environ),
-        **{key: value for key, value in reported.items() if key != "device_capability"},
+        **encode(dataclasses.replace(software, packages={**software.packages, **optional})),
         **(_ranks(placement) if placement.ranks > 1 else {}),
     }
 

@@ -137,7 +137,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
         batch += ", one of them measured" if request.ranks == 1 else ""
     together = ", a trial on each at the same time" if request.beside else ""
     lines = [
-        f"model   {workload.model} ({model['class']}), {format_count(model['parameters'])} parameters",
+        f"model   {workload.model} ({model.class_name}), {format_count(model.parameters)} parameters",
         f"data    {describe_data(workload.document())}; {batch}; {workload.describe_weights()}",
         f"device  {', '.join(slot.label for slot in request.slots)}, {request.device.name}{together}",
         f"memory  a trial may reserve {format_bytes(ceiling.cap_bytes)}; "

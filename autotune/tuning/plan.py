@@ -265,13 +265,12 @@ class Plan:
         Not if the user's own code streams its data: each worker might then load all of it.
         """
         workload, model = self._request.workload, self._prepared.model
-        if workload.source is not None and not model.get("interface", {}).get("tunes_loader", True):
+        if workload.source is not None and not model.interface.get("tunes_loader", True):
             return None
-        if workload.data is None and (workload.source is None or model.get("samples") is None):
+        if workload.data is None and (workload.source is None or model.samples is None):
             return None
         tried = {t.candidate for t in self.history.tried}
-        own_workers = model.get("dataloader_num_workers", 0)
-        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), own_workers)
+        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), model.dataloader_num_workers)
         return more if more is not None and self.done() else None
 
     def _next_pinned(self, best: Tried) -> Candidate | None:

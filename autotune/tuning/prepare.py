@@ -8,12 +8,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autotune.core import loop
-from autotune.core.candidate import OWN_OPTIM, Candidate, Document
+from autotune.core.candidate import OWN_OPTIM, Candidate, Document, Precision
 from autotune.core.chip import Chip
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
+from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
-from autotune.core.prediction import ArmsToTrace, TracedStep
-from autotune.core.schema import decode
+from autotune.core.prediction import ArmsToTrace
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
@@ -47,8 +47,7 @@ class Prepared:
     ceiling: Ceiling
     environment: Document
     """Device, driver and library versions, on which a measurement depends."""
-    model: Document
-    """Facts about the model: ``parameters``, ``class``, ``attn_implementations`` …"""
+    model: ModelFacts
 
     chip: Chip | None = None
     """The GPU's properties that determine memory; ``None`` on a CPU, for which nothing is predicted."""
@@ -77,35 +76,34 @@ def _measurement_revision(request: SearchRequest) -> int:
     return 4 if request.device.kind == "cuda" else 2
 
 
-def prepare(request: SearchRequest, facts: Document) -> Prepared:
-    """Combine the request with ``facts`` (see ``autotune.worker.facts.inspect``).
+def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
+    """Combine the request with what an inspection found out.
 
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the
     memory limit is below what its weights, gradients and optimizer state alone need.
     """
-    if "model_error" in facts:
+    model = facts.model
+    if model is None:
         raise UnknownModelError(
-            f"the model {request.workload.model!r} cannot be built: {facts['model_error']}",
+            f"the model {request.workload.model!r} cannot be built: {facts.model_error}",
             "check its config.json against the installed transformers, or name another --task",
         )
-    model: Document = facts["model"]
     if request.workload.source is not None:
         request = adopt_own_settings(request, model)
-        check_own_samples(request, model.get("samples"))
+        check_own_samples(request, model.samples)
         request = _without_what_is_not_read(request, model)
-    context_bytes = int(facts["context_bytes"])
     if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
-        _check_training_state_fits(request, model, context_bytes)
-    ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, context_bytes, request.headroom)
-    _check_optims(request, facts.get("optims") or request.optims)
+        _check_training_state_fits(request, model, facts.context_bytes)
+    ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
+    _check_optims(request, facts.optims or request.optims)
     attentions = _attentions(request, model)
     arms = choose_arms(
         request.chosen_precisions,
         _checkpointing(request, model),
         attentions,
         request.optims,
-        model_checkpoints=bool(model["gradient_checkpointing"]),
+        model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
         # Compiling does not change the largest batch that fits.
         torch_compile="off" if request.objective == "max-batch" else request.torch_compile,
@@ -120,7 +118,7 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
     if request.ranks > 1:
         arms = arms_of_ranks(arms, request, model)
     space = Space(arms, _batches(request, model), _own_baseline(model), pins_winner=request.pins == "auto")
-    default_attention = "sdpa" if "sdpa" in model["attn_implementations"] else "eager"
+    default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))
@@ -129,26 +127,24 @@ def prepare(request: SearchRequest, facts: Document) -> Prepared:
         space,
         baseline,
         ceiling,
-        describe_environment(
-            request.placement, request.workload, arms, facts["environment"], _measurement_revision(request)
-        ),
+        describe_environment(request.placement, request.workload, arms, facts.software, _measurement_revision(request)),
         model,
-        decode(facts["chip"], Chip) if "chip" in facts else None,
-        Calibration.from_document(facts["calibration"]) if facts.get("calibration") else None,
+        facts.chip,
+        facts.calibration,
     )
 
 
-def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest:
+def adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     """Return the request with the settings that the user's own code was seen to use, where none were asked for."""
-    own: Document = model.get("own", {"optim": OWN_OPTIM})
+    own = model.own.candidate() if model.own is not None else None
     effective_batch = request.effective_batch
-    if effective_batch is None and request.objective == "throughput" and "own" in model:
-        samples: int = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
-        effective_batch = samples * request.world_size
-    source, interface = request.workload.source, model.get("interface", {})
+    if effective_batch is None and request.objective == "throughput" and own is not None:
+        effective_batch = own.samples_per_step * request.world_size
+    optim = model.own.optim if model.own is not None else OWN_OPTIM
+    source = request.workload.source
     assert source is not None
     # A study that is resumed has recorded that name.
-    if {*request.optims} - {OWN_OPTIM} and own["optim"] == OWN_OPTIM:
+    if {*request.optims} - {OWN_OPTIM} and optim == OWN_OPTIM:
         raise InvalidRequestError(
             f"--optim {','.join(request.optims)} means nothing to {source.name}, which makes its optimizer itself",
             "leave --optim out",
@@ -157,12 +153,12 @@ def adopt_own_settings(request: SearchRequest, model: Document) -> SearchRequest
         request,
         workload=replace(
             request.workload,
-            config=model["config"],
-            dtype=model["dtype"],
-            source=replace(source, interface=interface),
+            config=model.config,
+            dtype=model.dtype,
+            source=replace(source, interface=model.interface),
         ),
         effective_batch=effective_batch,
-        optims=request.optims or (own["optim"],),
+        optims=request.optims or (optim,),
     )
 
 
@@ -172,12 +168,12 @@ def own_kind(request: SearchRequest) -> str:
     return "trainer" if source is None else str(source.interface.get("kind", "trainer"))
 
 
-def _searched(model: Document) -> frozenset[str]:
+def _searched(model: ModelFacts) -> frozenset[str]:
     """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
-    return frozenset(model.get("interface", {}).get("searched", loop.FIELDS))
+    return frozenset(model.interface.get("searched", loop.FIELDS))
 
 
-def _without_what_is_not_read(request: SearchRequest, model: Document) -> SearchRequest:
+def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     """Return the request without what the user's code would ignore.
 
     Raises ``InvalidRequestError`` where that was asked for, or nothing would be left to search.
@@ -190,7 +186,7 @@ def _without_what_is_not_read(request: SearchRequest, model: Document) -> Search
             "have it make its batches of config.per_device_batch_size, or read config.precision",
         )
     if "precision" not in searched:
-        own = model.get("own", {}).get("precision", "fp32")
+        own: Precision = model.own.precision if model.own is not None else "fp32"
         if request.precisions not in (None, (own,)):
             raise InvalidRequestError(
                 f"--precision {','.join(request.precisions or ())} means nothing to {source.name}, which decides it",
@@ -203,10 +199,10 @@ def _without_what_is_not_read(request: SearchRequest, model: Document) -> Search
     return request
 
 
-def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoice:
+def _checkpointing(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
     """Return what to search of checkpointing; always on where the user's own code turns it on itself."""
     source = request.workload.source
-    if source is None or not model.get("always_checkpoints"):
+    if source is None or not model.always_checkpoints:
         return request.gradient_checkpointing
     if request.gradient_checkpointing == "off":
         raise InvalidRequestError(
@@ -217,22 +213,22 @@ def _checkpointing(request: SearchRequest, model: Document) -> CheckpointingChoi
     return "on"
 
 
-def _batches(request: SearchRequest, model: Document) -> Batches:
+def _batches(request: SearchRequest, model: ModelFacts) -> Batches:
     """Return the batches of the space; none is larger than the dataset."""
     if request.workload.source is None:
         return request.batches
-    return replace(request.batches, samples=model.get("samples"), only=_only_batch(request, model))
+    return replace(request.batches, samples=model.samples, only=_only_batch(request, model))
 
 
-def _only_batch(request: SearchRequest, model: Document) -> int | None:
+def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """Return the one per-device batch that the user's code can be run with; ``None`` where it takes any.
 
     Raises ``InvalidRequestError`` where the effective batch that was asked for cannot be had.
     """
     source, searched = request.workload.source, _searched(model)
     assert source is not None
-    own = model.get("own", {})
-    batch, accumulation = own.get("per_device_train_batch_size"), own.get("gradient_accumulation_steps", 1)
+    own = model.own or OwnSettings(OWN_OPTIM)
+    batch, accumulation = own.per_device_train_batch_size, own.gradient_accumulation_steps
     asked = request.effective_batch
     if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
         return None
@@ -260,8 +256,8 @@ def _only_batch(request: SearchRequest, model: Document) -> int | None:
     return int(samples // accumulation)
 
 
-def _own_baseline(model: Document) -> Candidate | None:
-    return Candidate.from_parameters(model["own"]) if "own" in model else None
+def _own_baseline(model: ModelFacts) -> Candidate | None:
+    return model.own.candidate() if model.own is not None else None
 
 
 def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
@@ -370,7 +366,7 @@ def forecast_of(
         return None
     traces = None
     if prepared.request.workload.source is not None:
-        traces = OwnTraces(submitter, decode(prepared.model.get("memory", []), list[TracedStep]))
+        traces = OwnTraces(submitter, prepared.model.memory)
         # What the code would be next time is not known without running it.
         submitter, kept = traces, None
     batches, objective = prepared.space.batches, prepared.request.objective
@@ -398,24 +394,24 @@ def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
             )
 
 
-def _attentions(request: SearchRequest, model: Document) -> tuple[str, ...]:
-    known: list[str] = model["attn_implementations"]
+def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
+    known = model.attn_implementations
     if request.workload.source is not None:
-        return tuple(known)
+        return known
     if request.attn_implementations is None:
         return ("sdpa",) if "sdpa" in known else ("eager",)
     for attention in request.attn_implementations:
         if attention not in known:
             raise InvalidRequestError(
-                f"--attn {attention} is nothing that {model['class']} knows", f"it has {', '.join(known)}"
+                f"--attn {attention} is nothing that {model.class_name} knows", f"it has {', '.join(known)}"
             )
     return request.attn_implementations
 
 
-def training_state_bytes(request: SearchRequest, model: Document) -> int:
+def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
     """Return the least memory of any step of this workload: weights, gradients, optimizer state."""
     moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
-    trained, frozen = int(model["trainable_parameters"]), int(model["parameters"]) - int(model["trainable_parameters"])
+    trained, frozen = model.trainable_parameters, model.parameters - model.trainable_parameters
     element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
     # Layers that are not quantized take more; this is a lower bound.
     bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
@@ -429,7 +425,7 @@ def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> in
     return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
 
 
-def _check_training_state_fits(request: SearchRequest, model: Document, context_bytes: int) -> None:
+def _check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
     device, limit_bytes = request.device, request.memory_limit_bytes
     state_bytes = training_state_bytes(request, model) // least_share(request, model)
     least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
@@ -448,7 +444,7 @@ def _check_training_state_fits(request: SearchRequest, model: Document, context_
         ways.append("--dtype bfloat16")
     raise NothingFitsError(
         f"{where} {format_bytes(reachable_bytes)} is too little for {request.workload.model}: the weights, gradients "
-        f"and optimizer state of its {format_count(model['parameters'])} parameters alone take "
+        f"and optimizer state of its {format_count(model.parameters)} parameters alone take "
         f"{format_bytes(state_bytes)}, with {beside} {needed} {name}, before a single sample",
         f"{', '.join(ways[:-1])} or {ways[-1]}",
     )

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from autotune.core.candidate import Document
 from autotune.core.errors import (
     NoResultError,
     NothingFitsError,
@@ -25,6 +24,7 @@ from autotune.core.errors import (
     TrainingSourceError,
     TrialServerError,
 )
+from autotune.core.inspection import Inspection
 from autotune.devices.presence import Presence
 from autotune.execution import LocalExecutor, TrialServer
 from autotune.store.location import resolve_location
@@ -133,19 +133,19 @@ def _prepare_and_search(
             stack.enter_context(Presence(uuid))
         request = read_data(request, servers, folder.parent, observer.note)
         key = inspection_key(request.device, request.workload, request.ranks)
-        remembered = store.answers.find(key, dict) if store is not None and key is not None else None
+        remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
         facts = remembered or _inspect(request, server, observer)
         prepared = prepare(request, facts)
         for each in servers:
             each.run_as_inspected(prepared.request.workload)
         store = store or make_store()
         if remembered is None and key is not None:
-            store.answers.keep(key, "inspection", facts)
+            store.answers.keep(key, facts)
         record = _search(prepared, servers, store, observer, folder, presence)
         return record, load_report(store, record.name)
 
 
-def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Document:
+def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     from autotune.tuning.prepare import arms_to_trace
 
@@ -154,14 +154,15 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
         return server.inspect()
     observer.note(f"running {source.name} up to its training …")
     facts = server.inspect(request.trial_timeout_seconds, arms_to_trace(request))
-    if written := facts.get("written"):
-        observer.note(f"{source.name} itself wrote {', '.join(written)}; each trial of it may do so, too")
-    if unknown := facts["model"]["interface"].get("memory_unknown"):
+    if facts.written:
+        observer.note(f"{source.name} itself wrote {', '.join(facts.written)}; each trial of it may do so, too")
+    model = facts.model
+    if model is not None and (unknown := model.interface.get("memory_unknown")):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
-    if loss := facts["model"].get("in_batch_loss"):
-        own = facts["model"]["own"]["per_device_train_batch_size"]
+    if model is not None and model.in_batch_loss is not None and model.own is not None:
+        own = model.own.per_device_train_batch_size
         observer.note(
-            f"{loss} compares the samples of a batch: another per-device batch is another training; "
+            f"{model.in_batch_loss} compares the samples of a batch: another per-device batch is another training; "
             f"--batch-multiple {own} with an --effective-batch of {own} keeps yours"
         )
     return facts

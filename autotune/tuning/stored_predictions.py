@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError
+from autotune.core.inspection import Inspection
 from autotune.core.messages import Answer
-from autotune.core.prediction import MemoryPrediction, PredictionWork
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
-from autotune.store import AnswerKind
 from autotune.tuning.answers import KeptPredictions, inspection_key
 from autotune.tuning.prepare import forecast_of, prepare
 from autotune.tuning.request import request_from_document
 
-T = TypeVar("T")
+T = TypeVar("T", Inspection, PredictionAnswer)
 
 
 class Answers(Protocol):
@@ -29,7 +29,7 @@ class Answers(Protocol):
     def find(self, key: str, kind: type[T]) -> T | None:
         """Return the answer of this type that is stored under a key; ``None`` where there is none."""
 
-    def keep(self, key: str, kind: AnswerKind, answer: Any) -> None:
+    def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer."""
 
 
@@ -73,7 +73,7 @@ def _stored_model(report: Report, answers: Answers) -> MemoryModel | None:
         workload = Workload.from_document(report.workload)
         request = request_from_document(report.study.request, workload, _device_of(report), report.study.name)
         key = inspection_key(request.device, workload)
-        facts = answers.find(key, dict) if key is not None else None
+        facts = answers.find(key, Inspection) if key is not None else None
         if facts is None:
             return None
         # The study's own ceiling: the free memory may have changed when it was resumed.

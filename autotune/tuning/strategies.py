@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotune.core.candidate import STRATEGIES, Arm, Document, Strategy
+from autotune.core.candidate import STRATEGIES, Arm, Strategy
 from autotune.core.errors import InvalidRequestError
+from autotune.core.inspection import ModelFacts
 from autotune.space.features import shards_with
 from autotune.tuning.request import SearchRequest
 
 
-def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: Document) -> tuple[Arm, ...]:
+def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
     """Return the arms with every strategy that they can be trained with, those with the least communication first.
 
     Raises ``InvalidRequestError`` for a strategy that was asked for and that the model cannot do.
@@ -29,22 +30,22 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: Document) 
     )
 
 
-def least_share(request: SearchRequest, model: Document) -> int:
+def least_share(request: SearchRequest, model: ModelFacts) -> int:
     """Return by how many ranks weights, gradients and optimizer state are divided at most; 1 where they are whole."""
     if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model)):
         return 1
     return request.ranks
 
 
-def _strategies(request: SearchRequest, model: Document) -> tuple[Strategy, ...]:
+def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
     asked = request.strategies
-    has_layers = bool(model.get("layer_classes"))
+    has_layers = bool(model.layer_classes)
     if asked is not None:
         sharded = [strategy for strategy in asked if strategy != "ddp"]
         if sharded and not has_layers:
             raise InvalidRequestError(
-                f"--strategy {sharded[0]}: {model['class']} has no class of layers to shard one by one",
+                f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
                 "use --strategy ddp",
             )
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
@@ -58,7 +59,7 @@ def _strategies(request: SearchRequest, model: Document) -> tuple[Strategy, ...]
     return STRATEGIES if can_shard else ("ddp",)
 
 
-def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: Document) -> Arm:
+def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: ModelFacts) -> Arm:
     """Return the arm as several ranks train it.
 
     Where every parameter was seen to get a gradient, DDP has none to look for in each step; where no buffer was seen to
@@ -69,8 +70,8 @@ def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: Docume
             arm,
             strategy=strategy,
             ranks=ranks,
-            ddp_find_unused_parameters=False if model.get("unused_parameters") == [] else None,
-            ddp_broadcast_buffers=False if model.get("changed_buffers") == [] else None,
+            ddp_find_unused_parameters=False if model.after_step.unused_parameters == () else None,
+            ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
-    layers = ",".join(model["layer_classes"])
+    layers = ",".join(model.layer_classes)
     return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)

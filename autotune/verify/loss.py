@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, InvalidRequestError, TrialServerError
+from autotune.core.verification import LossCurve
 from autotune.execution.oneshot import run_fresh
 from autotune.space.space import Batches
 from autotune.space.training_arguments import training_arguments
@@ -33,19 +35,16 @@ class LossComparison:
     candidate: Candidate
     reference: Candidate
     dtype: str
-    candidate_curve: Document
-    reference_curve: Document
+    candidate_curve: LossCurve
+    reference_curve: LossCurve
 
     @property
     def steps(self) -> int:
         """Number of comparable steps: up to the first whose update fp16's gradient scaler skipped in either."""
-        steps = min(len(self.candidate_curve["losses"]), len(self.reference_curve["losses"]))
-        skipped = [next((i + 1 for i, n in enumerate(c["skipped"]) if n), steps) for c in self._curves]
+        curves = self.candidate_curve, self.reference_curve
+        steps = min(len(curve.losses) for curve in curves)
+        skipped = [next((i + 1 for i, n in enumerate(curve.skipped) if n), steps) for curve in curves]
         return min(steps, *skipped)
-
-    @property
-    def _curves(self) -> tuple[Document, Document]:
-        return self.candidate_curve, self.reference_curve
 
     @property
     def roundoff(self) -> float:
@@ -66,12 +65,12 @@ class LossComparison:
     @property
     def loss_difference(self) -> float:
         """Largest measured relative difference of a step's losses."""
-        return self._difference("losses", 1.0)
+        return self._difference(self.candidate_curve.losses, self.reference_curve.losses)
 
     @property
     def gradient_difference(self) -> float:
         """Largest measured relative difference of a step's gradient norms."""
-        return self._difference("gradient_norms", 1.0)
+        return self._difference(self.candidate_curve.gradient_norms, self.reference_curve.gradient_norms)
 
     @property
     def accumulation_factor(self) -> float | None:
@@ -83,17 +82,18 @@ class LossComparison:
         model whose ``forward`` accepts any keyword and ignores ``num_items_in_batch`` gets neither.
         """
         factor = self.candidate.gradient_accumulation_steps / self.reference.gradient_accumulation_steps
-        is_so = factor != 1 and self._difference("losses", factor, first=1) <= self.loss_tolerance
+        is_so = factor != 1 and self._first_loss_difference(factor) <= self.loss_tolerance
         return factor if is_so and not self.is_same else None
 
-    def _difference(self, what: str, factor: float, first: int | None = None) -> float:
-        """Return the largest of ``|candidate / factor - reference| / |reference|``.
+    def _first_loss_difference(self, factor: float) -> float:
+        """Return the relative difference of the first losses where the candidate's is divided by a factor."""
+        ours = [loss / factor for loss in self.candidate_curve.losses[:1]]
+        return self._difference(ours, self.reference_curve.losses[:1])
 
-        Infinite where one is not finite.
-        """
-        compared = self.steps if first is None else min(first, self.steps)
-        pairs = list(zip(self.candidate_curve[what], self.reference_curve[what], strict=False))[:compared]
-        found = [abs(ours / factor - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs]
+    def _difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
+        """Return the largest relative difference of the comparable steps; infinite where one is not finite."""
+        pairs = list(zip(ours, theirs, strict=False))[: self.steps]
+        found = [abs(mine - other) / max(abs(other), 1e-12) for mine, other in pairs]
         return max(found) if found and all(map(math.isfinite, found)) else math.inf
 
     @property
@@ -110,7 +110,7 @@ class LossComparison:
             return (
                 f"different training: {against} has losses and gradients {factor:g} times as large {over}, the ratio "
                 f"of accumulation steps, by which neither model nor Trainer divides; divided, the first loss "
-                f"differs by {self._difference('losses', factor, first=1):.2g} ({self.loss_tolerance:.2g} allowed)"
+                f"differs by {self._first_loss_difference(factor):.2g} ({self.loss_tolerance:.2g} allowed)"
             )
         return (
             f"{'the same training' if self.is_same else 'different training'}: {against}: {over} losses differ by at "
@@ -126,27 +126,6 @@ class LossComparison:
         if self.accumulation_factor is not None:
             hint = "set model.accepts_loss_kwargs = False before the Trainer is made, so that it divides"
         raise DifferentTrainingError(self.sentence(), hint)
-
-    def document(self) -> Document:
-        """Return the comparison as ``--json`` prints it."""
-        return {
-            "same": self.is_same,
-            "candidate": self.candidate.parameters(),
-            "reference": self.reference.parameters(),
-            "steps": self.steps,
-            "loss_difference": _finite(self.loss_difference),
-            "loss_tolerance": self.loss_tolerance,
-            "gradient_norm_difference": _finite(self.gradient_difference),
-            "gradient_norm_tolerance": self.gradient_tolerance,
-            "accumulation_factor": self.accumulation_factor,
-            "losses": [self.candidate_curve["losses"], self.reference_curve["losses"]],
-            "gradient_norms": [self.candidate_curve["gradient_norms"], self.reference_curve["gradient_norms"]],
-            "finding": self.sentence(),
-        }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
@@ -184,27 +163,35 @@ def compare_losses(target: Target, steps: int, log_path: Path) -> LossComparison
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)
     reference = reference_of(candidate, baseline.candidate.arm if baseline else plain)
     curve = _curve(target, candidate, steps, log_path)
-    if curve["state"] != "completed":
-        raise TrialServerError(f"the winner did not train: {curve['message']}", f"its log is {log_path}")
+    if curve.state != "completed":
+        raise TrialServerError(f"the winner did not train: {curve.message}", f"its log is {log_path}")
     while True:
         against = _curve(target, reference, steps, log_path)
         batch = reference.per_device_train_batch_size
-        if against["state"] != "out_of_memory" or batch == 1:
+        if against.state != "out_of_memory" or batch == 1:
             break
         smaller = max(size for size in range(1, batch) if candidate.samples_per_step % size == 0)
         reference = Candidate(reference.arm, smaller, candidate.samples_per_step // smaller)
-    if against["state"] != "completed":
-        raise TrialServerError(f"the baseline did not train: {against['message']}", f"its log is {log_path}")
+    if against.state != "completed":
+        raise TrialServerError(f"the baseline did not train: {against.message}", f"its log is {log_path}")
     return LossComparison(candidate, reference, target.report.workload["dtype"], curve, against)
 
 
-def _curve(target: Target, candidate: Candidate, steps: int, log_path: Path) -> Document:
+def _curve(target: Target, candidate: Candidate, steps: int, log_path: Path) -> LossCurve:
     environment = target.report.environment
     fields, revision = environment["training_arguments_fields"], environment.get("measurement_revision", 1)
     arguments = training_arguments(candidate, fields, environment["device_kind"], revision)
-    job = {
-        **target.job(steps, evaluates=False),
-        "arguments": arguments,
-        "attn_implementation": candidate.arm.attn_implementation,
-    }
-    return run_fresh("autotune.worker.verify.loss_curve", job, target.placement, log_path, _TIMEOUT_SECONDS)
+    work = dataclasses.replace(
+        target.work(steps, evaluates=False),
+        arguments=arguments,
+        attn_implementation=candidate.arm.attn_implementation,
+    )
+    return run_fresh(
+        "autotune.worker.verify.loss_curve",
+        work,
+        LossCurve,
+        target.placement,
+        log_path,
+        _TIMEOUT_SECONDS,
+        offline=work.workload.weights is None,
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.outcome import Measurement
 from autotune.core.placement import Placement
+from autotune.core.verification import StockWork
+from autotune.core.workload import Workload
 from autotune.devices import devices_of_ranks, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
@@ -48,23 +49,26 @@ class Target:
         ceiling = self.report.ceiling
         return None if ceiling.limit_bytes is None else ceiling.cap_bytes
 
-    def job(self, steps: int, **more: Any) -> Document:
-        """Return the job for a process of ``autotune.worker.verify.stock``."""
-        return {
-            "workload": self.report.workload,
-            "arguments": self.arguments,
-            "attn_implementation": self.attn_implementation,
-            "device_kind": self.placement.kind,
-            "device_uuid": self.placement.device.uuid,
-            "device_uuids": [device.uuid for device in self.placement.devices],
-            "ranks": self.placement.ranks,
-            "cap_bytes": self.cap_bytes,
-            "cpu_affinity": self.best.candidate.arm.cpu_affinity,
-            "cpu_core": self.promised.cpu_core,
-            "seed": self.report.study.request["seed"],
-            "steps": steps,
-            **more,
-        }
+    @property
+    def workload(self) -> Workload:
+        """What is trained."""
+        return Workload.from_document(self.report.workload)
+
+    def work(self, steps: int, *, evaluates: bool, data_folder: Path | None = None) -> StockWork:
+        """Return the work of a process of ``autotune.worker.verify.stock``."""
+        return StockWork(
+            self.workload,
+            self.placement.rank_devices,
+            self.arguments,
+            self.attn_implementation,
+            self.report.study.request["seed"],
+            steps,
+            evaluates=evaluates,
+            cap_bytes=self.cap_bytes,
+            pinned=self.best.candidate.arm.cpu_affinity,
+            cpu_core=self.promised.cpu_core,
+            data_folder=str(data_folder) if data_folder else None,
+        )
 
 
 def what_is_not_verified(workload: Document) -> str | None:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from autotune.core.candidate import Document
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
-from autotune.core.workload import Workload
+from autotune.core.verification import StockResult
 from autotune.estimate.bottleneck import what_limits
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
@@ -38,8 +36,8 @@ class Verification:
 
     target: Target
     steps: int
-    obtained: Document
-    """The result document of ``autotune.worker.verify.stock``."""
+    obtained: StockResult
+    """What ``autotune.worker.verify.stock`` measured."""
 
     def __str__(self) -> str:
         """Return the result in one line, for a notebook."""
@@ -56,31 +54,23 @@ class Verification:
     @property
     def samples_per_second(self) -> float | None:
         """Speed of the training steps alone; ``None`` where the run failed."""
-        return self._total("samples") / self._total("seconds") if self.stretches else None
-
-    @property
-    def stretches(self) -> list[Document]:
-        """The timed stretches, each with ``steps``, ``samples``, ``seconds``, ``new_shapes``."""
-        stretches: list[Document] = self.obtained.get("stretches", [])
-        return stretches
-
-    def _total(self, what: str) -> float:
-        return float(sum(stretch[what] for stretch in self.stretches))
+        stretches = self.obtained.stretches
+        return self.samples_timed / sum(stretch.seconds for stretch in stretches) if stretches else None
 
     @property
     def steps_timed(self) -> int:
         """Number of optimizer steps in the stretches."""
-        return int(self._total("steps"))
+        return sum(stretch.steps for stretch in self.obtained.stretches)
 
     @property
     def samples_timed(self) -> int:
         """Number of samples in them; the last step of an epoch may have fewer than the others."""
-        return int(self._total("samples"))
+        return sum(stretch.samples for stretch in self.obtained.stretches)
 
     @property
     def new_shapes(self) -> int:
         """Number of padded lengths in them that were new to the GPU."""
-        return int(self._total("new_shapes"))
+        return sum(stretch.new_shapes for stretch in self.obtained.stretches)
 
     @property
     def promise(self) -> Interval:
@@ -100,10 +90,10 @@ class Verification:
         if self.samples_per_second is None:
             return None
         each: list[float] = []
-        for stretch in self.stretches:
-            seconds = float(stretch["seconds"])
+        for stretch in self.obtained.stretches:
+            seconds = stretch.seconds
             # The extra time of new lengths varies, so it is never taken for most of a stretch.
-            each.append(stretch["samples"] / max(seconds - self._new_seconds(stretch["new_shapes"]), seconds / 2))
+            each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
         return mean_speed(self.samples_per_second, each)
 
     def _new_seconds(self, new_shapes: int) -> float:
@@ -126,11 +116,12 @@ class Verification:
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
         """Return the steps' peak before the evaluation, or the later one if that exceeds the checkpoint's."""
-        peaks = self.obtained.get("peak_bytes")
+        peaks = self.obtained.peak_bytes
         if not peaks:
             return None
-        before, end = int(peaks.get("before", peaks["end"])[kind]), int(peaks["end"][kind])
-        return end if end > int(peaks.get("save", peaks["end"])[kind]) else before
+        last = peaks["end"]
+        before, save, end = (getattr(peak, kind) for peak in (peaks.get("before", last), peaks.get("save", last), last))
+        return int(end if end > save else before)
 
     @property
     def promised_peak_bytes(self) -> int:
@@ -150,8 +141,8 @@ class Verification:
 
     def misses(self) -> list[str]:
         """Return the promises that were not kept, each in a sentence; empty where all were."""
-        if self.obtained["state"] == "out_of_memory":
-            return [f"memory ran out during {_DURING[self.obtained['during']]}: {self.obtained['message']}"]
+        if self.obtained.state == "out_of_memory":
+            return [f"memory ran out during {_DURING[self.obtained.during or '']}: {self.obtained.message}"]
         found = self._too_slow()
         peak = self.training_peak_bytes or 0
         if peak > self.most_bytes:
@@ -159,8 +150,8 @@ class Verification:
                 f"a peak of {format_bytes(peak)} is {peak / self.promised_peak_bytes - 1:.1%} above "
                 f"the promised {format_bytes(self.promised_peak_bytes)}"
             )
-        if self.obtained["loss_problem"]:
-            found.append(str(self.obtained["loss_problem"]))
+        if self.obtained.loss_problem:
+            found.append(self.obtained.loss_problem)
         return found
 
     def _too_slow(self) -> list[str]:
@@ -227,7 +218,7 @@ class Verification:
     def _hint(self, misses: list[str]) -> str:
         """Return what to do about the misses."""
         batch = self.target.best.candidate.per_device_train_batch_size
-        if self.obtained.get("during") == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
+        if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
         return f"search again {how}; autotune devices shows other processes"
@@ -257,18 +248,27 @@ def verify(target: Target, steps: int, log_path: Path) -> Verification:
     check_steps(steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
     folder = _data_folder(target, log_path.parent.parent)
-    job = target.job(steps, evaluates=True, data_folder=str(folder) if folder else None)
+    work = target.work(steps, evaluates=True, data_folder=folder)
     # Several ranks are started by torchrun itself, as a user will, not by the trial server.
     module = "autotune.worker.verify.stock" if target.placement.ranks == 1 else "autotune.worker.verify.torchrun"
-    obtained = run_fresh(module, job, target.placement, log_path, timeout_seconds, target.variables)
-    if obtained["state"] == "failed":
-        raise TrialServerError(f"the stock run failed: {obtained['message']}", f"its log is {log_path}")
+    obtained = run_fresh(
+        module,
+        work,
+        StockResult,
+        target.placement,
+        log_path,
+        timeout_seconds,
+        offline=work.workload.weights is None,
+        variables=target.variables,
+    )
+    if obtained.state == "failed":
+        raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
     return Verification(target, steps, obtained)
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
     """Return the folder of the study's prepared dataset, which is prepared again if it is gone and has not changed."""
-    workload = Workload.from_document(target.report.workload)
+    workload = target.workload
     if workload.data is None:
         return None
     folder = workload.data_folder(logs)
@@ -284,7 +284,7 @@ def notes(verification: Verification) -> list[str]:
     recorded = verification.target.report.environment["packages"]
     changed = [
         f"{name} {version or 'none'}, now {now or 'none'}"
-        for name, now in verification.obtained.get("packages", {}).items()
+        for name, now in verification.obtained.packages.items()
         if (version := recorded.get(name)) != now
     ]
     if changed:
@@ -306,73 +306,6 @@ def notes(verification: Verification) -> list[str]:
         found.append(
             f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
         )
-    if verification.obtained.get("skipped_steps"):
-        found.append(f"fp16's gradient scaler skipped {verification.obtained['skipped_steps']} updates at the start")
+    if verification.obtained.skipped_steps:
+        found.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
     return found
-
-
-def verification_document(verification: Verification) -> Document:
-    """Return the comparison as ``--json`` prints it; what was not measured is ``None``."""
-    target, obtained = verification.target, verification.obtained
-    promised, promise, speed = target.promised, verification.promise, verification.speed
-    peak = verification.training_peak_bytes
-    peaks = {name: peak["reserved"] for name, peak in obtained.get("peak_bytes", {}).items()}
-    reserved = verification.peak_bytes("reserved")
-    return {
-        "study": target.report.study.name,
-        "model": target.report.workload["model"],
-        "device": target.placement.name,
-        "candidate": target.best.candidate.parameters(),
-        "steps": verification.steps,
-        "verdict": verification.verdict(),
-        "why": verification.why(),
-        "kept": verification.verdict() == "kept",
-        "misses": verification.misses(),
-        "promised": {
-            "samples_per_second": target.promise.mean,
-            "samples_per_second_with_new_lengths": promise.mean,
-            "samples_per_second_low": promise.low,
-            "samples_per_second_high": promise.high,
-            "relative_half_width": promise.relative_half_width,
-            "processes_measured": target.processes,
-            "gpu_busy_share": promised.gpu_busy_share,
-            "peak_allocated_bytes": promised.peak_allocated_bytes,
-            "peak_reserved_bytes": promised.peak_reserved_bytes,
-            "joules_per_sample": promised.joules_per_sample,
-        },
-        "obtained": {
-            "state": obtained["state"],
-            "message": obtained.get("message"),
-            "samples_per_second": speed.mean if speed else None,
-            "samples_per_second_low": speed.low if speed else None,
-            "samples_per_second_high": _finite(speed.high) if speed else None,
-            "relative_half_width": _finite(speed.relative_half_width) if speed else None,
-            "samples_per_second_each": [s["samples"] / s["seconds"] for s in verification.stretches],
-            "measured_steps": verification.steps_timed,
-            "measured_samples": verification.samples_timed,
-            "peak_allocated_bytes": verification.peak_bytes("allocated"),
-            "peak_reserved_bytes": reserved,
-            "peak_reserved_with_evaluation_bytes": peaks.get("evaluate"),
-            "peak_reserved_with_save_bytes": peaks.get("save"),
-            "peak_reserved_at_the_end_bytes": peaks.get("end"),
-            "evaluation_seconds": obtained.get("pause_seconds", {}).get("evaluate"),
-            "save_seconds": obtained.get("pause_seconds", {}).get("save"),
-            "evaluation_batch_size": obtained.get("evaluation_batch_size"),
-            "joules_per_sample": obtained.get("joules_per_sample"),
-            "skipped_steps": obtained.get("skipped_steps"),
-            "new_lengths": verification.new_shapes,
-        },
-        "samples_per_second_ratio": speed.mean / promise.mean if speed else None,
-        "peak_ratio": peak / verification.promised_peak_bytes if peak else None,
-        "peak_judged": "allocated" if verification.judges_allocated else "reserved",
-        "peak_reserved_ratio": reserved / promised.peak_reserved_bytes if reserved else None,
-        "slack": _finite(slack(promise, speed)) if speed else None,
-        "memory_tolerance": MEMORY_TOLERANCE,
-        "memory_slack_bytes": verification.slack_bytes,
-        "cap_bytes": target.cap_bytes,
-        "notes": notes(verification),
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

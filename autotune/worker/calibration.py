@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from autotune.core.candidate import Document
+from autotune.core.chip import Calibration
 
 BUDGET_SECONDS = 0.5
 """For all parts together; each stops at its share of it, but runs once at least."""
@@ -22,7 +22,7 @@ _RUN_TOGETHER = 10
 _LAUNCHES = 200
 
 
-def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> Document:
+def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> Calibration:
     """Return rates of square matrix products by kind, bytes a second, and seconds of a launch and of a dispatch.
 
     Each is the best of several runs. A kind of product that the device lacks, or for which there is no memory, is left
@@ -35,13 +35,7 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> D
         with contextlib.suppress(RuntimeError), _product_precision(kind, device):
             products[kind] = _product_flops(kind, size, device, share)
     kernel_seconds, dispatch_seconds = _small_operation_seconds(device, share)
-    return {
-        "product_size": size,
-        "product_flops": products,
-        "bytes_per_second": _bytes_per_second(device, share),
-        "kernel_seconds": kernel_seconds,
-        "dispatch_seconds": dispatch_seconds,
-    }
+    return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
 
 
 @contextlib.contextmanager

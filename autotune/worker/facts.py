@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from autotune.core.candidate import Document
+from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
 from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
@@ -53,48 +53,41 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
     return sorted(name for name, size in held.items() if 2 * size >= largest > 0)
 
 
-def _model_facts(workload: Workload) -> Document:
+def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     """Return parameters and features of the model, from a build on the ``meta`` device, which takes no memory."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     random_weights = dataclasses.replace(workload, weights=None)
     model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
-    return {
-        "class": model_type.__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "attn_implementations": attentions,
-        "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
-        "layer_classes": layer_classes(model) if has_fsdp2() else [],
-        "num_labels": getattr(build_config(workload), "num_labels", None),
-    }
+    seen = AfterStep()
+    if ranks > 1:
+        from autotune.worker.fake.unused import what_ddp_can_skip
+
+        seen = what_ddp_can_skip(workload)
+    return ModelFacts(
+        model_type.__name__,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        tuple(attentions),
+        gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        num_labels=getattr(build_config(workload), "num_labels", None),
+        layer_classes=tuple(layer_classes(model)) if has_fsdp2() else (),
+        after_step=seen,
+    )
 
 
-def inspect(workload: Workload, work: InspectionWork) -> Document:
+def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
-    facts = inspect_environment()
+    found = inspect_environment()
     try:
-        facts["model"] = _model_facts(workload)
-        if work.devices.ranks > 1:
-            from autotune.worker.fake.unused import what_ddp_can_skip
-
-            facts["model"] |= what_ddp_can_skip(workload)
+        return dataclasses.replace(found, model=_model_facts(workload, work.devices.ranks))
     except Exception as error:
-        facts["model_error"] = first_line(error)
-    return facts
+        return dataclasses.replace(found, model_error=first_line(error))
 
 
-def inspect_environment() -> Document:
+def inspect_environment() -> Inspection:
     """Return facts about the environment; ``autotune.worker.gpu_facts`` adds those that need the GPU."""
-    return {
-        "context_bytes": 0,
-        "optims": optimizer_names(),
-        "environment": {
-            "python": platform.python_version(),
-            "packages": package_versions(),
-            "cuda": None,
-            "cudnn": None,
-            "cublas": None,
-            "training_arguments_fields": sorted(f.name for f in dataclasses.fields(TrainingArguments)),
-        },
-    }
+    fields = sorted(f.name for f in dataclasses.fields(TrainingArguments))
+    return Inspection(
+        Software(platform.python_version(), package_versions(), tuple(fields)), optims=tuple(optimizer_names())
+    )

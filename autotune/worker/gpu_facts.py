@@ -12,34 +12,29 @@ from pathlib import Path
 
 import torch
 
-from autotune.core.candidate import Document
+from autotune.core.chip import Chip
+from autotune.core.inspection import GpuFacts, GpuWork
 from autotune.worker.calibration import calibrate
 from autotune.worker.context import context_bytes
 from autotune.worker.process import serve_one_job
 
 
-def gpu_facts(job: Document) -> Document:
+def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
     """Return the facts that are added to those of ``autotune.worker.facts.inspect``."""
-    facts: Document = {
-        "context_bytes": context_bytes(job["device_uuid"], convolves=job["convolves"]),
-        "environment": {
-            "cuda": torch.version.cuda,
-            "cudnn": _cudnn_version(),
-            "cublas": _cublas_version(),
-            "device_capability": list(torch.cuda.get_device_capability(0)),
-        },
-    }
+    # First, since this starts CUDA.
+    measured_bytes = context_bytes(work.device_uuid, convolves=work.convolves)
     properties = torch.cuda.get_device_properties(0)
-    facts["chip"] = {
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "threads_per_multiprocessor": properties.max_threads_per_multi_processor,
-        "name": properties.name,
-    }
+    chip = Chip(
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.max_threads_per_multi_processor,
+        properties.name,
+    )
+    calibration = None
     # Only to predict better: without it, specified rates are used.
     with contextlib.suppress(Exception):
-        facts["calibration"] = calibrate(torch.device("cuda", 0))
-    return facts
+        calibration = calibrate(torch.device("cuda", 0))
+    return GpuFacts(measured_bytes, chip, torch.version.cuda, _cudnn_version(), _cublas_version(), calibration)
 
 
 def _cudnn_version() -> int | None:
@@ -70,4 +65,4 @@ def _cublas_version() -> str | None:
 
 
 if __name__ == "__main__":
-    serve_one_job(gpu_facts)
+    serve_one_job(GpuWork, gpu_facts)

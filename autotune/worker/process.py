@@ -11,11 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from autotune.core.pipes import LineReader, wait_until_ready
+from autotune.core.schema import decode, encode
+
+W = TypeVar("W")
 
 # Interval at which a child is checked for having ended without a result.
 _LOOK_SECONDS = 0.1
@@ -44,17 +47,16 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> dict[str, Any]:
-    """Call ``run`` in a forked child and return its result; end as the child ended where there is none.
+def in_fork(kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> W:
+    """Call ``run`` in a forked child and return its result of a type; end as the child ended where there is none.
 
-    ``run`` gets a function that sends the result, as JSON-ready data, and ends the child.
+    ``run`` gets a function that sends the result and ends the child.
     """
     pid, reader = _fork(run)
     lines, status = _await_child(pid, reader)
     os.close(reader.fd)
     if lines:
-        result: dict[str, Any] = json.loads(lines[0])
-        return result
+        return decode(json.loads(lines[0]), kind)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         # The parent of this process sees the child's signal.
@@ -65,14 +67,18 @@ def in_fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> 
 
 
 def in_forks(
-    runs: Sequence[Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]], *, at_once: int, limit_seconds: float
-) -> list[dict[str, Any] | None]:
-    """Call each of ``runs`` in a forked child of its own, some at once; return their results in order.
+    kind: type[W],
+    runs: Sequence[Callable[[Callable[[W], NoReturn]], NoReturn]],
+    *,
+    at_once: int,
+    limit_seconds: float,
+) -> list[W | None]:
+    """Call each of ``runs`` in a forked child of its own, some at once; return their results of a type in order.
 
     ``None`` where a child ended without one, or had not ended when the limit for all of them was over.
     """
     deadline = time.monotonic() + limit_seconds
-    results: list[dict[str, Any] | None] = [None] * len(runs)
+    results: list[W | None] = [None] * len(runs)
     waiting = list(range(len(runs)))
     working: dict[int, tuple[int, LineReader]] = {}
     try:
@@ -85,7 +91,7 @@ def in_forks(
             for number, (_, reader) in list(working.items()):
                 lines = reader.read()
                 if lines:
-                    results[number] = json.loads(lines[0])
+                    results[number] = decode(json.loads(lines[0]), kind)
                 # The end of the pipe is the end of the child, unless that has started others.
                 if lines or reader.closed:
                     _end_fork(*working.pop(number))
@@ -95,7 +101,7 @@ def in_forks(
     return results
 
 
-def _fork(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn]) -> tuple[int, LineReader]:
+def _fork(run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> tuple[int, LineReader]:
     """Start a child that calls ``run``; return its process id, and what it writes."""
     read_fd, write_fd = os.pipe()
     parent = os.getpid()
@@ -134,10 +140,10 @@ def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:
     return lines, os.waitpid(pid, 0)[1]
 
 
-def _run_in_child(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn], result_fd: int) -> NoReturn:
-    def finish(result: dict[str, Any]) -> NoReturn:
+def _run_in_child(run: Callable[[Callable[[W], NoReturn]], NoReturn], result_fd: int) -> NoReturn:
+    def finish(result: W) -> NoReturn:
         with os.fdopen(result_fd, "wb") as stream:
-            stream.write(json.dumps(result).encode() + b"\n")
+            stream.write(json.dumps(encode(result)).encode() + b"\n")
         leave(0)
 
     try:
@@ -147,17 +153,18 @@ def _run_in_child(run: Callable[[Callable[[dict[str, Any]], NoReturn]], NoReturn
     leave(1)
 
 
-def serve_one_job(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve_one_job(kind: type[W], run: Callable[[W, str], Any]) -> None:
     """Read one job from standard input, run it, and write its result to the file descriptor on the command line.
 
-    The process dies with its parent.
+    ``run`` gets the job's work and an empty temporary folder. The process dies with its parent.
     """
     die_with(os.getppid())
     result_fd = int(sys.argv[1])
     os.set_inheritable(result_fd, False)
-    result = run(json.loads(sys.stdin.readline()))
+    message = json.loads(sys.stdin.readline())
+    result = run(decode(message["work"], kind), message["output_dir"])
     with os.fdopen(result_fd, "w") as stream:
-        json.dump(result, stream)
+        json.dump(encode(result), stream)
 
 
 def leave(code: int) -> NoReturn:

@@ -36,7 +36,9 @@ import traceback
 from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
+from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork
+from autotune.core.messages import Problem
 from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
@@ -339,7 +341,7 @@ class Server:
         if job.is_trial:
             result = outcome_document(Failed("error", why["message"]))
         else:
-            result = {"source_error": why["message"], "source_hint": why["hint"]}
+            result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
         self.report({"result": result, "id": job.id})
 
     def _forward(self, job: _RunningJob, rank: _Rank) -> None:
@@ -434,7 +436,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 
-            send("result", inspect(job.workload, work))
+            send("result", InspectionAnswer(inspect(job.workload, work)))
         case TrialWork() as work:
             from autotune.worker.trial.run import run_trial
 

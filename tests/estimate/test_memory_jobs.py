@@ -78,8 +78,7 @@ class Answers:
 
 def prepared(**options: Any) -> Prepared:
     """The example's search on a GPU whose chip is known."""
-    chip = {"capability": [9, 0], "multiprocessors": 132, "threads_per_multiprocessor": 2048, "name": "NVIDIA H200"}
-    return prepare(request(**options), {**FACTS, "chip": chip})
+    return prepare(request(**options), dataclasses.replace(FACTS, chip=CHIPS["h200"]))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from tiny import tiny_workload
 
 from autotune.core.errors import TrialServerError
+from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
 from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
@@ -17,7 +18,8 @@ GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
 ANSWER = """
 import json, os, sys
 job = json.loads(sys.stdin.readline())
-answer = {"context_bytes": 5, "environment": {"cuda": "13.0", "job": job, "sees": os.environ["CUDA_VISIBLE_DEVICES"]}}
+chip = {"name": f"{job['work']} on {os.environ['CUDA_VISIBLE_DEVICES']}"}
+answer = {"context_bytes": 5, "chip": chip, "cuda": "13.0", "cudnn": None, "cublas": None}
 os.write(int(sys.argv[1]), json.dumps(answer).encode())
 """
 
@@ -31,11 +33,22 @@ def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     inspection.begin()
     inspection.begin()
     told = inspection.finish()
-    assert told["environment"]["job"].items() >= {"device_uuid": "GPU-1", "convolves": True}.items()
-    assert told["environment"]["sees"] == "GPU-1"
-    facts = merged({"context_bytes": 0, "environment": {"cuda": None, "python": "3.12"}}, told)
-    assert facts["context_bytes"] == 5
-    assert (facts["environment"]["cuda"], facts["environment"]["python"]) == ("13.0", "3.12")
+    assert told is not None
+    assert told.chip.name == "{'device_uuid': 'GPU-1', 'convolves': True} on GPU-1"
+    facts = merged(Inspection(Software("3.12", {}, ())), told)
+    assert facts.context_bytes == 5
+    assert facts.chip == told.chip
+    assert (facts.software.cuda, facts.software.python) == ("13.0", "3.12")
+
+
+def test_an_answer_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": "5"'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    inspection = GpuInspection(GPU, tiny_workload("vit-tiny"), tmp_path / "logs")
+    inspection.begin()
+    with pytest.raises(TrialServerError, match=r"malformed GpuFacts: Expected `int`, got `str` - at `\$.con"):
+        inspection.finish()
 
 
 def test_without_cuda_it_says_so(tmp_path: Path) -> None:
@@ -50,5 +63,5 @@ def test_without_cuda_it_says_so(tmp_path: Path) -> None:
 def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
     inspection = GpuInspection(Placement.of(cpu), tiny_workload("bert-tiny"), tmp_path)
     inspection.begin()
-    assert inspection.finish() == {}
+    assert inspection.finish() is None
     assert not list(tmp_path.iterdir())

@@ -279,13 +279,14 @@ def test_file_descriptors_may_have_any_number(stand_in: None, cpu: Device, tmp_p
             assert isinstance(run_trial(runner, "complete"), Completed)
         echo = tmp_path / "answering.py"
         echo.write_text("import os, sys\nos.write(int(sys.argv[1]), sys.stdin.readline().encode())\n")
-        job = {"workload": {"weights": None}}
+        work = {"weights": None}
         with pytest.MonkeyPatch.context() as patch:
             interpreter = tmp_path / "echo"
             interpreter.write_text(f'#!/bin/sh\nexec python3 "{echo}" "$4"\n')
             interpreter.chmod(0o755)
             patch.setattr(sys, "executable", str(interpreter))
-            assert run_fresh("any", job, Placement.of(cpu), tmp_path / "fresh.log", 60.0)["workload"] == job["workload"]
+            answer = run_fresh("any", work, dict, Placement.of(cpu), tmp_path / "fresh.log", 60.0, offline=True)
+            assert answer["work"] == work
     finally:
         for fd in opened:
             os.close(fd)

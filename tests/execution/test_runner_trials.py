@@ -57,7 +57,9 @@ def runner(
         with warm.cold():
             started = TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs"))
         with started:
-            assert started.inspect()["model"]["class"] == "BertForSequenceClassification"
+            model = started.inspect().model
+            assert model is not None
+            assert model.class_name == "BertForSequenceClassification"
             yield started
 
 

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, Software
 from autotune.core.jobs import InspectionWork, Job, TrialWork
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory, outcome_document
 from autotune.core.schema import encode
@@ -47,14 +48,18 @@ def outcome(work: TrialWork) -> Outcome:
     return Completed(measured)
 
 
-FACTS = {
-    "context_bytes": 0,
-    "optims": ["adafactor", "adamw_torch", "adamw_torch_fused"],
-    "environment": {"python": "3.11", "packages": {"torch": "2", "transformers": "5"}, "cuda": None,
-                    "training_arguments_fields": ["bf16", "fp16"]},
-    "model": {"class": "BertForSequenceClassification", "parameters": 4_000_000, "trainable_parameters": 4_000_000,
-              "attn_implementations": ["eager", "sdpa"], "gradient_checkpointing": True, "num_labels": 2},
-}  # fmt: skip
+FACTS = Inspection(
+    Software("3.11", {"torch": "2", "transformers": "5"}, ("bf16", "fp16")),
+    optims=("adafactor", "adamw_torch", "adamw_torch_fused"),
+    model=ModelFacts(
+        "BertForSequenceClassification",
+        4_000_000,
+        4_000_000,
+        ("eager", "sdpa"),
+        gradient_checkpointing=True,
+        num_labels=2,
+    ),
+)
 
 
 def leave_descendants() -> None:
@@ -131,7 +136,7 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
     work = job.work
     if isinstance(work, InspectionWork):
         if not is_real:
-            send("result", FACTS)
+            send("result", encode(InspectionAnswer(FACTS)))
         else:
             real_run_job(job, rank, scratch, result_fd, torch_threads)
         return

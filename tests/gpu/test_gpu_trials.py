@@ -15,8 +15,9 @@ import pytest
 from processes import all_gone, children, processes_named
 from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
-from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
+from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.candidate import Precision as PrecisionName
+from autotune.core.inspection import Inspection
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
@@ -56,7 +57,7 @@ def runner(gpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
 
 
 @pytest.fixture(scope="module")
-def facts(runner: TrialServer) -> Document:
+def facts(runner: TrialServer) -> Inspection:
     """What the trial process says of the machine and the model."""
     return runner.inspect()
 
@@ -87,7 +88,7 @@ def test_a_pinned_trial_is_as_any_other(runner: TrialServer) -> None:
     assert found.cpu_core in os.sched_getaffinity(0)
 
 
-def test_segments_expand_under_the_same_cap(runner: TrialServer, facts: Document) -> None:
+def test_segments_expand_under_the_same_cap(runner: TrialServer, facts: Inspection) -> None:
     """A setting given after torch was imported and forked counts, and so does the cap."""
     expanding = Arm(expandable_segments=True)
     plain = measured(run_trial(runner))
@@ -117,22 +118,24 @@ def products(gpu: Device) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_context_has_a_believable_size(facts: Document) -> None:
-    assert 200 * MIB < facts["context_bytes"] < 1.5 * GIB
+def test_the_context_has_a_believable_size(facts: Inspection) -> None:
+    assert 200 * MIB < facts.context_bytes < 1.5 * GIB
 
 
-def test_the_context_is_that_of_a_process_that_trains(runner: TrialServer, gpu: Device, facts: Document) -> None:
+def test_the_context_is_that_of_a_process_that_trains(runner: TrialServer, gpu: Device, facts: Inspection) -> None:
     arm = Arm("bf16" if "bf16" in gpu.precisions else "fp32")
     found = measured(run_trial(runner, Candidate(arm, 16))).context_bytes
     assert found is not None
-    assert abs(found - facts["context_bytes"]) < 64 * MIB
+    assert abs(found - facts.context_bytes) < 64 * MIB
 
 
-def test_the_environment_is_the_gpus(facts: Document, gpu: Device) -> None:
-    assert facts["environment"]["cuda"]
+def test_the_environment_is_the_gpus(facts: Inspection, gpu: Device) -> None:
+    assert facts.software.cuda
     assert gpu.capability is not None
-    assert facts["environment"]["device_capability"] == list(gpu.capability)
-    assert facts["model"]["class"] == "BertForSequenceClassification"
+    assert facts.chip is not None
+    assert facts.chip.capability == gpu.capability
+    assert facts.model is not None
+    assert facts.model.class_name == "BertForSequenceClassification"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -189,7 +192,7 @@ def test_the_trial_sees_one_device_and_it_is_this_one(products: dict[str, dict[s
         assert gpu.uuid.removeprefix("GPU-") == seen["uuid"].removeprefix("GPU-")
 
 
-def test_the_server_was_started_for_this_device(runner: TrialServer, facts: Document, gpu: Device) -> None:
+def test_the_server_was_started_for_this_device(runner: TrialServer, facts: Inspection, gpu: Device) -> None:
     found = [
         Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for pid in processes_named("autotune.worker.server", children(os.getpid()))

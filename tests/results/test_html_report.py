@@ -274,7 +274,7 @@ def test_a_study_on_the_cpu() -> None:
         lambda candidate: 0.5 * candidate.samples_per_step * (1 + 0.5 / candidate.per_device_train_batch_size),
     )
     with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        made = searched(store, runner, prepare(asked, {**FACTS, "context_bytes": 0}))
+        made = searched(store, runner, prepare(asked, dataclasses.replace(FACTS, context_bytes=0)))
     page = checked(made)
     assert "peak memory (GiB, logarithmic)" in page.section("Speed against memory").text
     assert "was not measured" in page.section("What limits a step").text
@@ -356,13 +356,13 @@ class _Predicting:
 
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) -> None:
-    facts = {**FACTS, "chip": encode(CHIPS["h200"])}
+    facts = dataclasses.replace(FACTS, chip=CHIPS["h200"])
     given = prepare(request(), facts)
     with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
         key = inspection_key(given.request.device, BERT_LARGE)
         assert key is not None
         if is_stored:
-            store.answers.keep(key, "inspection", facts)
+            store.answers.keep(key, facts)
             forecast = forecast_of(given, _Predicting(), KeptPredictions(store.answers, BERT_LARGE))
             assert forecast is not None
             forecast.complete()
@@ -432,7 +432,7 @@ class _Nothing:
     def find(self, key: str, kind: type) -> Any:
         return None
 
-    def keep(self, key: str, kind: str, answer: Any) -> None:
+    def keep(self, key: str, answer: Any) -> None:
         raise AssertionError("nothing is kept when looking")
 
 

@@ -20,14 +20,14 @@ PREDICTED = PredictionAnswer((), 64)
 
 def test_an_answer_is_kept_once_and_is_no_environment(store: Store) -> None:
     assert store.answers.find("0123", PredictionAnswer) is None
-    store.answers.keep("0123", "prediction", PREDICTED)
-    store.answers.keep("0123", "prediction", PredictionAnswer((), 8))
+    store.answers.keep("0123", PREDICTED)
+    store.answers.keep("0123", PredictionAnswer((), 8))
     assert store.answers.find("0123", PredictionAnswer) == PREDICTED
     assert store.environment(store.intern_environment({"driver": "1"}, "0123")) == {"driver": "1"}
 
 
 def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store) -> None:
-    store.answers.keep("0123", "prediction", PREDICTED)
+    store.answers.keep("0123", PREDICTED)
     answers = open_answers(store.url, 1.0)
     assert answers is not None
     with closing(answers):
@@ -40,7 +40,7 @@ def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store
     "damaged", ["{}", "[]", '"text"', "null", '{"largest_batch": 64}', '{"batches": [1], "largest_batch": 64}']
 )
 def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str) -> None:
-    store.answers.keep("0123", "prediction", PREDICTED)
+    store.answers.keep("0123", PREDICTED)
     with closing(sqlite3.connect(str(store.path))) as connection:
         connection.execute("UPDATE autotune_answers SET document = ?", (damaged,))
         connection.commit()
@@ -70,14 +70,14 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
     with open_store(str(database), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(database)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StorageError, match="locked"):
-            store.answers.keep("0123", "prediction", PREDICTED)
+            store.answers.keep("0123", PREDICTED)
         other.rollback()
-        store.answers.keep("0123", "prediction", PREDICTED)
+        store.answers.keep("0123", PREDICTED)
 
 
 @sqlite_alone
 def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
-    store.answers.keep("0123", "prediction", PREDICTED)
+    store.answers.keep("0123", PREDICTED)
     program = (
         "import sys; from autotune.core.prediction import PredictionAnswer; from autotune.store import open_answers; "
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "

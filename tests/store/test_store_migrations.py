@@ -173,7 +173,7 @@ def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
         connection.execute("INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
         connection.commit()
     with open_store(str(path)) as store:
-        assert store.answers.find("0123", dict) is None
+        assert store.answers.find("0123", PredictionAnswer) is None
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT * FROM autotune_environments").fetchall() == environments
 

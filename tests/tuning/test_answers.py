@@ -142,7 +142,7 @@ def test_a_database_is_made_with_the_first_answer_only(tmp_path: Path) -> None:
         assert answers.find("0123", PredictionAnswer) is None
     assert list(tmp_path.iterdir()) == []
     with AnswersBeside(str(path)) as answers:
-        answers.keep("0123", "prediction", PREDICTED)
+        answers.keep("0123", PREDICTED)
         assert answers.find("0123", PredictionAnswer) == PREDICTED
         assert answers.problem is None
     with AnswersBeside(str(path)) as answers:
@@ -177,8 +177,8 @@ def test_what_is_no_database_of_ours_is_left_alone_and_no_error(make: Callable[[
     path = make(tmp_path)
     before = path.read_bytes() if path.is_file() else None
     with AnswersBeside(str(path)) as answers:
-        answers.keep("0123", "prediction", PREDICTED)
-        answers.keep("4567", "prediction", PREDICTED)
+        answers.keep("0123", PREDICTED)
+        answers.keep("4567", PREDICTED)
         assert answers.find("0123", PredictionAnswer) is None
         assert answers.problem is not None
     assert (path.read_bytes() if path.is_file() else None) == before

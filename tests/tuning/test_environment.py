@@ -24,7 +24,7 @@ FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
 
 def environment(**reported: Any) -> Document:
     """The environment of a search on a GPU, with more that a process with torch says."""
-    facts = {**FACTS, "environment": {**FACTS["environment"], **reported}}
+    facts = dataclasses.replace(FACTS, software=dataclasses.replace(FACTS.software, **reported))
     return prepare(request(), facts).environment
 
 
@@ -140,7 +140,7 @@ class TestResuming:
 
 def test_a_cpu_has_no_policy() -> None:
     device = Device("cpu", None, "cpu", "CPU", 1 << 34, None, 0, 1 << 34)
-    recorded = module.describe_environment(Placement.of(device), BERT_LARGE, [], FACTS["environment"], 1)
+    recorded = module.describe_environment(Placement.of(device), BERT_LARGE, [], FACTS.software, 1)
     assert recorded["gpu_policy"] is None
     assert recorded["cpus"] == recorded["host"]["usable_cores"]
     assert measured_environment(recorded)["host"] == recorded["host"]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, facts, prepared, request
+from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, MODEL, facts, prepared, request
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
+from autotune.core.inspection import OwnSettings
 from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB, parse_bytes
@@ -39,7 +40,7 @@ class TestPrepared:
         assert given.baseline == Candidate(Arm("fp32"), 8, 8)
         assert len(given.space.arms) == 8
         assert {arm.attn_implementation for arm in given.space.arms} == {"sdpa"}
-        assert given.model["class"] == "BertForSequenceClassification"
+        assert given.model.class_name == "BertForSequenceClassification"
         assert given.environment["device_name"] == "NVIDIA H200"
         assert given.environment["packages"]["torch"] == "2.13.0"
 
@@ -47,7 +48,7 @@ class TestPrepared:
         assert prepared(memory_limit_bytes=None).ceiling.cap_bytes == 139 * GIB - CONTEXT_BYTES
 
     def test_a_model_without_sdpa_and_checkpointing(self) -> None:
-        given = prepare(request(), facts(attn_implementations=["eager"], gradient_checkpointing=False))
+        given = prepare(request(), facts(attn_implementations=("eager",), gradient_checkpointing=False))
         assert given.baseline.arm.attn_implementation == "eager"
         assert {arm.attn_implementation for arm in given.space.arms} == {"eager"}
         assert not any(arm.gradient_checkpointing for arm in given.space.arms)
@@ -72,8 +73,8 @@ class TestOwnCheckpointing:
     def prepared(self, choice: CheckpointingChoice, always: bool) -> Prepared:
         source = TrainingSource("script", "/run.py", "0", "/")
         asked = dataclasses.replace(request(gradient_checkpointing=choice), workload=Workload.of_source(source))
-        own = Candidate(Arm(gradient_checkpointing=True), 8, 8).parameters()
-        return prepare(asked, facts(always_checkpoints=always, own=own, config=None, dtype="float32"))
+        own = OwnSettings("adamw_torch_fused", 8, 8, gradient_checkpointing=True)
+        return prepare(asked, facts(always_checkpoints=always, own=own))
 
     @pytest.mark.parametrize("choice", ["auto", "on"])
     def test_nothing_else_is_searched(self, choice: CheckpointingChoice) -> None:
@@ -91,12 +92,10 @@ class TestSamples:
 
     @staticmethod
     def own(samples: int | None, **options: Any) -> Prepared:
-        settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "optim": "adamw_torch"}
-        arm = {"precision": "fp32", "gradient_checkpointing": False, "attn_implementation": "sdpa"}
         source = TrainingSource("build", "train.py", "abc", "/", function="build")
         asked = dataclasses.replace(request(effective_batch=None, **options), workload=Workload.of_source(source))
-        model = {"config": {"model_type": "bert"}, "dtype": "float32", "own": {**settings, **arm}, "samples": samples}
-        return prepare(asked, facts(**model))
+        settings = OwnSettings("adamw_torch", 8)
+        return prepare(asked, facts(config={"model_type": "bert"}, own=settings, samples=samples))
 
     @pytest.mark.parametrize(("samples", "largest"), [(5, 4), (8, 8), (100, 64), (None, 65536)])
     def test_bound_a_free_batch(self, samples: int | None, largest: int) -> None:
@@ -139,11 +138,11 @@ class TestRefused:
         with pytest.raises(
             UnknownModelError, match=r"'bert-large-uncased' cannot be built: KeyError: hidden"
         ) as caught:
-            prepare(request(), {**FACTS, "model_error": "KeyError: hidden"})
+            prepare(request(), dataclasses.replace(FACTS, model=None, model_error="KeyError: hidden"))
         assert "config.json" in caught.value.hint
 
     def test_an_optimizer_that_transformers_lacks(self) -> None:
-        known = {**FACTS, "optims": ["adafactor", "adamw_torch", "adamw_torch_fused"]}
+        known = dataclasses.replace(FACTS, optims=("adafactor", "adamw_torch", "adamw_torch_fused"))
         with pytest.raises(InvalidRequestError, match="--optim adamw_troch") as caught:
             prepare(request(optims=("adamw_torch", "adamw_troch")), known)
         assert "adamw_torch" in caught.value.hint
@@ -163,7 +162,7 @@ class TestRefused:
 
 class TestTrainingState:
     def test_is_what_every_step_needs(self) -> None:
-        assert training_state_bytes(request(), FACTS["model"]) == STATE_BYTES
+        assert training_state_bytes(request(), MODEL) == STATE_BYTES
 
     @pytest.mark.parametrize(
         ("optims", "copies"),
@@ -179,15 +178,15 @@ class TestTrainingState:
         ],
     )
     def test_counts_only_what_is_certain_of_an_optimizer(self, optims: tuple[str, ...], copies: int) -> None:
-        assert training_state_bytes(request(optims=optims), FACTS["model"]) == copies * 4 * 335_143_938
+        assert training_state_bytes(request(optims=optims), MODEL) == copies * 4 * 335_143_938
 
     def test_weights_that_are_not_trained_have_no_gradients(self) -> None:
-        model = facts(trainable_parameters=1000)["model"]
+        model = dataclasses.replace(MODEL, trainable_parameters=1000)
         assert training_state_bytes(request(), model) == 4 * 335_143_938 + 12 * 1000
 
     def test_16_bit_weights_halve_it(self) -> None:
         halved = dataclasses.replace(request(), workload=dataclasses.replace(BERT_LARGE, dtype="bfloat16"))
-        assert training_state_bytes(halved, FACTS["model"]) == STATE_BYTES // 2
+        assert training_state_bytes(halved, MODEL) == STATE_BYTES // 2
 
 
 class TestTooLittleMemory:
@@ -231,7 +230,7 @@ class TestTooLittleMemory:
 
     def test_on_a_cpu_says_nothing_of_cuda(self) -> None:
         with pytest.raises(NothingFitsError) as caught:
-            prepare(request(memory_limit_bytes=GIB), {**FACTS, "context_bytes": 0})
+            prepare(request(memory_limit_bytes=GIB), dataclasses.replace(FACTS, context_bytes=0))
         assert "CUDA" not in str(caught.value)
 
     def test_does_not_offer_16_bit_weights_to_those_who_have_them(self) -> None:
@@ -251,10 +250,9 @@ class TestOwnLoop:
         asked = dataclasses.replace(
             request(**{"effective_batch": 64, "optims": (), **options}), workload=Workload.of_source(source)
         )
-        own = Candidate(Arm(optim=OWN_OPTIM), batch, accumulation).parameters()
+        own = OwnSettings(OWN_OPTIM, batch, accumulation)
         interface = {"kind": "accelerate", "searched": searched}
-        model = facts(always_checkpoints=False, own=own, config={}, dtype="float32", interface=interface, samples=None,
-                      gradient_checkpointing="checkpointing" in searched)  # fmt: skip
+        model = facts(own=own, interface=interface, gradient_checkpointing="checkpointing" in searched)
         return prepare(asked, model)
 
     def batches(self, given: Prepared) -> list[tuple[int, int]]:

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from searching import BERT_LARGE, FACTS, H200, RecordingObserver
+from searching import BERT_LARGE, FACTS, H200, RecordingObserver, facts
 from tiny import tiny_workload
 
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.inspection import AfterStep
 from autotune.core.options import BY_NAME
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
@@ -96,7 +97,7 @@ def test_a_stock_torchrun_trains_as_the_winner_did(searched: Searched, tmp_path:
     """``tests/verify/test_torchrun.py`` has torchrun start ranks that import nothing."""
     target = target_of(searched.report, placement_of(searched.report))
     verification = verify(target, 20, tmp_path / "verify.log")
-    assert verification.obtained["state"] == "completed"
+    assert verification.obtained.state == "completed"
     # 16 samples of both ranks in each timed step.
     assert verification.samples_timed == 16 * verification.steps_timed > 0
 
@@ -107,8 +108,8 @@ def test_the_ceiling_is_that_of_the_gpu_with_the_least_memory_free() -> None:
 
 def test_unused_parameters_are_left_to_ddp_where_there_are_some() -> None:
     for unused, expected in (([], False), (["bert.pooler.weight"], None), (None, None)):
-        facts = {**FACTS, "model": {**FACTS["model"], "unused_parameters": unused}}
-        prepared = prepare(of_two(), facts)
+        given = facts(after_step=AfterStep(None if unused is None else tuple(unused), ()))
+        prepared = prepare(of_two(), given)
         assert {arm.ddp_find_unused_parameters for arm in prepared.space.arms} == {expected}
         assert {(arm.strategy, arm.ranks) for arm in prepared.space.arms} == {("ddp", 2)}
 

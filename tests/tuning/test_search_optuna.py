@@ -331,7 +331,7 @@ def test_on_a_cpu_there_are_fewer_arms(store: Store) -> None:
     cpu = dataclasses.replace(
         H200, kind="cpu", index=None, uuid="cpu", name="CPU", capability=None, driver=None, memory_free_bytes=16 * GIB
     )
-    facts = {**FACTS, "context_bytes": 0}
+    facts = dataclasses.replace(FACTS, context_bytes=0)
     given = prepare(dataclasses.replace(request(memory_limit_bytes=None), device=cpu), facts)
     run = search(store, ComputedRunner(lambda c: GIB * c.per_device_train_batch_size), given=given)
     assert {trial.candidate.arm.precision for trial in run.trials} == {"fp32"}

@@ -11,6 +11,7 @@ from searching import BERT_LARGE, H200, ceiling_of, facts
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.inspection import AfterStep
 from autotune.core.units import GIB
 from autotune.devices import Device
 from autotune.estimate.feasibility import Judge
@@ -23,7 +24,7 @@ from autotune.tuning.request import SearchRequest
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
 SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1)
-LAYERS = {"layer_classes": ["BertLayer"], "unused_parameters": [], "changed_buffers": []}
+LAYERS = {"layer_classes": ("BertLayer",), "after_step": AfterStep((), ())}
 FIELDS = {"activation_checkpointing", "bf16", "fp16", "tf32", "optim"}
 
 
@@ -63,7 +64,7 @@ def test_every_strategy_is_an_arm_with_and_without_checkpointing() -> None:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [({}, {}), ({"layer_classes": []}, {}), (LAYERS, {"optims": ("adafactor",)})],
+    [({}, {}), ({"layer_classes": ()}, {}), (LAYERS, {"optims": ("adafactor",)})],
     ids=["not known", "no layers", "no optimizer for shards"],
 )
 def test_what_cannot_be_sharded_is_trained_with_ddp(model: Document, options: Document) -> None:
@@ -81,7 +82,7 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
     ("options", "message", "hint"),
     [
         (
-            {"model": {"layer_classes": []}},
+            {"model": {"layer_classes": ()}},
             "BertForSequenceClassification has no class of layers",
             "--strategy ddp",
         ),

@@ -13,15 +13,18 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DifferentTrainingError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.placement import Placement
+from autotune.core.schema import encode
 from autotune.core.units import GIB
+from autotune.core.verification import LossCurve, PeakBytes, StockResult, Stretch
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict
+from autotune.verify.document import comparison_document, verification_document
 from autotune.verify.loss import LossComparison, reference_of
 from autotune.verify.target import Target
-from autotune.verify.throughput import Verification, verification_document
+from autotune.verify.throughput import Verification
 
 GPU = Device("cuda", 0, "GPU-1", "NVIDIA H200", 140 * GIB, None, 0, 140 * GIB)
 
@@ -34,43 +37,40 @@ def target(share: float = 0.03, busy: float | None = None, limit_bytes: int | No
     ceiling = Ceiling(limit_bytes, 140 * GIB, GIB // 2, Headroom())
     study = StudyRecord("mine", "workload", "environment", {"seed": 42}, ceiling.document(), "0", best_trial_id=best.id)
     environment = {"packages": {"torch": "2.13.0"}}
-    report = Report(study, {"model": "bert", "dtype": "float32"}, environment, ceiling, (best,))
+    workload = {
+        "model": "bert",
+        "config": {"model_type": "bert"},
+        "task": "masked-lm",
+        "seq_len": 8,
+        "dtype": "float32",
+    }
+    report = Report(study, workload, environment, ceiling, (best,))
     promise = Interval(320.0, 320 * (1 - share), 320 * (1 + share))
     return Target(report, best, measured, promise, 1, {}, "sdpa", Placement.of(GPU))
 
 
 def test_the_stock_run_is_told_where_the_winner_ran() -> None:
     free = target()
-    assert free.job(20)["cpu_affinity"] is False
+    assert free.work(20, evaluates=True).pinned is False
     arm = dataclasses.replace(free.best.candidate.arm, cpu_affinity=True)
     best = dataclasses.replace(free.best, candidate=dataclasses.replace(free.best.candidate, arm=arm))
     pinned = dataclasses.replace(free, best=best, promised=dataclasses.replace(free.promised, cpu_core=7))
-    assert (pinned.job(20)["cpu_affinity"], pinned.job(20)["cpu_core"]) == (True, 7)
+    work = pinned.work(20, evaluates=True)
+    assert (work.pinned, work.cpu_core) == (True, 7)
 
 
-def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> list[dict[str, Any]]:
+def stretches(speeds: list[float], steps: int = 9, new_shapes: int = 0) -> tuple[Stretch, ...]:
     """Timed stretches of so many steps of 64 samples."""
-    one = {"steps": steps, "samples": 64 * steps, "new_shapes": new_shapes}
-    return [{**one, "seconds": 64 * steps / speed} for speed in speeds]
+    return tuple(Stretch(steps, 64 * steps, 64 * steps / speed, new_shapes) for speed in speeds)
 
 
-def peaks(allocated: int, reserved: int) -> dict[str, int]:
-    """Peak bytes as a stock run reports them."""
-    return {"allocated": allocated, "reserved": reserved}
-
-
-def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> dict[str, Any]:
+def obtained(speed: float = 320.0, peak: int = 20 * GIB, **changes: Any) -> StockResult:
     """What a stock run answers."""
-    found = dict.fromkeys(("before", "evaluate", "save", "end"), peaks(peak - GIB, peak))
-    return {
-        "state": "completed",
-        "stretches": stretches([speed] * 10),
-        "peak_bytes": found,
-        "loss_problem": None,
-        "packages": {"torch": "2.13.0"},
-        "skipped_steps": 0,
-        **changes,
-    }
+    found = dict.fromkeys(("before", "evaluate", "save", "end"), PeakBytes(peak - GIB, peak))
+    told = StockResult(
+        "completed", stretches=stretches([speed] * 10), peak_bytes=found, packages={"torch": "2.13.0"}, skipped_steps=0
+    )
+    return dataclasses.replace(told, **changes)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_speed_is_compared_with_the_interval_of_the_next_run(
 ) -> None:
     verification = Verification(target(promised_share), 100, obtained(320 * obtained_share))
     assert verification.verdict() == verdict
-    document = verification_document(verification)
+    document = encode(verification_document(verification))
     assert (document["verdict"], document["kept"]) == (verdict, verdict == "kept")
     assert bool(document["why"]) == (verdict != "kept")
     if verdict == "missed":
@@ -100,7 +100,9 @@ def test_the_speed_is_compared_with_the_interval_of_the_next_run(
 
 
 def test_both_intervals_are_told() -> None:
-    document = verification_document(Verification(target(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
+    document = encode(
+        verification_document(Verification(target(), 100, obtained(stretches=stretches([310.0, 330.0] * 5))))
+    )
     promised, found = document["promised"], document["obtained"]
     assert promised["samples_per_second_low"] == pytest.approx(310.4)
     assert promised["samples_per_second_high"] == pytest.approx(329.6)
@@ -144,7 +146,7 @@ def test_where_segments_expand_what_is_allocated_counts() -> None:
     arm = dataclasses.replace(plain.best.candidate.arm, expandable_segments=True)
     best = dataclasses.replace(plain.best, candidate=dataclasses.replace(plain.best.candidate, arm=arm))
     expanding = dataclasses.replace(plain, best=best)
-    found = dict.fromkeys(("before", "end"), peaks(19 * GIB, 23 * GIB))
+    found = dict.fromkeys(("before", "end"), PeakBytes(19 * GIB, 23 * GIB))
     assert Verification(expanding, 100, obtained(peak_bytes=found)).misses() == []
     assert Verification(plain, 100, obtained(peak_bytes=found)).misses()
 
@@ -158,9 +160,7 @@ def target_with_data(**promised: Any) -> Target:
 
 def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     """20 steps of 0.2 s in the first stretch, in which 8 lengths of 0.5 s are new, and 20 in the second."""
-    first = {"steps": 20, "samples": 1280, "seconds": 8.0, "new_shapes": 8}
-    second = {"steps": 20, "samples": 1280, "seconds": 4.0, "new_shapes": 0}
-    answer = obtained(stretches=[first, second])
+    answer = obtained(stretches=(Stretch(20, 1280, 8.0, 8), Stretch(20, 1280, 4.0, 0)))
     run = Verification(target_with_data(new_length_seconds=0.5), 100, answer)
     assert run.samples_per_second == pytest.approx(2560 / 12)
     assert run.promise.mean == pytest.approx(2560 / 12)
@@ -168,7 +168,7 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
     assert run.misses() == []
     assert run.speed is not None
     assert run.speed.relative_half_width == pytest.approx(0), "it is known why the stretches differ"
-    document = verification_document(run)
+    document = encode(verification_document(run))
     assert document["promised"]["samples_per_second"] == pytest.approx(320.0)
     assert document["promised"]["samples_per_second_with_new_lengths"] == pytest.approx(2560 / 12)
     assert document["samples_per_second_ratio"] == pytest.approx(1)
@@ -179,9 +179,7 @@ def test_lengths_that_are_new_are_part_of_what_is_promised() -> None:
 
 def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
     """An epoch ends with 8 samples in place of 64, in a tenth of a step's time."""
-    run = Verification(
-        target_with_data(), 100, obtained(stretches=[{"steps": 3, "samples": 136, "seconds": 0.425, "new_shapes": 0}])
-    )
+    run = Verification(target_with_data(), 100, obtained(stretches=(Stretch(3, 136, 0.425, 0),)))
     assert run.samples_per_second == pytest.approx(320)
     assert (run.steps_timed, run.samples_timed) == (3, 136)
 
@@ -190,10 +188,10 @@ def test_steps_with_fewer_samples_count_for_what_they_have() -> None:
 def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, kept: bool) -> None:
     """The allocator keeps what other lengths have left, up to the cap, which is said: 23 GiB, 19 promised."""
     allocated = int(allocated_gib * GIB)
-    found = dict.fromkeys(("before", "end"), peaks(allocated, 23 * GIB))
+    found = dict.fromkeys(("before", "end"), PeakBytes(allocated, 23 * GIB))
     run = Verification(target_with_data(), 100, obtained(peak_bytes=found))
     assert (run.misses() == []) == kept
-    document = verification_document(run)
+    document = encode(verification_document(run))
     assert document["obtained"]["peak_reserved_bytes"] == 23 * GIB
     assert document["obtained"]["peak_allocated_bytes"] == allocated
     assert (document["peak_judged"], document["peak_ratio"]) == ("allocated", allocated / (19 * GIB))
@@ -203,41 +201,40 @@ def test_on_data_of_all_lengths_what_is_allocated_counts(allocated_gib: float, k
 def test_what_the_evaluation_needs_is_told_apart() -> None:
     """It is no miss of the training's promise; but what training reserves beyond it later is."""
     sizes = {"before": 20, "evaluate": 23, "save": 23, "end": 23}
-    found = {name: peaks(size * GIB, size * GIB) for name, size in sizes.items()}
+    found = {name: PeakBytes(size * GIB, size * GIB) for name, size in sizes.items()}
     verification = Verification(target(), 100, obtained(peak_bytes=found))
     assert verification.training_peak_bytes == 20 * GIB
-    assert verification_document(verification)["obtained"]["peak_reserved_with_evaluation_bytes"] == 23 * GIB
-    grown = Verification(target(), 100, obtained(peak_bytes={**found, "end": peaks(23 * GIB, 24 * GIB)}))
+    assert encode(verification_document(verification))["obtained"]["peak_reserved_with_evaluation_bytes"] == 23 * GIB
+    grown = Verification(target(), 100, obtained(peak_bytes={**found, "end": PeakBytes(23 * GIB, 24 * GIB)}))
     assert grown.training_peak_bytes == 24 * GIB
     assert grown.misses()
 
 
 def test_out_of_memory_and_a_loss_that_is_no_number_are_misses() -> None:
-    out = {"state": "out_of_memory", "message": "CUDA out of memory", "during": "evaluate"}
+    out = StockResult("out_of_memory", "CUDA out of memory", "evaluate")
     assert Verification(target(), 100, out).misses() == ["memory ran out during the evaluation: CUDA out of memory"]
-    assert verification_document(Verification(target(), 100, out))["obtained"]["samples_per_second"] is None
+    assert encode(verification_document(Verification(target(), 100, out)))["obtained"]["samples_per_second"] is None
     with pytest.raises(PromiseMissedError) as raised:
-        Verification(target(), 100, {**out, "during": "train"}).check()
+        Verification(target(), 100, dataclasses.replace(out, during="train")).check()
     assert "more --headroom" in raised.value.hint
     bad = Verification(target(), 100, obtained(loss_problem="the loss of the last step is nan"))
     assert bad.misses() == ["the loss of the last step is nan"]
 
 
 def test_other_versions_are_told() -> None:
-    document = verification_document(Verification(target(), 100, obtained(packages={"torch": "2.14.0"})))
+    document = encode(verification_document(Verification(target(), 100, obtained(packages={"torch": "2.14.0"}))))
     assert document["notes"] == ["the study was measured with torch 2.13.0, now 2.14.0"]
 
 
 def test_the_cap_is_the_one_that_was_emulated() -> None:
-    assert target().job(100)["cap_bytes"] == 24 * GIB - GIB // 2
-    assert target(limit_bytes=None).job(100)["cap_bytes"] is None
+    assert target().work(100, evaluates=True).cap_bytes == 24 * GIB - GIB // 2
+    assert target(limit_bytes=None).work(100, evaluates=True).cap_bytes is None
 
 
 def test_a_process_that_says_nothing_is_an_error(tmp_path: Path, cpu: Device) -> None:
     """Its last words are in the message; none of it is left."""
-    job = {"workload": {"weights": None}}
     with pytest.raises(TrialServerError, match="No module named"):
-        run_fresh("autotune.no_such_module", job, Placement.of(cpu), tmp_path / "log", 60.0)
+        run_fresh("autotune.no_such_module", {}, dict, Placement.of(cpu), tmp_path / "log", 60.0, offline=True)
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +243,7 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path, cpu: Device, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     with pytest.raises(TrialServerError, match="no answer came within 1 s"):
-        run_fresh("sleeps_for_long", {"workload": {"weights": None}}, Placement.of(cpu), tmp_path / "log", 1.0)
+        run_fresh("sleeps_for_long", {}, dict, Placement.of(cpu), tmp_path / "log", 1.0, offline=True)
     assert not list((tmp_path / "temporary").iterdir())
 
 
@@ -257,13 +254,13 @@ FP32, BF16 = Candidate(Arm("fp32"), 8, 8), Candidate(Arm("bf16"), 32, 2)
 
 def comparison(candidate: Candidate, factor: float, norm_factor: float = 1.0, **changes: Any) -> LossComparison:
     """Losses of three steps, the candidate's ``factor`` times as large."""
-    curve = {"losses": [2.0, 1.5, 1.0], "gradient_norms": [3.0, 2.0, 1.0], "skipped": [0, 0, 0]}
-    other = {
-        "losses": [loss * factor for loss in (2.0, 1.5, 1.0)],
-        "gradient_norms": [norm * norm_factor for norm in (3.0, 2.0, 1.0)],
-        "skipped": [0, 0, 0],
-    }
-    return LossComparison(candidate, FP32, "float32", {**other, **changes}, curve)
+    curve = LossCurve("completed", (2.0, 1.5, 1.0), (3.0, 2.0, 1.0), (0, 0, 0))
+    other = dataclasses.replace(
+        curve,
+        losses=tuple(loss * factor for loss in curve.losses),
+        gradient_norms=tuple(norm * norm_factor for norm in curve.gradient_norms),
+    )
+    return LossComparison(candidate, FP32, "float32", dataclasses.replace(other, **changes), curve)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +279,7 @@ def comparison(candidate: Candidate, factor: float, norm_factor: float = 1.0, **
 def test_losses_agree_within_their_precision(precision: Any, factor: float, same: bool) -> None:
     found = comparison(Candidate(Arm(precision), 32, 2), factor)
     assert found.is_same == same
-    assert found.document()["same"] == same
+    assert comparison_document(found).same == same
     if not same:
         with pytest.raises(DifferentTrainingError, match="different training"):
             found.check()
@@ -305,17 +302,17 @@ def test_a_loss_that_grows_with_accumulation_is_named() -> None:
     assert "0.25 times as large" in found.sentence()
     assert comparison(BF16, 0.3).accumulation_factor is None
     # Such gradients make every later step another.
+    *losses, last = found.candidate_curve.losses
     drifted = dataclasses.replace(
-        found, candidate_curve={**found.candidate_curve, "losses": list(found.candidate_curve["losses"])}
+        found, candidate_curve=dataclasses.replace(found.candidate_curve, losses=(*losses, last * 1.5))
     )
-    drifted.candidate_curve["losses"][-1] *= 1.5
     assert drifted.accumulation_factor == 0.25
 
 
 def test_steps_after_one_that_was_left_out_are_not_compared() -> None:
     """From then on the weights are one update behind."""
     candidate = Candidate(Arm("fp16"), 32, 2)
-    found = comparison(candidate, 1.0, losses=[2.0, 1.5, 9.0], skipped=[0, 1, 1])
+    found = comparison(candidate, 1.0, losses=(2.0, 1.5, 9.0), skipped=(0, 1, 1))
     assert found.steps == 2
     assert found.is_same
 

@@ -14,8 +14,9 @@ import warm
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts
 from autotune.core.jobs import InspectionWork, Job, TrialWork, Work
-from autotune.core.messages import Progress
+from autotune.core.messages import Problem, Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.placement import Placement
 from autotune.core.schema import decode
@@ -36,6 +37,18 @@ class Answer:
         """The job's one result."""
         (result,) = [message["result"] for message in self.messages if "result" in message]
         return dict(result)
+
+    @property
+    def inspected(self) -> InspectionAnswer:
+        """The result of an inspection."""
+        return decode(self.result, InspectionAnswer)
+
+    @property
+    def problem(self) -> Problem:
+        """What kept the user's code from being inspected."""
+        found = self.inspected.problem
+        assert found is not None
+        return found
 
     @property
     def outcome(self) -> Outcome:
@@ -123,6 +136,14 @@ class ServerClient:
         """All that is said while a workload is inspected."""
         return self.run(workload, InspectionWork(Placement.of(self._device).rank_devices), timeout_seconds)
 
-    def inspect(self, workload: Workload) -> Document:
+    def inspect(self, workload: Workload) -> Inspection:
         """Facts about a workload."""
-        return self.inspection(workload).result
+        found = self.inspection(workload).inspected.inspection
+        assert found is not None
+        return found
+
+    def model(self, workload: Workload) -> ModelFacts:
+        """Facts about a workload's model."""
+        found = self.inspect(workload).model
+        assert found is not None
+        return found

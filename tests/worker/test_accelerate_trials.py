@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def inspected(server: ServerClient, *words: str) -> tuple[Workload, Document]:
     """The workload as trials get it, and the model's facts."""
     source = find_script(["python", str(SCRIPT), "--output_dir", "out", *words])
-    model = server.inspect(Workload.of_source(source))["model"]
-    return Workload.of_source(dataclasses.replace(source, interface=model["interface"])), model
+    model = server.model(Workload.of_source(source))
+    return Workload.of_source(dataclasses.replace(source, interface=model.interface)), model
 
 
 def candidate(batch: int, accumulation: int, precision: str = "fp32", *, checkpoints: bool = False) -> Candidate:
@@ -39,16 +39,15 @@ def candidate(batch: int, accumulation: int, precision: str = "fp32", *, checkpo
 def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient, folder: Path) -> None:
     own = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
     workload, model = inspected(trial_server, *own)
-    assert model["class"] == "BertForSequenceClassification"
-    assert model["samples"] == 96
-    assert model["interface"]["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
-    assert model["interface"]["loader"].startswith("accelerate_loop.py:")
-    assert model["interface"]["flags"] == {
+    assert model.class_name == "BertForSequenceClassification"
+    assert model.samples == 96
+    assert model.interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert model.interface["loader"].startswith("accelerate_loop.py:")
+    assert model.interface["flags"] == {
         "batch": "--per_device_train_batch_size", "accumulation": "--gradient_accumulation_steps",
     }  # fmt: skip
-    settings = {name: model["own"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
-    assert settings == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    assert model["own"]["precision"] == "fp32"
+    assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
+    assert model.own.precision == "fp32"
 
     tried = candidate(16, 2, "bf16", checkpoints=True)
     answer = trial_server.trial(workload, tried)
@@ -67,8 +66,8 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
 
 def test_a_loop_that_accumulates_by_its_own_option_is_given_another(trial_server: ServerClient, folder: Path) -> None:
     workload, model = inspected(trial_server, "--own_modulo", "--gradient_accumulation_steps", "3")
-    assert model["interface"]["accumulates_by"] == "option"
-    assert model["own"]["gradient_accumulation_steps"] == 3
+    assert model.interface["accumulates_by"] == "option"
+    assert model.own.gradient_accumulation_steps == 3
     answer = trial_server.trial(workload, candidate(4, 2))
     assert answer.completed.measurement.micro_steps_run == 2
     assert list(folder.iterdir()) == []

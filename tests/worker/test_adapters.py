@@ -38,8 +38,9 @@ def trained(runner: TrialServer, candidate: Candidate = CHECKPOINTED) -> None:
 
 
 def test_every_task_trains_adapters_over_frozen_weights(runner: TrialServer) -> None:
-    model = runner.inspect()["model"]
-    assert 0 < model["trainable_parameters"] < model["parameters"] / 2
+    model = runner.inspect().model
+    assert model is not None
+    assert 0 < model.trainable_parameters < model.parameters / 2
     trained(runner)
 
 

@@ -77,8 +77,8 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     (folder / "run.py").write_text(text)
     workload = Workload.of_source(find_script(["run.py"]))
     answer = trial_server.inspection(workload)
-    assert answer.result["source_error"].startswith(message)
-    assert hint in answer.result["source_hint"]
+    assert answer.problem.message.startswith(message)
+    assert hint in answer.problem.hint
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"loop.py", "run.py"}
     if text in (LOOP, STARTS):
         outcome = trial_server.trial(workload, Candidate(Arm(), 8)).outcome
@@ -99,7 +99,7 @@ def test_other_processes_may_run(trial_server: ServerClient, folder: Path) -> No
     )
     workload = Workload.of_source(find_script(["run.py"]))
     answer = trial_server.inspection(workload)
-    assert "'ran tensor(1.)'" in answer.result["source_error"]
+    assert "'ran tensor(1.)'" in answer.problem.message
 
 
 def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: ServerClient, folder: Path) -> None:
@@ -116,4 +116,4 @@ def test_a_backward_pass_that_prepares_weights_is_no_training(trial_server: Serv
     )
     workload = Workload.of_source(find_script(["run.py"]))
     answer = trial_server.inspection(workload)
-    assert answer.result["source_error"] == "run.py ended without having trained"
+    assert answer.problem.message == "run.py ended without having trained"

@@ -25,13 +25,13 @@ def test_a_lightning_script_is_measured_unmodified(
         pytest.skip(f"{package} is not installed: make test-clients")
     monkeypatch.chdir(tmp_path)
     source = find_script(["python", str(SCRIPT), "--package", package, "--accumulate_grad_batches", "2"])
-    model = trial_server.inspect(Workload.of_source(source))["model"]
-    assert (model["class"], model["samples"]) == ("Classifier", 40)
-    interface = model["interface"]
+    model = trial_server.model(Workload.of_source(source))
+    assert (model.class_name, model.samples) == ("Classifier", 40)
+    interface = model.interface
     assert interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
     assert interface["loader"].startswith("lightning_loop.py:")
     assert interface["flags"] == {"batch": "--batch_size", "accumulation": "--accumulate_grad_batches"}
-    assert (model["own"]["per_device_train_batch_size"], model["own"]["gradient_accumulation_steps"]) == (4, 2)
+    assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
     workload = Workload.of_source(dataclasses.replace(source, interface=interface))
 
     # 40 samples are five batches of 8: the last step of each epoch is cut short.

@@ -52,14 +52,14 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
 
 
 def test_what_a_loop_reads_of_its_config_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
-    model = trial_server.inspect(loop())["model"]
-    assert model["interface"] == {
+    model = trial_server.model(loop())
+    assert model.interface == {
         "kind": "loop", "searched": ["batch", "accumulation", "precision", "checkpointing"], "tunes_loader": False,
     }  # fmt: skip
-    assert (model["parameters"], model["samples"], model["dtype"]) == (32 * 64 + 64, 96, "float32")
-    alone = trial_server.inspect(loop("take_the_batch_alone"))["model"]
-    assert alone["interface"]["searched"] == ["batch"]
-    assert (alone["class"], alone["gradient_checkpointing"], alone["samples"]) == ("Linear", False, None)
+    assert (model.parameters, model.samples, model.dtype) == (32 * 64 + 64, 96, "float32")
+    alone = trial_server.model(loop("take_the_batch_alone"))
+    assert alone.interface["searched"] == ["batch"]
+    assert (alone.class_name, alone.gradient_checkpointing, alone.samples) == ("Linear", False, None)
     assert list(folder.iterdir()) == []
 
 
@@ -87,8 +87,8 @@ def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClie
 )
 def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, function: str, message: str) -> None:
     answer = trial_server.inspection(loop(function))
-    assert answer.result["source_error"].startswith(message)
-    assert answer.result["source_hint"]
+    assert answer.problem.message.startswith(message)
+    assert answer.problem.hint
 
 
 def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient) -> None:

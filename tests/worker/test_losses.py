@@ -73,10 +73,9 @@ def test_a_trial_without_a_scaler_skips_nothing(trial_server: ServerClient) -> N
 @pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "vit-tiny", "llama-tiny"])
 def test_dropout_is_off_whatever_its_name(model: str) -> None:
     """No module of the model that is built then drops anything."""
-    from autotune.core.workload import Workload
     from autotune.worker.trial.build import build_model
 
-    built = build_model(Workload.from_document(without_dropout(tiny_workload(model))), "eager", torch.device("cpu"))
+    built = build_model(without_dropout(tiny_workload(model)), "eager", torch.device("cpu"))
     dropouts = [module for module in built.modules() if isinstance(module, torch.nn.Dropout)]
     assert all(module.p == 0 for module in dropouts)
     drops = {key: value for key, value in built.config.to_dict().items() if "drop" in key and value}

@@ -12,12 +12,13 @@ from recorded import ComputedRunner
 from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
 from server_client import ServerClient
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Answer
 from autotune.core.placement import RankDevices
-from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
-from autotune.core.schema import decode, encode
+from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.schema import decode
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
@@ -31,12 +32,14 @@ CHIP = CHIPS["h200"].decisive()
 BATCHES = ((8, 1), (64, 1), (16, 4))
 
 
-def inspected(server: ServerClient, workload: Workload, **options: Any) -> Document:
+def inspected(server: ServerClient, workload: Workload, **options: Any) -> ModelFacts:
     """The facts of a model, with the traces of its arms."""
     arms = dataclasses.replace(arms_to_trace(request(workload=workload, **options)), chip=CHIP)
     answer = server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms))
-    assert "model" in answer.result, answer.log
-    return dict(answer.result["model"])
+    found = answer.inspected.inspection
+    assert found is not None, answer.log
+    assert found.model is not None
+    return found.model
 
 
 def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> list[tuple[int, int]]:
@@ -46,11 +49,6 @@ def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | No
     return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
 
 
-def traces_of(model: Document) -> list[TracedStep]:
-    """The traced arms of an inspected model."""
-    return decode(model["memory"], list[TracedStep])
-
-
 @pytest.fixture(scope="module")
 def trainer() -> Workload:
     """A stock Trainer that the user's function builds."""
@@ -58,17 +56,17 @@ def trainer() -> Workload:
 
 
 @pytest.fixture(scope="module")
-def model(trial_server: ServerClient, trainer: Workload) -> Document:
+def model(trial_server: ServerClient, trainer: Workload) -> ModelFacts:
     """What its inspection says."""
     return inspected(trial_server, trainer, precisions=("bf16", "fp32"))
 
 
-def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: ServerClient, model: Document) -> None:
-    assert "memory_unknown" not in model["interface"]
-    traced = {(trace.arm.precision, trace.arm.gradient_checkpointing) for trace in traces_of(model)}
+def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: ServerClient, model: ModelFacts) -> None:
+    assert "memory_unknown" not in model.interface
+    traced = {(trace.arm.precision, trace.arm.gradient_checkpointing) for trace in model.memory}
     assert traced == {("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)}
-    built_in = Workload("tiny", {**model["config"], "model_type": "bert"}, "sequence-classification", 12)
-    for trace in traces_of(model):
+    built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
+    for trace in model.memory:
         own = predicted(trial_server, built_in, trace.arm, trace.step)
         assert own == predicted(trial_server, built_in, trace.arm)
 
@@ -90,13 +88,13 @@ class Predictions:
 
 
 def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
-    trial_server: ServerClient, trainer: Workload, model: Document, tmp_path: Path
+    trial_server: ServerClient, trainer: Workload, model: ModelFacts, tmp_path: Path
 ) -> None:
     # cuBLAS takes 65 MiB; the activations of 1024 samples 23 MiB without checkpointing.
     limit_bytes = CONTEXT_BYTES + 100 * MIB
     options: Any = {"effective_batch": 4096, "precisions": ("fp32",), "gradient_checkpointing": "off"}
     asked = request(workload=trainer, memory_limit_bytes=limit_bytes, **options)
-    ready = prepare(asked, {**FACTS, "chip": encode(CHIP), "model": {**model, "samples": 10_000}})
+    ready = prepare(asked, dataclasses.replace(FACTS, chip=CHIP, model=dataclasses.replace(model, samples=10_000)))
     forecast = forecast_of(ready, Predictions(trial_server, trainer))
     assert forecast is not None
     forecast.complete()
@@ -114,7 +112,7 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     assert {trial.state for trial in observer.ended} == {"completed"}
     tried = {trial.candidate for trial in observer.ended}
     assert max(candidate.per_device_train_batch_size for candidate in tried) == 1024
-    plain = Arm("fp32", optim=model["own"]["optim"])
+    plain = Arm("fp32", optim=model.own.optim)
     too_large = [Candidate(plain, 2048, 2), Candidate(plain, 4096, 1)]
     assert all(forecast.model.surely_over(candidate) for candidate in too_large)
     assert not tried.intersection(too_large)
@@ -125,10 +123,10 @@ def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient
         find_script([str(OWN_CODE / "accelerate_loop.py"), "--output_dir", str(tmp_path / "out")])
     )
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
-    assert "memory_unknown" not in model["interface"]
-    (trace,) = traces_of(model)
+    assert "memory_unknown" not in model.interface
+    (trace,) = model.memory
     assert trace.arm == Arm("fp32", optim="own")
-    built_in = Workload("tiny", {**model["config"], "model_type": "bert"}, "sequence-classification", 12)
+    built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
     own = predicted(trial_server, built_in, trace.arm, trace.step)
     like = predicted(trial_server, built_in, Arm("fp32", optim="adamw_torch"))
     # The loop holds the outputs of a pass until the next one, and no inputs but those of one pass.
@@ -139,8 +137,8 @@ def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient
 def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
     workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:build_with_numpy"))
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
-    assert model["memory"] == []
-    assert "numpy" in model["interface"]["memory_unknown"]
+    assert model.memory == ()
+    assert "numpy" in model.interface["memory_unknown"]
 
 
 class TestBatchShapes:

@@ -15,6 +15,7 @@ from texts import write_texts
 from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
@@ -108,19 +109,12 @@ def test_garbage_collection_leaves_alone_what_the_server_imported(trial_server: 
 
 def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
     own = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "4", "--optim", "adafactor", "--bf16")
-    model = trial_server.inspect(classify(*own))["model"]
-    assert (model["class"], model["dtype"], model["gradient_checkpointing"]) == (
+    model = trial_server.model(classify(*own))
+    assert (model.class_name, model.dtype, model.gradient_checkpointing) == (
         "BertForSequenceClassification", "float32", True,
     )  # fmt: skip
-    assert model["config"]["model_type"] == "bert"
-    assert model["own"] == {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "precision": "bf16",
-        "gradient_checkpointing": False,
-        "attn_implementation": "sdpa",
-        "optim": "adafactor",
-    }
+    assert model.config["model_type"] == "bert"
+    assert model.own == OwnSettings("adafactor", 4, 4, "bf16", False, "sdpa")
     assert files(folder) == {"train.csv"}
 
 
@@ -128,7 +122,7 @@ def test_arguments_from_a_json_file_are_overlaid_as_well(trial_server: ServerCli
     settings = {"train_file": "train.csv", "do_train": True, "output_dir": "out", "per_device_train_batch_size": 2}
     (folder / "settings.json").write_text(json.dumps(settings))
     workload = script(SCRIPT, "settings.json")
-    assert trial_server.inspect(workload)["model"]["own"]["per_device_train_batch_size"] == 2
+    assert trial_server.model(workload).own.per_device_train_batch_size == 2
     check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
     assert files(folder) == {"train.csv", "settings.json"}
 
@@ -196,8 +190,9 @@ def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: 
     assert "trains with 16 × 2, bf16 True, checkpointing True, adafactor" in answer.log
     assert "training is over" not in answer.log
     assert files(folder) == {"train.csv"}
-    own = trial_server.inspect(trainer("build"))["model"]["own"]
-    assert (own["per_device_train_batch_size"], own["gradient_accumulation_steps"]) == (4, 2)
+    own = trial_server.model(trainer("build")).own
+    assert own is not None
+    assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 2)
 
 
 def test_the_baseline_is_unmodified(trial_server: ServerClient, folder: Path) -> None:
@@ -208,8 +203,9 @@ def test_the_baseline_is_unmodified(trial_server: ServerClient, folder: Path) ->
 
 
 def test_arguments_that_are_made_twice_keep_the_overlay(trial_server: ServerClient, folder: Path) -> None:
-    own = trial_server.inspect(trainer("copy_arguments"))["model"]["own"]
-    assert (own["per_device_train_batch_size"], own["gradient_accumulation_steps"]) == (4, 1)
+    own = trial_server.model(trainer("copy_arguments")).own
+    assert own is not None
+    assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 1)
     check_sane(trial_server.trial(trainer("copy_arguments"), Candidate(Arm(), 8, 3)), Candidate(Arm(), 8, 3))
 
 
@@ -244,8 +240,7 @@ def test_a_script_that_cannot_be_measured_says_why(
 ) -> None:
     workload = inline(folder, text)
     answer = trial_server.inspection(workload)
-    assert answer.result["source_error"].startswith(message)
-    assert "source_hint" in answer.result
+    assert answer.problem.message.startswith(message)
     outcome = trial_server.trial(workload, Candidate(Arm(), 2, 3)).outcome
     assert isinstance(outcome, Failed)
     assert outcome.reason == "error"
@@ -292,13 +287,12 @@ def test_a_function_that_builds_no_trainer_to_measure_says_why(
     trial_server: ServerClient, function: str, message: str
 ) -> None:
     answer = trial_server.inspection(trainer(function))
-    assert answer.result["source_error"].startswith(message)
+    assert answer.problem.message.startswith(message)
 
 
 def test_an_inspection_never_has_two_models(trial_server: ServerClient, folder: Path) -> None:
-    facts = trial_server.inspect(trainer("build_one_at_a_time"))
-    assert "source_error" not in facts
-    assert facts["model"]["own"]["per_device_train_batch_size"] == 4
+    model = trial_server.model(trainer("build_one_at_a_time"))
+    assert model.own.per_device_train_batch_size == 4
 
 
 def test_an_inspection_that_is_killed_says_by_what(trial_server: ServerClient) -> None:
@@ -342,8 +336,8 @@ def test_what_is_set_after_the_arguments_were_made_is_kept_quiet_too(trial_serve
 
 def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
     text = "t = trainer()\nt.model.gradient_checkpointing_enable()\nt.train()\n"
-    model = trial_server.inspect(inline(folder, text))["model"]
-    assert (model["always_checkpoints"], model["own"]["gradient_checkpointing"]) == (True, True)
+    model = trial_server.model(inline(folder, text))
+    assert (model.always_checkpoints, model.own.gradient_checkpointing) == (True, True)
     outcome = trial_server.trial(inline(folder, text), Candidate(Arm(), 4)).outcome
     assert isinstance(outcome, Failed)
     assert "the model of run.py checkpoints, though gradient_checkpointing is false" in outcome.message
@@ -351,8 +345,8 @@ def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_serv
     answer = trial_server.trial(inline(folder, text), candidate)
     check_sane(answer, candidate)
     assert "is_gradient_checkpointing" not in answer.log
-    model = trial_server.inspect(inline(folder, "trainer(gradient_checkpointing=True).train()"))["model"]
-    assert (model["always_checkpoints"], model["own"]["gradient_checkpointing"]) == (False, True)
+    model = trial_server.model(inline(folder, "trainer(gradient_checkpointing=True).train()"))
+    assert (model.always_checkpoints, model.own.gradient_checkpointing) == (False, True)
 
 
 def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folder: Path) -> None:
@@ -361,7 +355,7 @@ def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folde
     own = SAYS_STEPS.replace("size=8", "size=8, dataloader_num_workers=2")
     for text, arm in ((own, Arm()), (SAYS_STEPS, Arm(dataloader_num_workers=2))):
         workload = inline(folder, text)
-        asked = trial_server.inspect(workload)["model"]["dataloader_num_workers"]
+        asked = trial_server.model(workload).dataloader_num_workers
         answer = trial_server.trial(workload, Candidate(arm, 8), effort)
         assert len(answer.completed.measurement.step_seconds_each) == 2
         assert (asked, answer.log.count("ends step")) == (0 if arm.dataloader_num_workers else 2, 1 + 4 + 2)
@@ -396,9 +390,9 @@ def test_code_that_bears_no_other_batch_is_inspected_with_its_own(trial_server: 
     """The batch that an inspection tries is not one that the user would train with."""
     text = "Pairs(AutoModelForSequenceClassification.from_config(config), TrainingArguments('out', "
     text += "per_device_train_batch_size=2, gradient_accumulation_steps=1), train_dataset=samples).train()\n"
-    facts = trial_server.inspect(inline(folder, NEEDS_TWO + text))
-    assert facts["model"]["own"]["per_device_train_batch_size"] == 2
-    assert facts["model"]["interface"] == {"kind": "trainer", "from": "code", "place": "run.py:15"}
+    model = trial_server.model(inline(folder, NEEDS_TWO + text))
+    assert model.own.per_device_train_batch_size == 2
+    assert model.interface == {"kind": "trainer", "from": "code", "place": "run.py:15"}
 
 
 def test_a_batch_of_one_is_not_what_an_inspection_tries() -> None:
@@ -442,18 +436,18 @@ def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerC
 def test_a_run_of_wandb_is_started_by_no_mode(trial_server: ServerClient, folder: Path) -> None:
     (folder / "wandb.py").write_text("def init(**options):\n    raise SystemExit('mode is ' + options['mode'])\n")
     answer = trial_server.inspection(inline(folder, "import wandb\nwandb.init(mode='offline')\n"))
-    assert "'mode is disabled'" in answer.result["source_error"]
+    assert "'mode is disabled'" in answer.problem.message
 
 
 def test_the_line_that_changes_arguments_is_named(trial_server: ServerClient, folder: Path) -> None:
     text = "t = trainer()\nt.args.gradient_accumulation_steps = 5\nt.train()"
     answer = trial_server.inspection(inline(folder, text))
-    assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.result["source_error"]
+    assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.problem.message
 
 
 def test_what_a_script_writes_itself_is_told(trial_server: ServerClient, folder: Path) -> None:
     text = "import os\nos.makedirs('outputs')\nopen('outputs/log.txt', 'w').close()\ntrainer().train()\n"
-    assert trial_server.inspect(inline(folder, text))["written"] == ["outputs/log.txt"]
+    assert trial_server.inspect(inline(folder, text)).written == ("outputs/log.txt",)
 
 
 CACHES = """
@@ -481,5 +475,5 @@ def test_cache_files_that_a_trial_makes_are_removed_with_it(trial_server: Server
 
 def test_a_loss_that_compares_the_samples_of_a_batch_is_named(trial_server: ServerClient, folder: Path) -> None:
     text = "class MultipleNegativesRankingLoss: ...\nt = trainer()\nt.loss = MultipleNegativesRankingLoss()\nt.train()"
-    model = trial_server.inspect(inline(folder, text))["model"]
-    assert model["in_batch_loss"] == "MultipleNegativesRankingLoss"
+    model = trial_server.model(inline(folder, text))
+    assert model.in_batch_loss == "MultipleNegativesRankingLoss"

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from server_client import ServerClient
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.placement import RankDevices
+from autotune.core.verification import StockResult, StockWork
 from autotune.devices.cores import can_pin, usable_core_numbers
 from autotune.worker.verify import stock
 
@@ -33,9 +34,9 @@ def test_all_threads_are_pinned_and_no_child_is() -> None:
         assert found[child] == found["before"], child
 
 
-@pytest.mark.parametrize(("job", "core"), [({"cpu_affinity": True, "cpu_core": 5}, 5), ({"cpu_affinity": False}, None)])
+@pytest.mark.parametrize(("pinned", "core"), [(True, 5), (False, None)])
 def test_the_stock_run_is_pinned_as_the_winner_was(
-    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], core: int | None
+    monkeypatch: pytest.MonkeyPatch, pinned: bool, core: int | None
 ) -> None:
     done: list[str] = []
 
@@ -45,11 +46,10 @@ def test_the_stock_run_is_pinned_as_the_winner_was(
 
     monkeypatch.setattr(stock, "pin_to_one_core", pin)
     monkeypatch.setattr(stock, "open_meter", lambda *_: done.append("opened"))
-    monkeypatch.setattr(stock, "_train", lambda *_: {})
-    said = stock.run_stock(
-        {"device_kind": "cpu", "device_uuid": "cpu", "cap_bytes": None, "steps": 20, "evaluates": False, **job}
-    )
-    assert said["cpu_core"] == core
+    monkeypatch.setattr(stock, "_train", lambda *given: StockResult("completed", cpu_core=given[-1]))
+    devices = RankDevices("cpu", ("cpu",))
+    work = StockWork(tiny_workload("bert-tiny"), devices, {}, "eager", 42, 20, pinned=pinned, cpu_core=5)
+    assert stock.run_stock(work, "/nowhere").cpu_core == core
     assert done == (["pinned", "opened"] if core else ["opened"]), "before the device is opened"
 
 

@@ -32,22 +32,21 @@ def test_the_model_is_described_without_being_built_in_memory(trial_server: Serv
     name = ONE_OF_EACH_TASK[task]
     entry = catalog.find(name)
     assert entry is not None
-    model = trial_server.inspect(tiny_workload(name))["model"]
-    assert model["parameters"] == entry.parameters
-    assert 0 < model["trainable_parameters"] <= entry.parameters
-    assert {"eager", attention_of_task(task)} <= set(model["attn_implementations"])
-    assert model["gradient_checkpointing"] is True
+    model = trial_server.model(tiny_workload(name))
+    assert model.parameters == entry.parameters
+    assert 0 < model.trainable_parameters <= entry.parameters
+    assert {"eager", attention_of_task(task)} <= set(model.attn_implementations)
+    assert model.gradient_checkpointing is True
 
 
 def test_the_environment_is_that_of_the_trials(trial_server: ServerClient) -> None:
     facts = trial_server.inspect(tiny_workload("bert-tiny"))
-    assert facts["context_bytes"] == 0
-    environment = facts["environment"]
-    assert environment["python"] == platform.python_version()
+    assert facts.context_bytes == 0
+    assert facts.software.python == platform.python_version()
     for package in ("torch", "transformers", "accelerate"):
-        assert environment["packages"][package] == importlib.metadata.version(package)
-    assert environment["cuda"] is None
-    fields = environment["training_arguments_fields"]
+        assert facts.software.packages[package] == importlib.metadata.version(package)
+    assert facts.software.cuda is None
+    fields = facts.software.training_arguments_fields
     assert {"bf16", "tf32", "optim", "use_cpu", "per_device_train_batch_size"} <= set(fields)
 
 
@@ -64,9 +63,9 @@ def test_a_model_that_cannot_be_built_is_told(
     trial_server: ServerClient, config: dict[str, object], task: Task | None, words: str
 ) -> None:
     facts = trial_server.inspect(tiny_workload("bert-tiny", config=config, task=task))
-    assert words in facts["model_error"]
-    assert "model" not in facts
-    assert facts["environment"]["packages"]["torch"]
+    assert words in (facts.model_error or "")
+    assert facts.model is None
+    assert facts.software.packages["torch"]
 
 
 def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,4 +183,4 @@ print([before, _cublas_version()])
 def test_the_layers_that_can_be_sharded_one_by_one_are_found(
     trial_server: ServerClient, name: str, layers: list[str]
 ) -> None:
-    assert trial_server.inspect(tiny_workload(name))["model"]["layer_classes"] == layers
+    assert trial_server.model(tiny_workload(name)).layer_classes == tuple(layers)

@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from autotune.core.candidate import Document
+from autotune.core.inspection import AfterStep
 from autotune.core.workload import Workload
 from autotune.worker.private.torch import fake_tensor_mode
 from autotune.worker.private.transformers import decide_masks_without_values
@@ -16,23 +16,22 @@ from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 
-def what_ddp_can_skip(workload: Workload) -> Document:
-    """Return ``unused_parameters`` and ``changed_buffers``, each ``None`` where no step can be run.
+def what_ddp_can_skip(workload: Workload) -> AfterStep:
+    """Return the parameters without a gradient after a step, and the buffers that it changes.
 
-    The first are the trainable parameters without a gradient after a step: DDP waits for a gradient of every parameter,
-    unless it looks in each step for those that have none. The second are the buffers that a step replaces or writes to,
-    such as running means: DDP sends all buffers from rank 0 to the others before each step. Changes how this process
-    computes attention masks, so it belongs into one that ends soon.
+    DDP waits for a gradient of every parameter, unless it looks in each step for those that have none; and it sends all
+    buffers from rank 0 to the others before each step. Changes how this process computes attention masks, so it belongs
+    into one that ends soon.
     """
     try:
         return _after_a_step(dataclasses.replace(workload, weights=None))
     except Exception:
         # Operations that need values. DDP then does both, as it does by default.
         traceback.print_exc(file=sys.stderr)
-        return {"unused_parameters": None, "changed_buffers": None}
+        return AfterStep()
 
 
-def _after_a_step(workload: Workload) -> Document:
+def _after_a_step(workload: Workload) -> AfterStep:
     decide_masks_without_values(padded=workload.padding > 0)
     with fake_tensor_mode():
         model = build_model(workload, "eager" if workload.task == "seq2seq-lm" else "sdpa", torch.device("cpu"))
@@ -43,4 +42,4 @@ def _after_a_step(workload: Workload) -> Document:
         after: dict[str, torch.Tensor] = dict(model.named_buffers())
     unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
     changed = [name for name, was, version in before if was._version != version or after.get(name) is not was]
-    return {"unused_parameters": unused, "changed_buffers": changed}
+    return AfterStep(tuple(unused), tuple(changed))

@@ -8,6 +8,7 @@ backward pass. Steps are told apart as in any loop.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect as python_inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
-from autotune.core.candidate import OWN_OPTIM, Document
+from autotune.core.candidate import OWN_OPTIM
+from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
 from autotune.worker.private.transformers import attention_of
@@ -26,7 +28,7 @@ from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.user.batch_shapes import NotTraceableError
 from autotune.worker.user.checkpointing import checkpointing_parts, enable_checkpointing, is_checkpointing
 from autotune.worker.user.code import UserCodeError, run_script
-from autotune.worker.user.fake_steps import AccelerateStep, Memory, put_memory, traced
+from autotune.worker.user.fake_steps import AccelerateStep, Memory, traced, with_memory
 from autotune.worker.user.guard import watch_steps
 from autotune.worker.user.inspection import SeenTraining
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, place_of
@@ -270,7 +272,7 @@ def watch_options() -> SeenOptions:
 class AccelerateInspection:
     """What a script is seen to train with, up to its second step; it changes nothing but what is kept quiet."""
 
-    def __init__(self, work: InspectionWork, source: TrainingSource, finish: Callable[[Document], NoReturn]) -> None:
+    def __init__(self, work: InspectionWork, source: TrainingSource, finish: Callable[[ModelFacts], NoReturn]) -> None:
         self._work = work
         self._source = source
         self._finish = finish
@@ -330,7 +332,7 @@ class AccelerateInspection:
 
         return traced(self._work, attention, OWN_OPTIM, make)
 
-    def _facts(self) -> Document:
+    def _facts(self) -> ModelFacts:
         accelerator, models = self._overlay.accelerator, self._overlay.models
         if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(
@@ -352,11 +354,12 @@ class AccelerateInspection:
         ]
         is_tf32 = torch.backends.cuda.matmul.allow_tf32
         precision = accelerator.mixed_precision
-        facts = {
-            **self._seen.facts(),
-            "gradient_checkpointing": can_checkpoint,
-            "always_checkpoints": own_checkpointing,
-            "interface": {
+        facts = self._seen.facts()
+        facts = dataclasses.replace(
+            facts,
+            gradient_checkpointing=can_checkpoint,
+            always_checkpoints=own_checkpointing,
+            interface={
                 "kind": "accelerate",
                 "searched": searched,
                 "tunes_loader": False,
@@ -365,15 +368,13 @@ class AccelerateInspection:
                 "loader": place_of(key) if key else None,
                 "flags": self._options.flags(OPTIONS),
             },
-            "own": {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": accumulation,
-                "precision": precision if precision != "no" else "tf32" if is_tf32 else "fp32",
-                "gradient_checkpointing": own_checkpointing,
-                "attn_implementation": self._seen.facts()["attn_implementations"][0],
-                "optim": OWN_OPTIM,
-            },
-        }
-        if self._memory is not None:
-            put_memory(facts, self._memory)
-        return facts
+            own=OwnSettings(
+                OWN_OPTIM,
+                batch,
+                accumulation,
+                precision if precision != "no" else "tf32" if is_tf32 else "fp32",
+                own_checkpointing,
+                facts.attn_implementations[0],
+            ),
+        )
+        return facts if self._memory is None else with_memory(facts, self._memory)

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune.core.candidate import OWN_OPTIM, Arm, Document
+from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.chip import Chip
+from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import ArmsToTrace, TracedStep
-from autotune.core.schema import encode
 from autotune.space.features import runs_plain_kernels
 from autotune.worker.failures import first_line
 from autotune.worker.fake.packing import packed
@@ -212,10 +212,11 @@ class LightningStep(OwnStep):
         return loss
 
 
-def add_memory(work: InspectionWork, model: Document, make: Callable[[], OwnStep]) -> None:
-    """Add ``memory`` to the facts of a model, where the inspection asks for it; see ``trace_arms``."""
-    if (memory := traced(work, model["own"]["attn_implementation"], model["own"]["optim"], make)) is not None:
-        put_memory(model, memory)
+def add_memory(work: InspectionWork, model: ModelFacts, make: Callable[[], OwnStep]) -> ModelFacts:
+    """Return the facts of a model with its traced steps, where the inspection asks for them; see ``trace_arms``."""
+    assert model.own is not None
+    memory = traced(work, model.own.attn_implementation, model.own.optim, make)
+    return model if memory is None else with_memory(model, memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +228,10 @@ class Memory:
     """Why an arm was not traced; ``None`` where all were."""
 
 
-def put_memory(model: Document, memory: Memory) -> None:
-    """Put the traces into the facts of a model; why there are none becomes known of how the code is taken."""
-    model["memory"] = encode(memory.steps)
-    if memory.unknown is not None:
-        model["interface"]["memory_unknown"] = memory.unknown
+def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
+    """Return the facts of a model with its traced steps; why there are none becomes known of how the code is taken."""
+    unknown = {} if memory.unknown is None else {"memory_unknown": memory.unknown}
+    return dataclasses.replace(model, memory=memory.steps, interface={**model.interface, **unknown})
 
 
 def traced(work: InspectionWork, attention: str, optim: str, make: Callable[[], OwnStep]) -> Memory | None:
@@ -262,21 +262,30 @@ def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make
         return Memory(unknown=_why(error))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     answers = in_forks(
+        _Traced,
         [functools.partial(_trace, step, arm, chip) for arm in known],
         at_once=max(1, min(cores, _MOST_AT_ONCE)),
         limit_seconds=_MOST_SECONDS,
     )
     ended = "its process ended"
-    whys = [ended if answer is None else answer["why"] for answer in answers if answer is None or "why" in answer]
+    whys = [ended if answer is None else answer.why for answer in answers if answer is None or answer.why is not None]
     steps = tuple(
-        TracedStep(arm, answer["step"])
+        TracedStep(arm, answer.step)
         for arm, answer in zip(known, answers, strict=True)
-        if answer is not None and "step" in answer
+        if answer is not None and answer.step is not None
     )
     return Memory(steps, whys[0] if whys else None)
 
 
-def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Document], NoReturn]) -> NoReturn:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traced:
+    """What a fork answers: the packed step, or why there is none."""
+
+    step: str | None = None
+    why: str | None = None
+
+
+def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[_Traced], NoReturn]) -> NoReturn:
     """Trace the step in this process, a fork, and end it."""
     try:
         torch.set_num_threads(1)
@@ -290,10 +299,10 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Document], NoRet
         facts = config.to_dict() if hasattr(config, "to_dict") else {}
         batch = telling_batch([*numbers, *step.shapes.dimensions(), *numbers_of(facts)])
         trace, _ = trace_training(step, batch, chip, padded=step.shapes.is_padded)
-        answer = {"step": packed(trace, batch, step.most_inputs)}
+        answer = _Traced(packed(trace, batch, step.most_inputs))
         del library
     except BaseException as error:
-        answer = {"why": _why(error)}
+        answer = _Traced(why=_why(error))
     send(answer)
 
 

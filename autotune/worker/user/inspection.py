@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autotune.core.candidate import Document
+from autotune.core.inspection import ModelFacts
+from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
-from autotune.core.workload import BYTES_PER_ELEMENT
+from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.user.code import UserCodeError, trim
@@ -33,24 +34,23 @@ class SeenTraining:
 
         module.register_module_forward_pre_hook(take)
 
-    def facts(self) -> Document:
+    def facts(self) -> ModelFacts:
         """Return what a search needs to know of them."""
         model, loader = self.model, self.loader
         parameters = list(model.parameters()) if model is not None else []
         config = getattr(model, "config", None)
-        return {
-            "class": type(model).__name__ if model is not None else "no torch.nn.Module",
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        return ModelFacts(
+            type(model).__name__ if model is not None else "no torch.nn.Module",
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
             # Said only where the model names one.
-            "attn_implementations": [attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa"],
-            "always_checkpoints": False,
-            "dataloader_num_workers": getattr(loader, "num_workers", 0),
-            "num_labels": getattr(config, "num_labels", None),
-            "dtype": weight_dtype(model) if parameters else "float32",
-            "samples": length(getattr(loader, "dataset", None)),
-            "config": config_document(config),
-        }
+            (attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa",),
+            dataloader_num_workers=getattr(loader, "num_workers", 0),
+            num_labels=getattr(config, "num_labels", None),
+            dtype=weight_dtype(model) if parameters else "float32",
+            samples=length(getattr(loader, "dataset", None)),
+            config=config_document(config),
+        )
 
 
 class UntilFirstStep:
@@ -80,23 +80,18 @@ class UntilFirstStep:
         """Nothing is measured."""
 
 
-def fail_inspection(
-    facts: Document, source: TrainingSource, finish: Callable[[Document], NoReturn], error: BaseException
-) -> NoReturn:
-    """End an inspection with what kept the user's code from being inspected."""
+def problem_of(error: BaseException, source: TrainingSource) -> Problem:
+    """Return what kept the user's code from being inspected; the log gets the traceback of an error of theirs."""
     trim(error, source)
     if isinstance(error, UserCodeError):
-        facts["source_error"], facts["source_hint"] = str(error), error.hint
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-        facts["source_error"] = f"{source.name} raised {first_line(error)}"
-        facts["source_hint"] = "mend it until it trains by itself"
-    finish(facts)
+        return Problem(str(error), error.hint)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return Problem(f"{source.name} raised {first_line(error)}", "mend it until it trains by itself")
 
 
-def weight_dtype(model: Any) -> str:
-    """The dtype of most of the weights, among those that weights are trained in."""
-    counts = dict.fromkeys(BYTES_PER_ELEMENT, 0)
+def weight_dtype(model: Any) -> DTypeName:
+    """Return the dtype of most of the weights, among those that weights are trained in."""
+    counts = dict.fromkeys(DTYPES, 0)
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
         if name in counts:
@@ -104,7 +99,7 @@ def weight_dtype(model: Any) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def config_document(config: Any) -> Document:
+def config_document(config: Any) -> dict[str, Any]:
     """The config as JSON-ready data, less what depends on where it came from; empty where there is none."""
     if not hasattr(config, "to_diff_dict"):
         return {}

@@ -6,6 +6,7 @@ training ``DataLoader``. A callback, the last one, tells where batches and steps
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import time
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from autotune.core.candidate import OWN_OPTIM, Document
+from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.training_source import TrainingSource
 from autotune.worker.trial.measure import micro_steps_to_run
@@ -32,7 +34,7 @@ _TRAINERS = {
     "pytorch_lightning.trainer.trainer": "pytorch_lightning",
 }
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _OPTIONS = {
     "batch": ("--batch_size", "--batch-size", "--train_batch_size"),
     "accumulation": ("--accumulate_grad_batches",),
@@ -206,7 +208,7 @@ class LightningInspection:
         work: InspectionWork,
         source: TrainingSource,
         output_dir: str,
-        finish: Callable[[Document], NoReturn],
+        finish: Callable[[ModelFacts], NoReturn],
         *,
         on_cpu: bool,
     ) -> None:
@@ -235,10 +237,11 @@ class LightningInspection:
             *(["checkpointing"] if can_checkpoint and not own_checkpointing else []),
         ]
         facts = seen.facts()
-        facts |= {
-            "gradient_checkpointing": can_checkpoint,
-            "always_checkpoints": own_checkpointing,
-            "interface": {
+        facts = dataclasses.replace(
+            facts,
+            gradient_checkpointing=can_checkpoint,
+            always_checkpoints=own_checkpointing,
+            interface={
                 "kind": "lightning",
                 "searched": searched,
                 "tunes_loader": False,
@@ -246,15 +249,14 @@ class LightningInspection:
                 "loader": place_of(key) if key else None,
                 "flags": self._options.flags(_OPTIONS),
             },
-            "own": {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": trainer.accumulate_grad_batches if is_automatic else 1,
+            own=OwnSettings(
+                OWN_OPTIM,
+                batch,
+                trainer.accumulate_grad_batches if is_automatic else 1,
                 # Weights of 16 bits are computed in without an autocast.
-                "precision": precision or "fp32",
-                "gradient_checkpointing": own_checkpointing,
-                "attn_implementation": facts["attn_implementations"][0],
-                "optim": OWN_OPTIM,
-            },
-        }
-        add_memory(self._work, facts, lambda: LightningStep(trainer, module))
-        self._finish(facts)
+                precision or "fp32",
+                own_checkpointing,
+                facts.attn_implementations[0],
+            ),
+        )
+        self._finish(add_memory(self._work, facts, lambda: LightningStep(trainer, module)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from autotune.core import loop as loop_interface
-from autotune.core.candidate import Document
+from autotune.core.inspection import InspectionAnswer
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, Measurement
@@ -22,7 +21,7 @@ from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.guard import Guard, watch_steps
-from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, fail_inspection
+from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, problem_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial
 
@@ -126,20 +125,22 @@ class _Announced:
 # What a process sees of the loop before the first trial
 
 
-def inspect(source: TrainingSource, scratch: Scratch, finish: Callable[[Document], NoReturn]) -> NoReturn:
+def inspect(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
     """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
-    facts = inspect_environment()
-    fail = functools.partial(fail_inspection, facts, source, finish)
+    environment = inspect_environment()
     config, seen = LoopConfig(), SeenTraining()
+
+    def fail(error: BaseException) -> NoReturn:
+        finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
         searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
-        facts["model"] = {
-            **seen.facts(),
-            "gradient_checkpointing": "checkpointing" in searched,
-            "interface": {"kind": "loop", "searched": searched, "tunes_loader": False},
-        }
-        finish(facts)
+        model = dataclasses.replace(
+            seen.facts(),
+            gradient_checkpointing="checkpointing" in searched,
+            interface={"kind": "loop", "searched": searched, "tunes_loader": False},
+        )
+        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
 
     guard = Guard(source, lambda message, hint: fail(UserCodeError(message, hint)))
     listener: StepListener = UntilFirstStep(on_step)

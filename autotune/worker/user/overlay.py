@@ -7,6 +7,7 @@ import enum
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +106,7 @@ class Overlay:
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
-    def ignored(self, arguments: Any, wanted: Document) -> str | None:
+    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
         """The first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
         for name, value in wanted.items():
             asked = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autotune.core.candidate import Document
+from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.outcome import Outcome, outcome_document
 from autotune.core.scratch import Scratch
@@ -30,8 +30,8 @@ def run_own(workload: Workload, work: TrialWork | InspectionWork, scratch: Scrat
     source = workload.source
     assert source is not None
 
-    def finish(facts: Document) -> NoReturn:
-        send("result", facts)
+    def finish(answer: InspectionAnswer) -> NoReturn:
+        send("result", answer)
         leave(0)
 
     def finish_trial(outcome: Outcome) -> NoReturn:

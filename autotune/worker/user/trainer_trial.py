@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from transformers import Trainer
 
-from autotune.core.candidate import Candidate, Document
+from autotune.core.candidate import Candidate, Document, Precision
+from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome
@@ -31,7 +33,7 @@ from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.fake_steps import TrainerStep, add_memory
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.inspection import config_document, fail_inspection, length, weight_dtype
+from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_trial import LightningInspection
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.own_trial import OwnTrial
@@ -259,25 +261,32 @@ def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> E
 
 
 def inspect(
-    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[Document], NoReturn]
+    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
 ) -> NoReturn:
     """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds.
     """
-    if source.kind == "script":
-        facts = in_fork(lambda send: _Inspection(source, work, scratch, send).describe())
-        if facts.pop("failed_probing", False):
-            # Perhaps for want of the batch that was tried: the user's own may do.
-            unprobed = functools.partial(_Inspection, is_probing=False)
-            again = in_fork(lambda send: unprobed(source, work, scratch, send).describe())
-            facts = facts if "source_error" in again else again
-        finish(facts)
-    facts = in_fork(lambda send: _Inspection(source, work, scratch, send).describe())
-    if "source_error" in facts:
-        finish(facts)
-    _Inspection(source, work, scratch, finish, facts).try_overrides()
+    inspected = in_fork(_Seen, lambda send: _Inspection(source, work, scratch, send).describe())
+    if inspected.failed_probing:
+        # Perhaps for want of the batch that was tried: the user's own may do.
+        unprobed = functools.partial(_Inspection, is_probing=False)
+        again = in_fork(_Seen, lambda send: unprobed(source, work, scratch, send).describe())
+        inspected = inspected if again.answer.problem is not None else again
+    found = inspected.answer.inspection
+    if source.kind == "script" or found is None:
+        finish(inspected.answer)
+    _Inspection(source, work, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What came of one run of the user's code."""
+
+    answer: InspectionAnswer
+    failed_probing: bool = False
+    """Whether it raised an error of its own with another batch than the user's."""
 
 
 class _Inspection:
@@ -288,8 +297,7 @@ class _Inspection:
         source: TrainingSource,
         work: InspectionWork,
         scratch: Scratch,
-        finish: Callable[[Document], NoReturn],
-        facts: Document | None = None,
+        finish: Callable[[_Seen], NoReturn],
         *,
         is_probing: bool = True,
     ) -> None:
@@ -298,28 +306,23 @@ class _Inspection:
         self._scratch = scratch
         self._is_on_cpu = work.devices.kind == "cpu"
         self._finish = finish
-        self._facts = facts or {}
+        self._environment = inspect_environment()
+        self._written: Sequence[str] = ()
         self._overlay = Overlay(
-            scratch.output_dir,
-            on_cpu=self._is_on_cpu,
-            is_probing=is_probing and facts is None and source.kind == "script",
+            scratch.output_dir, on_cpu=self._is_on_cpu, is_probing=is_probing and source.kind == "script"
         )
 
     def describe(self) -> NoReturn:
-        """Add the facts of the environment and of what the user's code trains; a script's overrides are tried too."""
-        self._facts.update(inspect_environment())
+        """Find out what the user's code trains; a script's overrides are tried too."""
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
-                self._facts["model"] = _model_facts(trainer)
-                if (loss := _in_batch_loss(trainer)) is not None:
-                    self._facts["model"]["in_batch_loss"] = loss
-                self._facts["model"]["interface"] = {"kind": "trainer", **self._overlay.made_from}
+                model = _model_facts(trainer, {"kind": "trainer", **self._overlay.made_from})
                 self._check(trainer, self._overlay.tuned)
-                add_memory(self._work, self._facts["model"], lambda: TrainerStep(trainer))
+                model = add_memory(self._work, model, lambda: TrainerStep(trainer))
             except BaseException as error:
                 self._fail(error)
-            self._finish(self._facts)
+            self._finish_with_model(model)
 
         try:
             self._enter()
@@ -328,20 +331,22 @@ class _Inspection:
         except BaseException as error:
             self._fail(error)
 
-    def try_overrides(self) -> NoReturn:
+    def try_overrides(self, found: Inspection) -> NoReturn:
         """Build a ``Trainer`` with another batch than the user's own, and see whether it has that."""
-        own = self._facts["model"]["own"]
-        wanted = probe(own["per_device_train_batch_size"], own["gradient_accumulation_steps"])
+        own = found.model.own if found.model is not None else None
+        assert own is not None
+        assert own.per_device_train_batch_size is not None
+        wanted = probe(own.per_device_train_batch_size, own.gradient_accumulation_steps)
         try:
             self._enter()
             self._check(build_trainer(self._source, wanted), wanted)
         except BaseException as error:
             self._fail(error)
-        self._finish(self._facts)
+        self._finish(_Seen(InspectionAnswer(found)))
 
     def _enter(self) -> None:
         enter(self._source)
-        self._facts["written"] = watch_written_files(self._source.cwd)
+        self._written = watch_written_files(self._source.cwd)
         others = AccelerateInspection(self._work, self._source, self._finish_with_model)
         guard = Guard(
             self._source,
@@ -360,48 +365,51 @@ class _Inspection:
             ).install()
         self._overlay.install()
 
-    def _check(self, trainer: Any, wanted: Document) -> None:
+    def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
         """Raise ``UserCodeError`` where the ``Trainer`` does not have what was wanted of it."""
         if ignored := self._overlay.ignored(trainer.args, wanted):
             raise UserCodeError(_ignored_message(self._source, ignored))
 
-    def _finish_with_model(self, model: Document) -> NoReturn:
-        """End the inspection of a script that trains in a loop of its own."""
-        self._finish({**self._facts, "model": model})
+    def _finish_with_model(self, model: ModelFacts) -> NoReturn:
+        """End the inspection with the facts of the model that the code trains."""
+        found = dataclasses.replace(self._environment, model=model, written=tuple(self._written))
+        self._finish(_Seen(InspectionAnswer(found)))
 
     def _fail(self, error: BaseException) -> NoReturn:
         is_own = isinstance(error, UserCodeError)
-        self._facts["failed_probing"] = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
-        fail_inspection(self._facts, self._source, self._finish, error)
+        failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
+        self._finish(_Seen(InspectionAnswer(problem=problem_of(error, self._source)), failed_probing))
 
 
-def _model_facts(trainer: Any) -> Document:
-    """The model's facts, and under ``own`` the settings that the user's code would train with."""
+def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
+    """Return the model's facts, and the settings that the user's code would train with."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
     checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
-    return {
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "attn_implementations": [attention_of(config)],
-        "gradient_checkpointing": bool(getattr(model, "supports_gradient_checkpointing", False)),
-        "always_checkpoints": _checkpoints(model) and not checkpointing,
-        "dataloader_num_workers": args.dataloader_num_workers,
-        "num_labels": getattr(config, "num_labels", None),
-        "dtype": weight_dtype(model),
-        "samples": length(getattr(trainer, "train_dataset", None)),
-        "config": config_document(config),
-        "own": {
-            "per_device_train_batch_size": batch,
-            "gradient_accumulation_steps": accumulation,
-            "precision": _precision(args),
-            "gradient_checkpointing": checkpointing or _checkpoints(model),
-            "attn_implementation": attention_of(config),
-            "optim": plain(args.optim),
-        },
-    }
+    return ModelFacts(
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        (attention_of(config),),
+        gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        num_labels=getattr(config, "num_labels", None),
+        own=OwnSettings(
+            plain(args.optim),
+            batch,
+            accumulation,
+            _precision(args),
+            checkpointing or _checkpoints(model),
+            attention_of(config),
+        ),
+        interface=interface,
+        config=config_document(config),
+        dtype=weight_dtype(model),
+        samples=length(getattr(trainer, "train_dataset", None)),
+        always_checkpoints=_checkpoints(model) and not checkpointing,
+        dataloader_num_workers=args.dataloader_num_workers,
+        in_batch_loss=_in_batch_loss(trainer),
+    )
 
 
 # Losses of sentence-transformers for which the other samples of a batch are the negatives.
@@ -422,6 +430,6 @@ def _in_batch_loss(trainer: Any) -> str | None:
     return loss if any(part in loss for part in _IN_BATCH_LOSSES) else None
 
 
-def _precision(args: Any) -> str:
-    named = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
+def _precision(args: Any) -> Precision:
+    named: dict[Precision, Any] = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
     return next((name for name, is_on in named.items() if is_on), "fp32")

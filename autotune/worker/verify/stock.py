@@ -1,20 +1,21 @@
 """Train with a stock ``Trainer`` and exported arguments in a fresh process, as a user will.
 
-Started as ``python -m autotune.worker.verify.stock RESULT_FD``. It reads one job, a line of JSON, from standard input,
-and writes one line of JSON to the file descriptor. Unlike a trial it is not forked, has no measuring callback, and no
-memory cap unless the job sets one.
+Started as ``python -m autotune.worker.verify.stock RESULT_FD``. It reads its work, a line of JSON, from standard
+input, and writes its result to the file descriptor. Unlike a trial it is not forked, has no measuring callback, and no
+memory cap unless the work sets one.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.core.candidate import Document
-from autotune.core.workload import Workload
+from autotune.core.outcome import Failed, OutOfMemory
+from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
@@ -49,11 +50,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._samples = 0
         self._new_shapes = 0
         self.during = "train"
-        self.stretches: list[Document] = []
-        """Each with ``steps``, ``samples``, ``seconds``, and ``new_shapes``: batches with shapes that none before
-        had."""
+        self.stretches: list[Stretch] = []
         self.joules: float | None = 0.0
-        self.peaks: dict[str, dict[str, int]] = {}
+        self.peaks: dict[str, PeakBytes] = {}
         self.pause_seconds: dict[str, float] = {}
 
     def count(self, inputs: Any, _: Any) -> None:
@@ -80,11 +79,11 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._end(step)
             self._begin(step)
         if is_pause:
-            self.peaks["before"] = self._meter.peaks()._asdict()
+            self.peaks["before"] = self._peaks()
             control.should_evaluate = control.should_save = True
             self.during = "evaluate"
         elif step == self._steps:
-            self.peaks["end"] = self._meter.peaks()._asdict()
+            self.peaks["end"] = self._peaks()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the evaluation, which the checkpoint follows."""
@@ -97,9 +96,12 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.during = "train"
         self._begin(state.global_step)
 
+    def _peaks(self) -> PeakBytes:
+        return PeakBytes(*self._meter.peaks())
+
     def _after(self, what: str) -> None:
         self._meter.synchronize()
-        self.peaks[what] = self._meter.peaks()._asdict()
+        self.peaks[what] = self._peaks()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
     def _begin(self, step: int) -> None:
@@ -111,43 +113,54 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     def _end(self, step: int) -> None:
         self._meter.synchronize()
         seconds = time.perf_counter() - self._began
-        counted = {"steps": step - self._first_step, "samples": self._samples, "new_shapes": self._new_shapes}
-        self.stretches.append({"seconds": seconds, **counted})
+        self.stretches.append(Stretch(step - self._first_step, self._samples, seconds, self._new_shapes))
         joules = self._meter.energy_joules()
         self.joules = None if joules is None or self.joules is None else self.joules + joules - self._joules
 
 
-def run_stock(job: Document) -> Document:
-    """Train ``job["steps"]`` optimizer steps; return the measurements or how it failed, as JSON-ready data."""
-    core = pin_to_one_core(job["device_uuid"], job.get("cpu_core")) if job.get("cpu_affinity") else None
-    rank = job.get("rank", 0)
-    meter = open_meter(job["device_kind"], job["device_uuids"][rank] if rank else job["device_uuid"], rank)
-    if job["cap_bytes"] is not None:
-        meter.limit(job["cap_bytes"])
-    watch = _Watch(meter, job["steps"], job["evaluates"])
+def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
+    """Train; return what was measured, or how it failed."""
+    uuid = work.devices.uuids[rank]
+    core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
+    meter = open_meter(work.devices.kind, uuid, rank)
+    if work.cap_bytes is not None:
+        meter.limit(work.cap_bytes)
+    watch = _Watch(meter, work.steps, work.evaluates)
     try:
-        return {"state": "completed", "packages": package_versions(), "cpu_core": core, **_train(job, meter, watch)}
+        return _train(work, output_dir, meter, watch, core)
     except Exception as error:
-        allocated, reserved = meter.peaks()
-        memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": job["cap_bytes"]}
-        outcome = classify(error, during=watch.during, on_cpu=job["device_kind"] == "cpu", memory=memory)
-        print(getattr(outcome, "traceback", outcome.message), file=sys.stderr)
-        return {"state": outcome.state, "message": outcome.message, "during": outcome.during, **memory}
+        outcome = classify_failure(error, watch.during, meter, work)
+        return StockResult(outcome.state, outcome.message, outcome.during)
 
 
-def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: list[Any]) -> Any:
-    """Build a ``Trainer`` of the job's workload with the exported arguments unchanged, and ``arguments`` added."""
-    set_seed(job["seed"])
-    workload = Workload.from_document(job["workload"])
-    model = build_model(workload, job["attn_implementation"], meter.device)
-    fixed = {"max_steps": job["steps"], "report_to": "none", "disable_tqdm": True, "seed": job["seed"]}
-    fixed |= {"output_dir": job["output_dir"], "save_strategy": "no"}
-    dataset = PreparedDataset(workload, job["data_folder"]) if workload.data is not None else None
-    made = TrainingArguments(**{**job["arguments"], **fixed, **arguments, **(dataset.arguments if dataset else {})})
+def classify_failure(error: Exception, during: str, meter: Meter, work: StockWork) -> OutOfMemory | Failed:
+    """Return the outcome of a training that ended with an exception, and print it for the log."""
+    allocated, reserved = meter.peaks()
+    memory = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved, "cap_bytes": work.cap_bytes}
+    outcome = classify(error, during=during, on_cpu=work.devices.kind == "cpu", memory=memory)
+    print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
+    return outcome
+
+
+def build_trainer(
+    work: StockWork, output_dir: str, meter: Meter, callbacks: list[Any], arguments: Mapping[str, Any] | None = None
+) -> Any:
+    """Build a ``Trainer`` of the workload with the exported arguments unchanged, and ``arguments`` added."""
+    set_seed(work.seed)
+    workload = work.workload
+    model = build_model(workload, work.attn_implementation, meter.device)
+    fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}
+    fixed |= {"output_dir": output_dir, "save_strategy": "no", **(arguments or {})}
+    dataset = None
+    if workload.data is not None:
+        assert work.data_folder is not None
+        dataset = PreparedDataset(workload, work.data_folder)
+        fixed |= dataset.arguments
+    made = TrainingArguments(**{**work.arguments, **fixed})
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
-    if made.world_size != job.get("ranks", 1):
-        raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {job.get('ranks', 1)} were expected")
+    if made.world_size != work.devices.ranks:
+        raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {work.devices.ranks} were expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
     if dataset is not None:
         return Trainer(model=model, args=made, callbacks=callbacks, **dataset.ingredients(model, evaluated))
@@ -155,28 +168,31 @@ def build_trainer(job: Document, meter: Meter, arguments: Document, callbacks: l
     return Trainer(
         model=model,
         args=made,
-        train_dataset=synthetic_dataset(workload, model, per_step * job["steps"], job["seed"]),
-        eval_dataset=synthetic_dataset(workload, model, evaluated, job["seed"]),
+        train_dataset=synthetic_dataset(workload, model, per_step * work.steps, work.seed),
+        eval_dataset=synthetic_dataset(workload, model, evaluated, work.seed),
         callbacks=callbacks,
     )
 
 
-def _train(job: Document, meter: Meter, watch: _Watch) -> Document:
-    trainer = build_trainer(job, meter, {}, [watch])
+def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
+    trainer = build_trainer(work, output_dir, meter, [watch])
     on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()
-    samples = sum(stretch["samples"] for stretch in watch.stretches)
-    return {
-        "stretches": watch.stretches,
-        "peak_bytes": watch.peaks,
-        "pause_seconds": watch.pause_seconds,
-        "joules_per_sample": watch.joules / samples if watch.joules else None,
-        "skipped_steps": skipped_steps(trainer.accelerator.scaler),
-        "loss_problem": losses.problem(),
-        "evaluation_batch_size": trainer.args.per_device_eval_batch_size,
-    }
+    samples = sum(stretch.samples for stretch in watch.stretches)
+    return StockResult(
+        "completed",
+        packages=package_versions(),
+        cpu_core=core,
+        stretches=tuple(watch.stretches),
+        peak_bytes=watch.peaks,
+        pause_seconds=watch.pause_seconds,
+        joules_per_sample=watch.joules / samples if watch.joules else None,
+        skipped_steps=skipped_steps(trainer.accelerator.scaler),
+        loss_problem=losses.problem(),
+        evaluation_batch_size=trainer.args.per_device_eval_batch_size,
+    )
 
 
 if __name__ == "__main__":
-    process.serve_one_job(run_stock)
+    process.serve_one_job(StockWork, run_stock)

@@ -1,0 +1,146 @@
+"""Describe what an inspection finds out before a search: versions, the CUDA context, the GPU, facts about the model.
+
+Processes with torch find it out. Their answers are sent and stored as JSON documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.chip import Calibration, Chip
+from autotune.core.messages import Problem
+from autotune.core.prediction import TracedStep
+from autotune.core.workload import DTypeName
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """The versions of what a training runs on."""
+
+    python: str
+    packages: dict[str, str | None]
+    """``None`` for one that is not installed."""
+    training_arguments_fields: tuple[str, ...]
+    """The fields of the installed ``TrainingArguments``."""
+    cuda: str | None = None
+    """``None`` on a CPU, as are cuDNN and cuBLAS."""
+    cudnn: int | None = None
+    """As torch gives it: 91900 for 9.19.0."""
+    cublas: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """The settings that the user's own code trains with where it is told nothing else."""
+
+    optim: str
+    per_device_train_batch_size: int | None = None
+    """``None`` where it could not be found out."""
+    gradient_accumulation_steps: int = 1
+    precision: Precision = "fp32"
+    gradient_checkpointing: bool = False
+    attn_implementation: str = "sdpa"
+
+    def candidate(self) -> Candidate | None:
+        """Return them as a candidate; ``None`` where the batch is not known."""
+        if self.per_device_train_batch_size is None:
+            return None
+        arm = Arm(self.precision, self.gradient_checkpointing, self.attn_implementation, self.optim)
+        return Candidate(arm, self.per_device_train_batch_size, self.gradient_accumulation_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class AfterStep:
+    """What a training step leaves as it is; ``None`` where no step could be run."""
+
+    unused_parameters: tuple[str, ...] | None = None
+    """Trainable parameters without a gradient."""
+    changed_buffers: tuple[str, ...] | None = None
+    """Buffers that it replaces or writes to, such as running means."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model. The fields from ``own`` on are of the user's own code."""
+
+    class_name: str
+    parameters: int
+    trainable_parameters: int
+    attn_implementations: tuple[str, ...]
+    gradient_checkpointing: bool = False
+    """Whether it can recompute activations."""
+    num_labels: int | None = None
+    layer_classes: tuple[str, ...] = ()
+    """The classes of the layers that FSDP shards one by one; none where it has none."""
+    after_step: AfterStep = field(default_factory=AfterStep)
+    """Looked at only for several ranks."""
+    own: OwnSettings | None = None
+    """``None`` for a loop, which is given its settings."""
+    interface: dict[str, Any] = field(default_factory=dict)
+    """How the code takes its settings; see ``TrainingSource.interface``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The model's config; empty where it has none."""
+    dtype: DTypeName = "float32"
+    """Dtype of most of the weights."""
+    samples: int | None = None
+    """Samples of the training data; ``None`` for data that has no length."""
+    always_checkpoints: bool = False
+    """Whether the code turns checkpointing on by itself."""
+    dataloader_num_workers: int = 0
+    in_batch_loss: str | None = None
+    """The class of a loss that compares the samples of a batch."""
+    memory: tuple[TracedStep, ...] = ()
+    """A traced step for each arm whose memory can be predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a process with torch finds out about the environment and the workload."""
+
+    software: Software
+    optims: tuple[str, ...] = ()
+    """Names of the optimizers that the installed transformers has."""
+    context_bytes: int = 0
+    """Memory of a CUDA context; 0 on a CPU."""
+    model: ModelFacts | None = None
+    """``None`` where the model cannot be built."""
+    model_error: str | None = None
+    """Why it cannot."""
+    chip: Chip | None = None
+    """``None`` on a CPU."""
+    calibration: Calibration | None = None
+    """``None`` on a CPU, and where it could not be measured."""
+    written: tuple[str, ...] = ()
+    """The first files that the user's own code wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionAnswer:
+    """What came of an inspection: what was found out, or what kept the user's own code from being inspected."""
+
+    inspection: Inspection | None = None
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWork:
+    """Find out what only a process that uses the GPU can tell."""
+
+    device_uuid: str
+    convolves: bool
+    """Whether to load the kernels of convolutions as well, which take memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What only a process that uses the GPU can tell."""
+
+    context_bytes: int
+    chip: Chip
+    cuda: str | None
+    cudnn: int | None
+    cublas: str | None
+    calibration: Calibration | None = None
+    """``None`` where it could not be measured."""
