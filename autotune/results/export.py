@@ -59,6 +59,8 @@ class Export:
     interface: dict[str, Any] = field(default_factory=dict)
     """How the user's own code takes its settings; empty for a model by name, and in studies that did not look."""
     world_size: int = 1
+    on_cpu: bool = False
+    """Whether it was measured on the CPU."""
     has_reentrant_off: bool = False
     """Whether checkpointing uses ``use_reentrant=False`` by itself in the transformers that was measured with."""
     cpu_core: int | None = None
@@ -119,6 +121,7 @@ def make_export(report: Report) -> Export:
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None,
         interface=interface,
+        on_cpu=environment["device_kind"] == "cpu",
         world_size=int(report.study.request.get("world_size") or 1),
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
@@ -236,11 +239,13 @@ def render(export: Export, form: Format) -> str:
 
 
 def render_launch(export: Export, form: LaunchFormat) -> str:
-    """Return how to start the winner's ranks, as text that ends in a newline.
+    """Return how to start the winner's processes, as text that ends in a newline.
 
-    Raises ``InvalidRequestError`` where one process was measured: a launcher would start another kind of training.
+    Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
     """
-    if export.ranks == 1:
+    # Code with an Accelerator gets its precision from that file, also in one process.
+    is_accelerate = kind_of(export.interface) == "accelerate" and form == "accelerate"
+    if export.ranks == 1 and not is_accelerate:
         raise InvalidRequestError(
             f"--format {form} starts several processes, and this study measured one",
             "use --format cli, or search with --gpus 2",
@@ -257,15 +262,17 @@ def _torchrun(export: Export) -> str:
 
 def _accelerate_config(export: Export) -> str:
     """Return the file that ``accelerate config`` would write; the training itself gets the exported arguments."""
-    on_cpu = bool(export.arguments.get("use_cpu"))
+    on_cpu = export.on_cpu
     arm = export.candidate.arm
+    processes = max(export.ranks, export.world_size)
+    one_kind = "MULTI_CPU" if on_cpu else "MULTI_GPU"
     precision = export.candidate.arm.precision
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if arm.is_sharded else "MULTI_CPU" if on_cpu else "MULTI_GPU",
+        "distributed_type": "FSDP" if arm.is_sharded else one_kind if processes > 1 else "NO",
         "num_machines": 1,
         "machine_rank": 0,
-        "num_processes": export.ranks,
+        "num_processes": processes,
         "mixed_precision": precision if precision in ("bf16", "fp16") else "no",
         "use_cpu": on_cpu,
         "main_training_function": "main",

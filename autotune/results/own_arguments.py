@@ -75,7 +75,9 @@ def hand_over(interface: Document, name: str, arguments: dict[str, Any]) -> list
                 lines.append("call gradient_checkpointing_enable() of the model")
             continue
         if argument == "mixed_precision":
-            lines.append(f"start it with accelerate launch --mixed_precision {value}, or set that of its Accelerator")
+            lines.append(
+                f"start it with accelerate launch --mixed_precision {value}, or with the file from --format accelerate"
+            )
             continue
         at = f" at {interface['loader']}" if "DataLoader" in places[argument] and interface.get("loader") else ""
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")

@@ -22,10 +22,10 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.errors import NoResultError
+from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Failed
 from autotune.core.workload import Workload
-from autotune.results.export import FORMATS, Export, beside_lines, make_export, render
+from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
 from autotune.space.training_arguments import checkpointing_field
 
 LOADER = Path(__file__).with_name("load_exports.py")
@@ -248,3 +248,28 @@ def test_a_study_without_a_winner_has_nothing_to_export(fields: tuple[str, ...])
     failed = dataclasses.replace(report.trials[0], outcome=Failed("error", "no"))
     with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
         make_export(dataclasses.replace(report, trials=(failed,)))
+
+
+def own_export(kind: str, *, world_size: int = 1) -> Export:
+    """An export of a script that trains with accelerate or Lightning, measured on a CPU."""
+    made = report_of(Candidate(Arm("bf16"), 8, 2), "cpu", ())
+    interface = {"kind": kind, "searched": ["batch", "accumulation", "precision"]}
+    study = dataclasses.replace(made.study, request={"world_size": world_size})
+    workload = {**made.workload, "task": "own", "source": {"interface": interface}}
+    return make_export(dataclasses.replace(made, study=study, workload=workload))
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "NO"), (2, "MULTI_CPU")])
+def test_a_loop_with_an_accelerator_gets_its_precision_from_a_file(tmp_path: Path, world_size: int, kind: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(render_launch(own_export("accelerate", world_size=world_size), "accelerate"))
+    loaded = load_config_from_file(str(path))
+    assert (loaded.distributed_type, loaded.num_processes) == (kind, world_size)
+    assert (loaded.mixed_precision, loaded.use_cpu) == ("bf16", True)
+
+
+def test_other_code_in_one_process_needs_no_launcher() -> None:
+    with pytest.raises(InvalidRequestError, match="this study measured one"):
+        render_launch(own_export("lightning"), "accelerate")
