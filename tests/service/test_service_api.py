@@ -152,6 +152,7 @@ def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, gpu_a
     assert job["study"] == "bert-large-uncased-64"
 
 
+@pytest.mark.parametrize("searches", ["sqlite"], indirect=True)
 def test_a_log_of_a_trial_is_shown(writer: TestClient, searches: Searches, gpu_agent: Agent) -> None:
     job = run_after(writer, searches, gpu_agent)
     log = searches.log_path(job["study"], 0)

@@ -61,6 +61,7 @@ def test_a_removed_token_is_refused(server: TestClient, store: Store) -> None:
     assert client.get("/v1/searches").status_code == 401
 
 
+@pytest.mark.parametrize("searches", ["sqlite"], indirect=True)
 def test_tokens_are_stored_as_digests_alone(store: Store) -> None:
     token = add_token(store.queue, "ann", "run")
     assert store.path is not None
