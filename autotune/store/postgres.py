@@ -45,6 +45,7 @@ _BY_CODE: dict[str, tuple[str, str]] = {
     "40001": ("was changed by another process at the same moment", "run the command again"),
     "42501": ("does not allow this user to do that", _RIGHTS),
     "25006": ("can only be read: it is a standby, or set to read-only", f"name the primary server, or {_ANOTHER}"),
+    "42P01": ("holds no studies of autotune", "run a search first, or name the database of one with --storage"),
     "22001": ("has no room for so long a text", "shorten names and paths"),
     "XX001": ("is damaged", f"restore it from a backup, or {_ANOTHER}"),
     "XX002": ("is damaged", f"restore it from a backup, or {_ANOTHER}"),

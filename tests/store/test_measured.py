@@ -29,13 +29,13 @@ def add(store: Store, name: str, environment: dict[str, str], workload: str = "w
     return trial
 
 
-def test_completed_trials_of_the_workload_on_gpus_are_found(store: Store, database: Path) -> None:
+def test_completed_trials_of_the_workload_on_gpus_are_found(store: Store, location: str) -> None:
     kept = add(store, "kept", H200)
     add(store, "reused", H200, stage="reused")
     add(store, "failed", H200, outcome=fault())
     add(store, "other", H200, workload="v")
     add(store, "cpu", {"device_kind": "cpu", "device_name": "EPYC"})
-    (found,) = measured_trials(str(database), "w", 5.0)
+    (found,) = measured_trials(location, "w", 5.0)
     assert (found.id, found.device_name, found.candidate) == (kept.id, "NVIDIA H200", CANDIDATE)
     assert found.outcome == kept.outcome
 

@@ -27,6 +27,7 @@ from autotune.store import (
     LOCK_TIMEOUT_SECONDS,
     Store,
     current_revision,
+    measured_trials,
     migrations_folder,
     open_store,
     resolve_location,
@@ -53,6 +54,8 @@ def empty_url(postgres_server: PostgresServer) -> Iterator[str]:
 def test_who_only_reads_makes_no_tables(empty_url: str) -> None:
     with pytest.raises(StorageError, match="there are no studies of autotune in"):
         open_store(empty_url, create=False)
+    with pytest.raises(StorageError, match="holds no studies of autotune"):
+        measured_trials(empty_url, "workload", 5.0)
     assert current_revision(empty_url) == (None, HEAD)
     assert upgrade(empty_url) == (None, HEAD)
     open_store(empty_url, create=False).close()
