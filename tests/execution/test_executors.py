@@ -16,7 +16,7 @@ from tiny import AMPLE_BYTES, QUICK, tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError
 from autotune.core.outcome import Completed, Failed
-from autotune.core.placement import Placement
+from autotune.core.placement import Placement, RankDevices
 from autotune.core.units import GIB
 from autotune.devices import Device
 from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
@@ -86,7 +86,7 @@ class TestPlacement:
     def test_one_gpu_is_a_placement_of_one_rank(self) -> None:
         placement = Placement.of(self.GPU)
         assert (placement.ranks, placement.label, placement.uuids) == (1, "cuda:0", ("GPU-a",))
-        assert placement.document()["device_uuid"] == "GPU-a"
+        assert placement.rank_devices == RankDevices("cuda", ("GPU-a",))
 
     def test_the_rank_with_the_least_free_memory_decides(self) -> None:
         placement = Placement.of(self.GPU, self.OTHER)
