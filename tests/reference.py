@@ -30,6 +30,7 @@ from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
 from autotune.results.document import StudyDocument, candidate_type, trial_type
+from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument
 from autotune.tuning.request import recorded_type
 from autotune.verify.document import LossComparisonDocument, VerificationDocument
 
@@ -63,6 +64,11 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "candidate": ("A candidate: an arm with its batch.", (candidate_type(),)),
     "verification": ("What `verify` prints with `--json`.", (VerificationDocument,)),
     "loss-comparison": ("What `verify --same-loss` prints with `--json`.", (LossComparisonDocument,)),
+    "advice": ("What `advise` prints with `--json`.", (AdviceDocument,)),
+    "offer": (
+        "One of the `gpus` that `advise` compares.",
+        (FittingOfferDocument, OfferDocument),
+    ),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
     "job": ("What a trial server is given to run: a trial, an inspection, data to read, a prediction.", (JobMessage,)),
     "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),
@@ -100,6 +106,10 @@ def _schema(*kinds: Any) -> str:
                 property_["description"] = told
             if kind in (VerificationDocument, LossComparisonDocument) and field in ("candidate", "reference"):
                 property_["$ref"] = "candidate.json"
+            if name == "FittingOfferDocument" and field == "candidate":
+                property_["$ref"] = "candidate.json"
+            if kind is AdviceDocument and field == "gpus":
+                property_["items"] = {"$ref": "offer.json"}
             # Their type is made of an arm's and a measurement's fields; it has a schema of its own.
             if kind is StudyDocument and field in ("best", "baseline", "trials"):
                 trial = {"$ref": "trial.json"}

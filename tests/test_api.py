@@ -18,6 +18,7 @@ from checkout import ROOT
 
 from autotune import api
 from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
+from autotune.core.installation import how_to_add
 from autotune.models.resolve import resolve_model
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"
@@ -371,6 +372,5 @@ def test_a_plot_needs_matplotlib_or_is_one(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr, "nothing is told where nothing shall be"
     said = ended.stdout.strip()
-    assert said == "a plot needs matplotlib, which is not installed. pip install 'autotune[plot]'" or said.startswith(
-        "axes samples/s "
-    )
+    missing = f"a plot needs matplotlib, which is not installed. {how_to_add('plot')}"
+    assert said == missing or said.startswith("axes samples/s ")

@@ -15,9 +15,9 @@ from autotune.cli.predictions import (
     known_chips,
     of_ranks,
     predictions,
-    speed_document,
 )
 from autotune.cli.table import print_table
+from autotune.core.schema import encode
 from autotune.core.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autotune.estimate.grades import Grades
     from autotune.estimate.memory import MemoryModel
     from autotune.estimate.step_time import StepTime
+    from autotune.results.predicted import AdviceDocument, OfferDocument
     from autotune.tuning.prepare import Prepared
 
 _PLENTY_BYTES = 2**42
@@ -90,7 +91,7 @@ def advise(
     job = _Job(prepared, models, grades, samples)
     offers = [_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
     if as_json:
-        print_json(_document(offers, workload, samples, paid))
+        print_json(encode(_document(offers, workload, samples, paid)))
     else:
         _print(offers, workload, options["effective_batch"], samples, paid)
 
@@ -202,46 +203,48 @@ def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryMo
     return models.get(True) or models.get(False)
 
 
-def _document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> dict[str, Any]:
+def _document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> AdviceDocument:
     from autotune.estimate.advice import in_order, pareto_front, rank
+    from autotune.results.predicted import AdviceDocument, PricesDocument
 
     front = pareto_front(offers)
-    return {
-        "predicted": True,
-        "workload": {name: value for name, value in workload.document().items() if name != "config"},
-        "samples": samples,
-        "prices": {"unit": prices.unit, "source": prices.source},
-        "gpus": [_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
-    }
+    return AdviceDocument(
+        predicted=True,
+        workload={name: value for name, value in workload.document().items() if name != "config"},
+        samples=samples,
+        prices=PricesDocument(prices.unit, prices.source),
+        gpus=[_row(offer, workload, rank(offer, offers), offer in front) for offer in in_order(offers)],
+    )
 
 
-def _row(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> dict[str, Any]:
+def _row(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
     from autotune.devices.gpus import CHECKED_AGAINST
+    from autotune.results.predicted import FittingOfferDocument, OfferDocument, speed_document
 
     rates = offer.chip.rates
-    row: dict[str, Any] = {
-        "gpu": offer.chip.name,
-        "gpus": offer.gpus,
-        "fits": offer.best is not None,
-        "why_not": offer.why_not,
-        "grade": offer.graded.grade if offer.graded is not None else None,
-        "rank": place,
-        "is_on_pareto_front": is_on_front,
-        "hours": offer.hours,
-        "hours_interval": offer.interval_hours,
-        "price_per_hour": offer.price_per_hour,
-        "cost": offer.cost,
-        "cost_interval": offer.interval_cost,
-        "samples_per_currency_unit": offer.samples / offer.cost if offer.cost else None,
-        "joules_per_sample": offer.graded.joules_per_sample if offer.graded is not None else None,
-        "most_joules_per_sample": offer.most_joules_per_sample,
-        "rates_source": rates.source if rates is not None else None,
-        "rates_checked_against": CHECKED_AGAINST.get(offer.chip.name) if rates is not None else None,
-    }
-    if offer.best is not None:
-        row["candidate"] = offer.best.candidate.parameters()
-        row |= speed_document(offer.best, workload)
-    return row
+    row = OfferDocument(
+        gpu=offer.chip.name,
+        gpus=offer.gpus,
+        fits=offer.best is not None,
+        why_not=offer.why_not,
+        grade=offer.graded.grade if offer.graded is not None else None,
+        rank=place,
+        is_on_pareto_front=is_on_front,
+        hours=offer.hours,
+        hours_interval=offer.interval_hours,
+        price_per_hour=offer.price_per_hour,
+        cost=offer.cost,
+        cost_interval=offer.interval_cost,
+        samples_per_currency_unit=offer.samples / offer.cost if offer.cost else None,
+        joules_per_sample=offer.graded.joules_per_sample if offer.graded is not None else None,
+        most_joules_per_sample=offer.most_joules_per_sample,
+        rates_source=rates.source if rates is not None else None,
+        rates_checked_against=CHECKED_AGAINST.get(offer.chip.name) if rates is not None else None,
+    )
+    if offer.best is None:
+        return row
+    speed = speed_document(offer.best, workload)
+    return FittingOfferDocument(**vars(row), **vars(speed), candidate=offer.best.candidate.parameters())
 
 
 def _print(offers: list[Offer], workload: Workload, effective_batch: int, samples: float, prices: Prices) -> None:

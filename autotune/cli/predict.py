@@ -9,9 +9,10 @@ from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, table_options
 from autotune.cli.output import print_json
-from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, speed_document
+from autotune.cli.predictions import batches_of, find_named, known_chips, predictions
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
+from autotune.core.schema import encode
 
 if TYPE_CHECKING:
     from autotune.core.candidate import Arm
@@ -131,6 +132,7 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, A
 def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> dict[str, Any]:
     from autotune.core.candidate import Candidate
     from autotune.estimate.memory import reserved_interval
+    from autotune.results.predicted import speed_document
 
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
@@ -153,7 +155,7 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
                 "anatomy_bytes": prediction.anatomy,
             }
             if speeds is not None and operations is not None:
-                row |= speed_document(speeds.predict(operations, candidate), workload)
+                row |= encode(speed_document(speeds.predict(operations, candidate), workload))
             rows.append(row)
     parameters = {name: value for name, value in Candidate(arm, 1).parameters().items() if "batch" not in name}
     parameters.pop("gradient_accumulation_steps")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from autotune.core.workload import Workload
     from autotune.devices.gpus import Chip
     from autotune.estimate.memory import MemoryModel, Question
-    from autotune.estimate.step_time import StepTime
     from autotune.space.space import Space
     from autotune.tuning.answers import AnswersBeside
     from autotune.tuning.prepare import Prepared
@@ -125,18 +124,3 @@ def batches_of(space: Space) -> list[int]:
     if space.batches.effective_batch is None:
         return []
     return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
-
-
-def speed_document(predicted: StepTime, workload: Workload) -> dict[str, Any]:
-    """Return the predicted speed of a candidate as JSON-ready data."""
-    low, high = predicted.interval_samples_per_second
-    return {
-        "step_seconds": predicted.seconds,
-        "gpu_seconds": predicted.gpu_seconds,
-        "samples_per_second": predicted.samples_per_second,
-        "samples_per_second_interval": [low, high],
-        "tokens_per_second": predicted.samples_per_second * workload.seq_len if workload.is_text else None,
-        "model_flops_utilization": predicted.utilisation,
-        "limited_by": predicted.limited_by,
-        "gpu_seconds_by_kind": predicted.gpu_seconds_by_kind,
-    }

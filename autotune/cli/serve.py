@@ -11,6 +11,7 @@ import click
 from autotune.cli.options import table_options
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
+from autotune.core.installation import how_to_add
 from autotune.core.options import AGENT_STORAGE_VARIABLE
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def _needs_extra(error: ImportError) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"a service needs a package that is not installed ({error.name})", "pip install 'autotune[serve]'"
-    )
+    return InvalidRequestError(f"a service needs a package that is not installed ({error.name})", how_to_add("serve"))
 
 
 @click.command()

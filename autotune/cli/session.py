@@ -38,7 +38,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     name = shlex.quote(report.study.name)
     click.echo("\nNext:")
     if report.best is not None:
-        takes_options = is_script(report.workload["task"], report.workload["model"])
+        takes_options = is_script(report.workload)
         file = "settings.json" if report.is_loop else "training_arguments.json"
         form = "--format cli" if takes_options else f"> {file}"
         click.echo(f"  autotune export {name}{where} {form}")

@@ -58,6 +58,8 @@ class Export:
     """Environment variables that the training process needs from its start."""
     interface: dict[str, Any] = field(default_factory=dict)
     """How the user's own code takes its settings; empty for a model by name, and in studies that did not look."""
+    is_script: bool = False
+    """Whether the user's own code is a script, which takes options, rather than a function."""
     world_size: int = 1
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
@@ -122,6 +124,7 @@ def make_export(report: Report) -> Export:
         omp_threads=environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None,
         interface=interface,
         on_cpu=environment["device_kind"] == "cpu",
+        is_script=is_script(report.workload),
         world_size=int(report.study.request.get("world_size") or 1),
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
@@ -184,7 +187,7 @@ def _beside(export: Export) -> list[str]:
 
 def _over(export: Export) -> str:
     """Return how the arguments get to the user's script or function."""
-    if not is_script(export.task, export.model):
+    if not export.is_script:
         return f"hand them to {export.model} as its overrides"
     place = export.interface.get("place") or "its file of settings"
     match export.interface.get("from"):

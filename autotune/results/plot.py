@@ -7,6 +7,7 @@ import importlib.util
 from typing import Any
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.installation import how_to_add
 from autotune.core.units import GIB, MIB, format_bytes
 from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart
 from autotune.results.report import Report
@@ -20,7 +21,7 @@ def plot_trials(report: Report) -> Any:
     Returns the matplotlib ``Axes`` of a new figure; raises ``InvalidRequestError`` where matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidRequestError("a plot needs matplotlib, which is not installed", "pip install 'autotune[plot]'")
+        raise InvalidRequestError("a plot needs matplotlib, which is not installed", how_to_add("plot"))
     axes = importlib.import_module("matplotlib.pyplot").subplots(layout="constrained")[1]
     chart = speed_chart(report)
     unit, name = (GIB, "GiB") if chart.cap_bytes >= 2 * GIB else (MIB, "MiB")

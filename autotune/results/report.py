@@ -199,6 +199,6 @@ def lengths_of(workload: Document) -> Lengths | None:
     return facts.lengths if facts else None
 
 
-def is_script(task: str, model: str) -> bool:
-    """Return whether the user's own code is a script, which takes options, rather than a function."""
-    return task == "own" and ":" not in model
+def is_script(workload: Document) -> bool:
+    """Return whether what was trained is a script of the user's, which takes options."""
+    return (workload.get("source") or {}).get("kind") == "script"

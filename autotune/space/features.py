@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from autotune.core.candidate import Arm
 from autotune.core.errors import InvalidRequestError
+from autotune.core.installation import how_to_add
 from autotune.core.workload import Workload
 
 # torch reads the older name first, and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
@@ -80,7 +81,7 @@ def require(package: str, lever: str) -> None:
 
 def how_to_install(package: str) -> str:
     """Return the command that installs a package."""
-    return f"pip install 'autotune[{EXTRAS[package]}]'" if package in EXTRAS else f"pip install {package}"
+    return how_to_add(EXTRAS[package]) if package in EXTRAS else f"pip install {package}"
 
 
 def compiles(arm: Arm) -> bool:

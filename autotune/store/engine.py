@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.core.errors import StorageError
+from autotune.core.installation import how_to_add
 from autotune.store import postgres
 from autotune.store.location import Location
 from autotune.store.strict_json import read_strict_json, write_strict_json
@@ -57,7 +58,7 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
         try:
             engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})
         except ImportError as error:
-            extra = "pip install 'autotune[postgres]'" if location.is_postgres else "install it"
+            extra = how_to_add("postgres") if location.is_postgres else "install it"
             raise StorageError(
                 f"{location.label} needs a Python package that is not installed ({error})",
                 f"{extra}, or {location.another}",

@@ -13,7 +13,9 @@ from recorded_steps import Subject
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed
+from autotune.core.schema import decode
 from autotune.devices.prices import EXAMPLES, read_prices
+from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument, PricesDocument
 from autotune.store import StudyRecord, TrialRecord, open_store
 
 _SMALL = (
@@ -55,7 +57,9 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     done = run_process(*_SMALL, *words, folder=tmp_path, cold=cold)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["prices"] == {"unit": "EUR", "source": "as given"}
+    assert decode(document, AdviceDocument).prices == PricesDocument("EUR", "as given")
+    for row in document["gpus"]:
+        decode(row, FittingOfferDocument if row["fits"] else OfferDocument)
     by_name = {row["gpu"]: row for row in document["gpus"] if row["gpus"] == 1}
     # So small a model waits for the host on either, so that the cheaper one costs less.
     assert [row["gpu"] for row in document["gpus"] if row["gpus"] == 1] == ["l4", "h100-80gb", "t4", "a10g"]

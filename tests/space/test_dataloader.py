@@ -11,6 +11,7 @@ from searching import BERT_LARGE, Run, facts, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
@@ -93,10 +94,10 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
     assert list(dict.fromkeys(counts)) == [0, *climbed]
     assert found.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
     script = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
-    own = {"own": Candidate(Arm(), 8).parameters(), "config": None, "dtype": "float32"}
-    of_script = run("script", script, samples=64, **own)
+    own = OwnSettings("adamw_torch_fused", 8)
+    of_script = run("script", script, samples=64, own=own)
     assert of_script.best.candidate.arm.dataloader_num_workers == max([0, *climbed])
-    for others in (run("made-up", BERT_LARGE), run("streamed", script, samples=None, **own)):
+    for others in (run("made-up", BERT_LARGE), run("streamed", script, samples=None, own=own)):
         assert {t.candidate.arm.dataloader_num_workers for t in others.trials} == {0}, "nothing is loaded, or twice"
 
 

@@ -20,6 +20,8 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.inspection import ModelFacts
+from autotune.core.installation import how_to_add
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -205,7 +207,7 @@ class TestPackages:
         with pytest.raises(InvalidRequestError) as caught:
             request(optims=("adamw_bnb_8bit",)).check()
         assert "bitsandbytes, which is not installed" in caught.value.message
-        assert caught.value.hint == "pip install 'autotune[bitsandbytes]'"
+        assert caught.value.hint == how_to_add("bitsandbytes")
 
     def test_every_extra_that_is_named_is_there(self) -> None:
         extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -307,7 +309,7 @@ class TestAdapters:
         assert caught.value.hint == "add --peft lora"
 
     def test_adapters_need_less_than_training_everything(self) -> None:
-        model = {"parameters": 10**9, "trainable_parameters": 10**6}
+        model = ModelFacts("Model", 10**9, 10**6, ("sdpa",))
         least = training_state_bytes(replace(request(), workload=self.LORA), model)
         assert least == 4 * 10**6 * 4 + (10**9 - 10**6) * 4
         quantized = replace(self.LORA, dtype="bfloat16", quantize="4bit")

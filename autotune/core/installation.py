@@ -1,0 +1,42 @@
+"""Say how to add what an extra of this package needs, in the way that the package was installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+_NAME = "autotune"
+
+
+def how_to_add(extra: str) -> str:
+    """Return the command that installs an extra where this process runs."""
+    return command_to_add(extra, Path(sys.prefix), _direct_url())
+
+
+def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
+    """Return the command for an environment, and for the record of where the package came from (PEP 610), if any.
+
+    uv and pipx leave a file of their own in the environment of a tool.
+    """
+    source, is_editable = _NAME, False
+    if direct_url is not None:
+        record = json.loads(direct_url)
+        is_editable = bool(record.get("dir_info", {}).get("editable"))
+        if record.get("url", "").startswith("file:"):
+            source = unquote(urlparse(record["url"]).path)
+    named = f"{'-e ' if is_editable else ''}'{source}[{extra}]'"
+    if (prefix / "uv-receipt.toml").exists():
+        return f"uv tool install {named}"
+    if (prefix / "pipx_metadata.json").exists():
+        return f"pipx install --force '{source}[{extra}]'"
+    return f"pip install {named}"
+
+
+def _direct_url() -> str | None:
+    try:
+        return importlib.metadata.distribution(_NAME).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None

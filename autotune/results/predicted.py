@@ -1,0 +1,95 @@
+"""Describe the JSON documents of predictions: the speed of a candidate, and what ``advise`` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.workload import Workload
+from autotune.estimate.step_time import Limiter, StepTime
+
+
+@dataclass(frozen=True)
+class SpeedDocument:
+    """The predicted speed of a candidate."""
+
+    step_seconds: float
+    gpu_seconds: float
+    samples_per_second: float
+    samples_per_second_interval: tuple[float, float]
+    tokens_per_second: float | None
+    """``None`` for images, speech and the user's own code."""
+    model_flops_utilization: float
+    limited_by: Limiter
+    gpu_seconds_by_kind: dict[str, float]
+    """GPU time of a step by kind of operation."""
+
+
+def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
+    """Return the predicted speed of a candidate as it is printed."""
+    tokens = predicted.samples_per_second * workload.seq_len if workload.is_text else None
+    return SpeedDocument(
+        predicted.seconds,
+        predicted.gpu_seconds,
+        predicted.samples_per_second,
+        predicted.interval_samples_per_second,
+        tokens,
+        predicted.utilisation,
+        predicted.limited_by,
+        predicted.gpu_seconds_by_kind,
+    )
+
+
+@dataclass(frozen=True)
+class OfferDocument:
+    """What one kind of GPU, or several equal ones, would do."""
+
+    gpu: str
+    gpus: int
+    fits: bool
+    why_not: str | None
+    grade: str | None
+    """``measured``, ``scaled`` or ``predicted``."""
+    rank: int | None
+    """By cost; GPUs of one rank may cost the same, since their intervals overlap."""
+    is_on_pareto_front: bool
+    """Whether no other is both as fast and as cheap."""
+    hours: float | None
+    hours_interval: tuple[float, float] | None
+    price_per_hour: float | None
+    """Of all GPUs together."""
+    cost: float | None
+    cost_interval: tuple[float, float] | None
+    samples_per_currency_unit: float | None
+    joules_per_sample: float | None
+    most_joules_per_sample: float | None
+    rates_source: str | None
+    rates_checked_against: str | None
+
+
+@dataclass(frozen=True)
+class FittingOfferDocument(SpeedDocument, OfferDocument):
+    """An offer on which a candidate fits whose speed is known: that of the fastest."""
+
+    candidate: Any
+
+
+@dataclass(frozen=True)
+class PricesDocument:
+    """Where prices come from."""
+
+    unit: str
+    source: str
+
+
+@dataclass(frozen=True)
+class AdviceDocument:
+    """What ``advise`` prints."""
+
+    predicted: bool
+    workload: dict[str, Any]
+    """Without its config."""
+    samples: float
+    prices: PricesDocument
+    gpus: list[Any]
+    """In the order in which they are to be chosen."""

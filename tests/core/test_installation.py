@@ -1,0 +1,34 @@
+"""Test that the command which installs an extra is that of the way in which the package was installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.core.installation import command_to_add
+
+FOLDER = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {}})
+EDITABLE = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {"editable": True}})
+GIT = json.dumps({"url": "https://example.org/autotune.git", "vcs_info": {"vcs": "git", "commit_id": "0"}})
+
+
+@pytest.mark.parametrize(
+    ("receipt", "direct_url", "command"),
+    [
+        (None, None, "pip install 'autotune[plot]'"),
+        (None, FOLDER, "pip install '/home/me/my code[plot]'"),
+        (None, EDITABLE, "pip install -e '/home/me/my code[plot]'"),
+        (None, GIT, "pip install 'autotune[plot]'"),
+        ("uv-receipt.toml", None, "uv tool install 'autotune[plot]'"),
+        ("uv-receipt.toml", EDITABLE, "uv tool install -e '/home/me/my code[plot]'"),
+        ("pipx_metadata.json", FOLDER, "pipx install --force '/home/me/my code[plot]'"),
+    ],
+)
+def test_the_command_is_that_of_the_installation(
+    receipt: str | None, direct_url: str | None, command: str, tmp_path: Path
+) -> None:
+    if receipt is not None:
+        (tmp_path / receipt).touch()
+    assert command_to_add("plot", tmp_path, direct_url) == command
