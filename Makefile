@@ -17,7 +17,7 @@ help:
 	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
 	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
-	@echo "make test-service  measure a service under load: agents, jobs and listeners"
+	@echo "make test-service  measure a service: under load, under faults, and the start of a search"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
@@ -86,10 +86,13 @@ test-clients: install-dev
 	$(INSTALL) --editable '.[dev,clients]'
 	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
 
-# Measures a service under load: 50 agents, 5,000 jobs of a stand-in trial, 200 listeners. Then the same of the database
-# alone, in a file and on a PostgreSQL server, which is killed again and again.
+# Measures a service: the start of a search on a warm agent; 50 agents, 5,000 jobs of a stand-in trial and 200 listeners;
+# a hundred faults. Then the load on the database alone, in a file and on a PostgreSQL server, which is killed again and
+# again. LOAD= takes more options, such as --storage postgresql+psycopg://…
 test-service: install-dev
-	$(BIN)/python tests/service/load.py
+	$(BIN)/python tests/service/first_trial.py
+	$(BIN)/python tests/service/load.py $(LOAD)
+	$(BIN)/python tests/service/faults.py
 	$(BIN)/python -m pytest -m service
 
 test-gpu: install-dev

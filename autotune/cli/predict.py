@@ -16,6 +16,7 @@ from autotune.core.schema import encode
 
 if TYPE_CHECKING:
     from autotune.core.candidate import Arm
+    from autotune.core.errors import AutotuneError
     from autotune.devices.gpus import Chip
     from autotune.estimate.memory import MemoryModel
     from autotune.estimate.step_time import StepTimeModel
@@ -47,6 +48,7 @@ def predict(
     gpu: tuple[str, ...] | None,
     gpu_spec: str | None,
     storage: str,
+    server: str | None,
     **options: Any,
 ) -> None:
     """Predict what fits on a GPU that is not at hand and how fast it trains, without running anything on one.
@@ -60,20 +62,19 @@ def predict(
     """
     if options["model"] is None:
         raise click.MissingParameter(ctx=ctx, param_hint="--model", param_type="option")
-    targets = _chips(gpu, options["memory_limit"], gpu_spec)
-    from autotune.tuning.answers import AnswersBeside
+    if server is not None:
+        from autotune.cli.remote import predict_remotely
 
-    with AnswersBeside(storage) as answers:
-        predicted = predictions(targets, [options] * len(targets), answers)
-    documents = [
-        _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
-    ]
-    if answers.problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
-        click.echo(f"autotune: what was predicted is not kept: {answers.problem.message}", err=True)
+        named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+        predicted = predict_remotely(server, {name: ctx.params[name] for name in named})
+    else:
+        predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
+        if problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
+            click.echo(f"autotune: what was predicted is not kept: {problem.message}", err=True)
     if as_json:
-        accuracy = {"accuracy": ACCURACY, "speed_accuracy": SPEED_ACCURACY}
-        print_json({"predicted": True, **accuracy, "gpus": documents, "arms": documents[0]["arms"]})
+        print_json(predicted)
         return
+    documents = predicted["gpus"]
     for document in documents:
         _print(document, all_batches, anatomy)
     if len(documents) > 1:
@@ -81,6 +82,22 @@ def predict(
     click.echo(f"Predicted, not measured: {ACCURACY}.", err=True)
     if any(document["best"] is not None for document in documents):
         click.echo(f"Speed: {SPEED_ACCURACY}.", err=True)
+
+
+def predicted_document(
+    gpu: tuple[str, ...] | None, gpu_spec: str | None, storage: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], AutotuneError | None]:
+    """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
+    from autotune.tuning.answers import AnswersBeside
+
+    targets = _chips(gpu, options["memory_limit"], gpu_spec)
+    with AnswersBeside(storage) as answers:
+        predicted = predictions(targets, [options] * len(targets), answers)
+    documents = [
+        _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
+    ]
+    accuracy = {"accuracy": ACCURACY, "speed_accuracy": SPEED_ACCURACY}
+    return {"predicted": True, **accuracy, "gpus": documents, "arms": documents[0]["arms"]}, answers.problem
 
 
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:

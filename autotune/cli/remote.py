@@ -17,6 +17,7 @@ from autotune.cli.output import print_json
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BRINGS_CODE, json_value
+from autotune.core.units import format_bytes, format_rate
 from autotune.service.client import Client
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
@@ -40,6 +41,10 @@ class _RemoteView:
         """The status line, cut where the terminal ends."""
         told = status_line(self.status, time.monotonic() - self._started)
         return Text(told, no_wrap=True, overflow="ellipsis")
+
+
+# A prediction of a model that nobody asked for before takes a minute or two of the service's processor.
+_PREDICT_SECONDS = 600.0
 
 
 @contextmanager
@@ -82,6 +87,41 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     click.echo(client.request("GET", f"{path}/report", query={"format": "text"}).rstrip("\n"))
     click.echo(f"\nNext:\n  {client.url}{search['links']['page']}")
     click.echo(f"  {client.url}{search['links']['export']}?format=cli")
+
+
+def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
+    """Return what a service predicts; ``given`` are the options of the command line."""
+    for name in ("storage", "gpu_spec"):
+        if given.get(name):
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
+    shown = ("as_json", "server", "all_batches", "anatomy")
+    asked = {name: json_value(value) for name, value in given.items() if name not in shown}
+    predicted: Document = Client(server).request("POST", "/v1/predict", asked, timeout_seconds=_PREDICT_SECONDS)
+    return predicted
+
+
+def verify_remotely(server: str, study: str, steps: int, *, as_json: bool) -> None:
+    """Have a service verify one of its studies, and print what came of it; raises where a promise was not kept."""
+    client = Client(server)
+    asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps})
+    problem = _watch(client, asked)
+    if problem is not None:
+        raise error_of(problem)
+    shown = client.request("GET", f"/v1/verify/{quote(str(asked['id']), safe='')}")
+    verification = shown["verification"]
+    if as_json:
+        print_json(verification)
+    else:
+        for name in ("promised", "obtained"):
+            figures = verification[name]
+            speed, peak = figures["samples_per_second"], figures["peak_reserved_bytes"]
+            rate = format_rate(speed) if speed is not None else "no"
+            reserved = format_bytes(peak) if peak is not None else "none"
+            click.echo(f"{name:9} {rate} samples/s, {reserved} reserved")
+        click.echo(f"the promise is {verification['verdict']}")
+    if shown["missed"] is not None:
+        raise error_of(shown["missed"])
 
 
 def _watch(client: Client, search: Document) -> Document | None:

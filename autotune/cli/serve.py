@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -75,7 +75,15 @@ def serve(
             has_agent=has_agent, certificate=certificate, key=key, behind_proxy=behind_proxy,
         ),
         ready,
+        lambda options: _predict(options, storage),
     )  # fmt: skip
+
+
+def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
+    from autotune.cli.predict import predicted_document
+
+    gpu = options.pop("gpu")
+    return predicted_document(gpu, None, storage, options)[0]
 
 
 @click.command()
@@ -91,8 +99,12 @@ def serve(
 )
 @click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
-def agent(server: str | None, device: str | None, database: str, shared: bool, with_parent: bool) -> None:
+def agent(
+    server: str | None, device: str | None, gpus: str | None, database: str, shared: bool, with_parent: bool
+) -> None:
     """Run the searches of a service on this machine, until Ctrl-C or SIGTERM.
+
+    With --gpus it runs one search at a time, also such as train on several GPUs together.
 
     The agent asks the service for work, so no port need be open here. A search that runs when the agent ends goes
     back to the queue, with its trials.
@@ -100,16 +112,19 @@ def agent(server: str | None, device: str | None, database: str, shared: bool, w
     \b
       AUTOTUNE_TOKEN=... autotune agent --server http://gpu-box:8321
     """
-    from autotune.devices import find_device
+    from autotune.devices import find_device, find_gpus
     from autotune.service.agent import Agent, end_with_parent, run_agents
 
     client = _client(server)
-    if device is None:
+    if gpus is not None and device is not None:
+        raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
+    if device is None and gpus is None:
         run_agents(str(server), database)
         return
     if with_parent:
         end_with_parent()
-    Agent(client, find_device(device), database, lambda text: click.echo(text, err=True), is_shared=shared).run()
+    devices = find_gpus(gpus) if gpus is not None else (find_device(str(device)),)
+    Agent(client, devices, database, lambda text: click.echo(text, err=True), is_shared=shared).run()
 
 
 @click.command()

@@ -9,6 +9,7 @@ import click
 
 from autotune.cli.options import table_options
 from autotune.cli.output import print_json
+from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode
 
 if TYPE_CHECKING:
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
 )
 @click.option("--study", metavar="NAME", help="The study that FILE is an export of [default: the one that fits].")
 @table_options("verify")
-def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, storage: str, as_json: bool) -> None:
+def verify(
+    study_or_file: str,
+    steps: int,
+    same_loss: bool,
+    study: str | None,
+    storage: str,
+    server: str | None,
+    as_json: bool,
+) -> None:
     """Train with a stock Trainer as exported, and compare with what was promised.
 
     \b
@@ -38,6 +47,13 @@ def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, s
     A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
     between them (in a temporary folder); their memory is told apart and their time is left out.
     """
+    if server is not None:
+        from autotune.cli.remote import verify_remotely
+
+        if same_loss:
+            raise InvalidRequestError("--same-loss means nothing with --server", "leave one of them out")
+        verify_remotely(server, study or study_or_file, steps, as_json=as_json)
+        return
     from autotune.store import open_store
     from autotune.verify.document import verification_document
 
@@ -55,7 +71,6 @@ def verify(study_or_file: str, steps: int, same_loss: bool, study: str | None, s
 
 
 def _target(store: object, study_or_file: str, study: str | None) -> Target:
-    from autotune.core.errors import InvalidRequestError
     from autotune.results.report import load_report
     from autotune.store import Store
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of

@@ -413,7 +413,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus", GPUS,
         "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
-        DEVICE, metavar="N|all|LIST",
+        DEVICE, ("search", "agent"), metavar="N|all|LIST",
+        help_in={"agent": "Run searches that train on several GPUs together, on these: a number, all, or a list."},
     ),
     Option(
         "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE,
@@ -526,7 +527,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
-        WHERE, ("search", "agent", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER", in_function=False,
+        WHERE, ("search", "predict", "verify", "agent", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER",
+        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service whose agent runs it."},
+        in_function=False,
     ),
     Option("priority", SEED, "In the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
     Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),

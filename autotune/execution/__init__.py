@@ -2,5 +2,6 @@
 
 from autotune.execution.executor import Event, Executor, LocalExecutor, TrialJob, run_trial
 from autotune.execution.trial_server import TrialServer
+from autotune.execution.warm_server import WarmServer
 
-__all__ = ["Event", "Executor", "LocalExecutor", "TrialJob", "TrialServer", "run_trial"]
+__all__ = ["Event", "Executor", "LocalExecutor", "TrialJob", "TrialServer", "WarmServer", "run_trial"]

@@ -1,4 +1,4 @@
-"""Start the process of the trial server, exchange messages with it, and end it with everything that it runs."""
+"""Start the trial server's process or take an idle one, exchange messages with it, and end it with all that it runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from pathlib import Path
 
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
-from autotune.core.pipes import LineReader, wait_until_ready, write_all
+from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.core.workload import Workload
-from autotune.execution import launch
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
+from autotune.execution.warm_server import LEAVE_SECONDS, Imports, StartedServer, WarmServer, start_server
 
 # Importing torch and transformers took 4 s on a laptop's disk, 11 s on a cold network disk; minutes mean trouble.
 _START_SECONDS = 300.0
-# How long a server may take to end what it runs once its pipe is closed; it needs milliseconds.
-_LEAVE_SECONDS = 10.0
 
 
 def _how_to_start(error: OSError) -> str:
@@ -53,20 +51,26 @@ class _Child:
 class ServerProcess:
     """The server's process, which is started again where it died between two jobs.
 
-    Where ``on_start`` is given, the process starts when it is first needed, and ``on_start`` is called then.
+    Where ``on_start`` is given, the process starts when it is first needed, and ``on_start`` is called then. An idle
+    server of ``warm`` is taken instead of a start where it has the right imports, and goes back there at the end.
     """
 
     def __init__(
-        self, placement: Placement, workload: Workload, log_folder: Path, on_start: Callable[[], None] | None = None
+        self,
+        placement: Placement,
+        workload: Workload,
+        log_folder: Path,
+        on_start: Callable[[], None] | None = None,
+        warm: WarmServer | None = None,
     ) -> None:
         self.placement = placement
         self.workload = workload
         self.log_path = log_folder / "server.log"
         """Where the server's own output goes."""
         self._on_start = on_start
-        self._server: subprocess.Popen[bytes] | None = None
-        self._reports: LineReader | None = None
-        self._ready = False
+        self._warm = warm
+        self._server: StartedServer | None = None
+        self._was_idle = False
         # Of jobs that have not ended, by their ids.
         self._children: dict[str, _Child] = {}
 
@@ -83,7 +87,7 @@ class ServerProcess:
     @property
     def fd(self) -> int | None:
         """The file descriptor that can be read when there are messages; ``None`` without a process."""
-        return self._reports.fd if self._reports is not None else None
+        return self._server.reports.fd if self._server is not None else None
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
         """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
@@ -91,39 +95,38 @@ class ServerProcess:
         return child.pids if child is not None else ()
 
     def start(self) -> None:
-        """Start the process; its imports overlap with whatever the caller does next."""
+        """Start the process, or take the idle one; its imports overlap with whatever the caller does next."""
+        environment = self._environment()
+        imports = Imports.of(self.workload, environment)
+        self._server = self._warm.take(imports) if self._warm is not None else None
+        self._was_idle = self._server is not None
         on_start, self._on_start = self._on_start, None
-        if on_start is not None:
-            on_start()
-        try:
-            self._server, read_fd = self._popen()
-        except OSError as error:
-            raise TrialServerError(
-                f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
-            ) from error
-        self._reports, self._ready = LineReader(read_fd), False
+        if self._server is None:
+            if on_start is not None:
+                on_start()
+            try:
+                self._server = start_server(self.log_path, environment, imports)
+            except OSError as error:
+                raise TrialServerError(
+                    f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
+                ) from error
+        elif not self._server.is_ready:
+            # Once it is ready it is told the workload.
+            return
+        self._server.is_ready = False
+        self._tell_workload()
+
+    def _tell_workload(self) -> None:
+        told: Document = {"workload": self.workload.document()}
+        if self._was_idle:
+            told["log_path"] = str(self.log_path.absolute())
         try:
             # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
             # before it has read it is noticed by whoever waits for it.
-            self.send({"workload": self.workload.document()}, time.monotonic() + _START_SECONDS)
+            self.send(told, time.monotonic() + _START_SECONDS)
         except BaseException:
             self.close()
             raise
-
-    def _popen(self) -> tuple[subprocess.Popen[bytes], int]:
-        """Start the process; return it with the end of the pipe from which its messages are read."""
-        read_fd, write_fd = os.pipe()
-        try:
-            with open(self.log_path, "ab") as log:
-                server = launch.start_module("autotune.worker.server", write_fd, log, self._environment())
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
-        assert server.stdin is not None
-        os.set_blocking(server.stdin.fileno(), False)
-        return server, read_fd
 
     def _environment(self) -> dict[str, str]:
         own_code = self.workload.source is not None
@@ -136,15 +139,20 @@ class ServerProcess:
         It is started where there is none, and again where it died between two jobs. ``TrialServerError`` where its
         imports fail.
         """
-        if self._server is not None and self._server.poll() is not None and self._ready:
+        if self._server is not None and self._server.is_ready and self._server.process.poll() is not None:
             self.close()
         is_new = self._server is None
         if is_new:
             self.start()
         deadline = time.monotonic() + _START_SECONDS
         was_killed = False
-        while not self._ready:
+        while self._server is not None and not self._server.is_ready:
             messages = self.read(deadline)
+            if messages is None and self._was_idle:
+                # What ended it may have been about the searches before; a new one has no past.
+                self.close()
+                self.start()
+                continue
             if messages is None and not was_killed and self._was_killed():
                 was_killed = True
                 self.close()
@@ -163,29 +171,32 @@ class ServerProcess:
                         f"the trial server cannot import what it needs: {message['import_error']}",
                         "install torch and transformers into the environment that runs autotune",
                     )
-                self._ready = self._ready or "ready" in message
+                if "ready" in message and self._was_idle:
+                    self._tell_workload()
+                elif "ready" in message or "adopted" in message:
+                    self._server.is_ready = True
         return is_new
 
     def _was_killed(self) -> bool:
         """Return whether a signal ended the server, which says nothing against another one."""
         assert self._server is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._server.wait(timeout=_LEAVE_SECONDS) < 0
+            return self._server.process.wait(timeout=LEAVE_SECONDS) < 0
         return False
 
     def send(self, message: Document, deadline: float) -> bool:
         """Send a line; return ``False`` where the server is gone or does not read before the deadline."""
         assert self._server is not None
-        assert self._server.stdin is not None
-        return write_all(self._server.stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
+        return self._server.send(message, deadline)
 
     def read(self, deadline: float) -> list[Document] | None:
         """Return the messages that have come, waiting for some until ``deadline``; ``None`` once the server is gone."""
-        assert self._reports is not None
-        if not wait_until_ready([self._reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
+        assert self._server is not None
+        reports = self._server.reports
+        if not wait_until_ready([reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
             return []
-        lines = self._reports.read()
-        if not lines and self._reports.closed:
+        lines = reports.read()
+        if not lines and reports.closed:
             return None
         messages = [json.loads(line) for line in lines]
         for message in messages:
@@ -195,25 +206,21 @@ class ServerProcess:
                 self._children.pop(message["ended"], None)
         return messages
 
+    def release(self) -> None:
+        """Hand a server that runs nothing back, for the next search to take; end any other one."""
+        server = self._server
+        if self._warm is None or server is None or not server.is_ready or self._children:
+            self.close()
+            return
+        self._server = None
+        self._warm.keep(server)
+
     def close(self) -> None:
         """End the server and whatever it runs; no process and no file of a job is left."""
         server, self._server = self._server, None
         if server is None:
             return
-        if not self._ready:
-            # It runs nothing yet, and would only hear of the closed pipe once its imports are done.
-            server.kill()
-        if server.stdin:
-            with contextlib.suppress(OSError):
-                server.stdin.close()
-        try:
-            server.wait(timeout=_LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        if self._reports is not None:
-            os.close(self._reports.fd)
-            self._reports = None
+        server.end()
         children, self._children = self._children, {}
         for child in children.values():
             # A server that was killed has ended and removed nothing.

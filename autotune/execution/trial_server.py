@@ -24,6 +24,7 @@ from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
 from autotune.execution.process_outcome import check_own_code, how_it_ended
 from autotune.execution.server_process import ServerProcess
+from autotune.execution.warm_server import WarmServer
 from autotune.models.dataset_files import check_unchanged
 
 # The server ends a job at its time limit; the controller stops waiting for the server a little later.
@@ -51,7 +52,8 @@ class TrialServer:
 
     The server starts on entering, in the background, so that its imports overlap with whatever the caller does next;
     the first job waits for it. It is started again if it dies. Where ``on_start`` is given, the server starts with
-    the first job, and ``on_start`` is called then. A device stands for the placement of one rank on it.
+    the first job, and ``on_start`` is called then. A device stands for the placement of one rank on it. An idle server
+    of ``warm`` is used where there is a fitting one, and goes back there on leaving.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class TrialServer:
         workload: Workload,
         log_folder: Path,
         on_start: Callable[[], None] | None = None,
+        warm: WarmServer | None = None,
     ) -> None:
         self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
         self._log_folder = log_folder
-        self._process = ServerProcess(self.placement, workload, log_folder, on_start)
+        self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
         self._gpu = GpuInspection(self.placement, workload, log_folder)
@@ -78,7 +81,9 @@ class TrialServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._gpu.close()
-        self.close()
+        if any(not job.has_ended for job in self._jobs.values()):
+            self.close()
+        self._process.release()
         if self._data is not None:
             self._data.release()
             self._data = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 
 from autotune.core.errors import ServiceError
 from autotune.service.searches import Searches
@@ -17,6 +19,9 @@ COOKIE = "autotune_token"
 # So many wrong tokens from one address in a minute are refused without a look.
 _MOST_GUESSES = 20
 _GUESS_SECONDS = 60.0
+MOST_SUBMISSIONS = 1200
+"""What one token may submit in a minute: no person needs more, and a loop gone wild is stopped before the queue is
+full."""
 
 
 @dataclass
@@ -27,6 +32,7 @@ class Access:
     own: dict[str, TokenRecord] = field(default_factory=dict)
     """By digest."""
     _guesses: dict[str, list[float]] = field(default_factory=dict)
+    _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
     def identify(self, request: Request) -> TokenRecord | None:
         """Return the token of a request, from its header or from the page's cookie."""
@@ -43,6 +49,19 @@ class Access:
         if found is None:
             self._count_guess(address)
         return found
+
+    def count_submission(self, token: TokenRecord) -> None:
+        """Count what a token submits; ``ServiceError`` where that is too much in a minute."""
+        moment, recent = time.monotonic(), self._submissions.setdefault(token.id, deque())
+        while recent and moment - recent[0] >= 60.0:
+            recent.popleft()
+        if len(recent) >= MOST_SUBMISSIONS:
+            raise ServiceError(
+                f"the token {token.name!r} has submitted {MOST_SUBMISSIONS} requests within a minute",
+                "wait a minute",
+                status=429,
+            )
+        recent.append(moment)
 
     def _count_guess(self, address: str) -> None:
         moment = time.monotonic()
@@ -64,8 +83,15 @@ def searches_of(request: Request) -> Searches:
     return cast(Searches, request.app.state.searches)
 
 
-def _reader(request: Request) -> TokenRecord:
-    token = access_of(request).identify(request)
+# FastAPI runs a dependency that is not asynchronous in a thread, which takes longer than what these do.
+
+
+async def _known(request: Request) -> Searches:
+    return searches_of(request)
+
+
+async def _reader(request: Request) -> TokenRecord:
+    token = await run_in_threadpool(access_of(request).identify, request)
     if token is None:
         raise ServiceError(
             "this needs a token", "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN", status=401
@@ -73,7 +99,7 @@ def _reader(request: Request) -> TokenRecord:
     return token
 
 
-def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
+async def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
     if not may_write(token):
         raise ServiceError(
             f"the token {token.name!r} may only read", "ask the operator for one with the role run", status=403
@@ -81,6 +107,12 @@ def _runner(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
     return token
 
 
+async def _submitter(request: Request, token: Annotated[TokenRecord, Depends(_runner)]) -> TokenRecord:
+    access_of(request).count_submission(token)
+    return token
+
+
 Reader = Annotated[TokenRecord, Depends(_reader)]
 Writer = Annotated[TokenRecord, Depends(_runner)]
-Known = Annotated[Searches, Depends(searches_of)]
+Submitter = Annotated[TokenRecord, Depends(_submitter)]
+Known = Annotated[Searches, Depends(_known)]

@@ -2,11 +2,14 @@
 
 The search runs in the main thread, as on the command line. A thread beside it sends what happens and keeps the lease;
 where the search is to end, that thread sends this process a SIGTERM, which ends a search at once.
+
+Between searches an idle trial server is kept, so that a search need not wait for the imports of torch and transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
 import signal
@@ -14,26 +17,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from autotune import __version__
 from autotune.core.candidate import Candidate, Document
-from autotune.core.errors import AutotuneError, ServiceError, TrialServerError
+from autotune.core.errors import AutotuneError, PromiseMissedError, ServiceError, StorageError, TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.options import AGENT_STORAGE_VARIABLE
 from autotune.core.outcome import Completed, OutOfMemory
+from autotune.core.placement import Placement
+from autotune.core.schema import encode
 from autotune.devices import Device, find_device, list_devices
 from autotune.estimate.history import History
+from autotune.execution import WarmServer
+from autotune.results.report import load_report
 from autotune.service.client import Client
 from autotune.service.problems import problem_of
 from autotune.service.requests import search_request
+from autotune.service.verifications import VERIFIES
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.transfer import make_way, read_study, take_in_all, take_in_study
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.run import run_search
+from autotune.tuning.run import log_folder, run_search
+from autotune.verify.document import verification_document
+from autotune.verify.target import placement_of, target_of
+from autotune.verify.throughput import verify
 
 _CLAIM_WAIT_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 5.0
@@ -171,8 +182,7 @@ class _Lease:
                 return
             except AutotuneError as error:
                 # Its lease was lost, or the service is gone for good: the search then belongs to another.
-                is_away = isinstance(error, ServiceError) and error.status == 0
-                if not is_away or time.monotonic() > deadline:
+                if not _is_passing(error) or time.monotonic() > deadline:
                     return
             time.sleep(_RETRY_SECONDS)
 
@@ -237,23 +247,30 @@ class _Lease:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+# Status 0 means that nobody answered.
+_PASSING = (0, 429, 500, 502, 503, 504)
 _MOST_EVENTS = 200
 _MOST_RECORDS = 20
 # Of each trial, for a service that cannot read this machine's files.
 _MOST_LOG_BYTES = 16 * 1024
 
 
+# What a search imports when it needs it.
+_OF_A_SEARCH = ("autotune.tuning.loop", "autotune.execution.gpu_monitor")
+
+
 class Agent:
-    """Runs searches on one device until it is told to stop.
+    """Runs searches on one device, or on several at once, until it is told to stop.
 
     ``storage`` is the database that its searches are recorded in. ``is_shared`` says that it is the service's own.
     """
 
     def __init__(
-        self, client: Client, device: Device, storage: str, say: Callable[[str], None], *, is_shared: bool
+        self, client: Client, devices: Sequence[Device], storage: str, say: Callable[[str], None], *, is_shared: bool
     ) -> None:
         self._client = client
-        self._device = device
+        self._devices = tuple(devices)
+        self._device = devices[0]
         self._storage = storage
         self._say = say
         self._is_shared = is_shared
@@ -261,19 +278,22 @@ class Agent:
         self._is_searching = False
         self._id: str | None = None
         self._lease: _Lease | None = None
+        self._warm = WarmServer()
 
     def run(self) -> None:
         """Claim and search until a SIGTERM, SIGINT or SIGHUP. A search that runs then goes back to the queue."""
         is_waiting = False
-        with self._signals():
+        with self._warm, self._signals():
+            self._warm_up()
             while not self._is_stopping:
                 try:
                     self._id = self._id or self._register()
                     job = self._claim()
-                except ServiceError as error:
-                    if error.status not in (0, 404, 500, 502, 503):
+                except (ServiceError, StorageError) as error:
+                    is_unknown = isinstance(error, ServiceError) and error.status == 404
+                    if not is_unknown and not _is_passing(error):
                         raise
-                    self._id = None if error.status == 404 else self._id
+                    self._id = None if is_unknown else self._id
                     if not is_waiting:
                         self._say(f"{error.message}; asking again every {_RETRY_SECONDS:g} s")
                     is_waiting = True
@@ -284,15 +304,24 @@ class Agent:
                 is_waiting = False
                 if job is not None:
                     self._search(job)
+                    self._warm.prepare(Placement.of(self._device), os.environ)
         if self._id is not None:
             with contextlib.suppress(ServiceError):
                 self._client.request("DELETE", f"/v1/agents/{self._id}")
 
+    def _warm_up(self) -> None:
+        """Have the imports of a search done before there is one, here and in a trial server."""
+        self._warm.prepare(Placement.of(self._device), os.environ)
+        for name in _OF_A_SEARCH:
+            importlib.import_module(name)
+
     def _register(self) -> str:
         device, host = self._device, platform.node()
-        told = {"name": f"{host} {device.label}", "host": host, "version": __version__, "device": device.document()}
+        label = ", ".join(each.label for each in self._devices)
+        offer = {**device.document(), "count": len(self._devices)}
+        told = {"name": f"{host} {label}"[:200], "host": host, "version": __version__, "device": offer}
         found = self._client.request("POST", "/v1/agents", told)
-        self._say(f"agent of {device.label} ({device.name}) connected to {self._client.url}")
+        self._say(f"agent of {label} ({device.name}) connected to {self._client.url}")
         return str(found["id"])
 
     def _claim(self) -> Document | None:
@@ -314,9 +343,12 @@ class Agent:
         state, problem, why = "failed", None, ""
         try:
             self._is_searching = True
-            record = self._run_search(job, lease)
-            # A Ctrl-C during a trial ends the search after it.
-            state = "finished" if record.state == "finished" else "queued"
+            if VERIFIES in job["options"]:
+                self._verify(job, lease)
+                state = "finished"
+            else:
+                # A Ctrl-C during a trial ends the search after it.
+                state = "finished" if self._run_search(job, lease).state == "finished" else "queued"
         except KeyboardInterrupt:
             state, why = "queued", "its agent ended"
         except AutotuneError as error:
@@ -335,16 +367,16 @@ class Agent:
         self._say(f"search {job['study']}: {'lease lost' if lease.why_ended == 'lost' else state}")
 
     def _run_search(self, job: Document, lease: _Lease) -> StudyRecord:
-        device = find_device(self._device.uuid)
-        request = search_request(job["options"], device, str(job["study"]))
+        devices = [find_device(device.uuid) for device in self._devices]
+        request = search_request(job["options"], devices, str(job["study"]))
         request.check()
         if self._is_shared:
-            record, _ = run_search(request, self._storage, Teller(lease.send, lease.show), wait=True)
+            record, _ = run_search(request, self._storage, Teller(lease.send, lease.show), wait=True, warm=self._warm)
             return record
         study, found = str(job["study"]), lease.fetch_records()
         with open_store(self._storage) as store:
             engine, own = store.engine, found["own"]
-            make_way(engine, study, own["study"]["id"] if own else None)
+            make_way(engine, study, own)
             if own:
                 take_in_study(engine, own)
             take_in_all(engine, found["related"])
@@ -356,13 +388,35 @@ class Agent:
 
             try:
                 teller = Teller(lease.send, lease.show, record_trial)
-                record, _ = run_search(request, self._storage, teller, wait=True)
+                record, _ = run_search(request, self._storage, teller, wait=True, warm=self._warm)
                 return record
             finally:
                 # Whatever was missed on the way: how the study ended, trials that were interrupted.
                 whole = read_study(engine, study)
                 if whole is not None:
                     lease.record(whole, {})
+
+    def _verify(self, job: Document, lease: _Lease) -> None:
+        """Run a stock Trainer as a study exports it, and tell what it came to."""
+        study, found = str(job["options"][VERIFIES]), None if self._is_shared else lease.fetch_records()
+        with open_store(self._storage) as store:
+            if found is not None and found["own"]:
+                make_way(store.engine, study, found["own"])
+                take_in_study(store.engine, found["own"])
+            report = load_report(store, study)
+        target = target_of(report, placement_of(report))
+        note = f"training {report.workload['model']} for {job['options']['steps']} steps with a stock Trainer"
+        lease.send("line", {"text": note, "style": None})
+        log_path = log_folder(self._storage, study) / "verify.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        verification = verify(target, int(job["options"]["steps"]), log_path)
+        missed = None
+        try:
+            verification.check()
+        except PromiseMissedError as error:
+            missed = problem_of(error)
+        told = encode(verification_document(verification))
+        lease.send("verification", {"verification": told, "problem": missed})
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -383,6 +437,11 @@ class Agent:
 
     def _is_from_within(self) -> bool:
         return self._lease is not None and self._lease.why_ended is not None
+
+
+def _is_passing(error: AutotuneError) -> bool:
+    """Return whether the service may answer otherwise in a while: it is away, or its database is locked or full."""
+    return isinstance(error, StorageError) or (isinstance(error, ServiceError) and error.status in _PASSING)
 
 
 def _log_of(trial: TrialRecord | None) -> dict[str, str]:

@@ -15,8 +15,9 @@ from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
 from autotune.service.access import Access
 from autotune.service.guard import Guard
+from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
-from autotune.service.routes import agents, health
+from autotune.service.routes import agents, health, predictions, verifications
 from autotune.service.routes import searches as searches_routes
 from autotune.service.searches import Searches
 from autotune.store import now
@@ -56,11 +57,12 @@ def make_app(
     own_tokens: dict[str, TokenRecord] | None = None,
     extend: Callable[[FastAPI], None] | None = None,
     around: Callable[[FastAPI], ASGIApp] | None = None,
+    predict: Predict | None = None,
 ) -> Guard:
     """Return the application over these searches.
 
     ``names`` are host names it answers to besides those of this machine, ``own_tokens`` tokens of this process by
-    their digest. ``extend`` adds routes, ``around`` wraps the application.
+    their digest. ``extend`` adds routes, ``around`` wraps the application. ``predict`` answers predictions.
     """
 
     @contextlib.asynccontextmanager
@@ -73,10 +75,11 @@ def make_app(
         title="autotune", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.searches = searches
+    app.state.predictions = Predictions(predict, searches.data_folders)
     app.state.access = Access(searches, dict(own_tokens or {}))
-    for kind in (AutotuneError, LeaseLostError, RequestValidationError, HTTPException):
+    for kind in (AutotuneError, LeaseLostError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    for router in (health.router, searches_routes.router, agents.router):
+    for router in (health.router, searches_routes.router, predictions.router, verifications.router, agents.router):
         app.include_router(router)
     if extend is not None:
         extend(app)

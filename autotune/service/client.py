@@ -130,7 +130,9 @@ class Client:
             problem = json.loads(data)
         if isinstance(problem, dict):
             return error_of(problem)
-        return ServiceError(f"{self.url} answered {status}, which is no answer of autotune", "correct --server")
+        return ServiceError(
+            f"{self.url} answered {status}, which is no answer of autotune", "correct --server", status=status
+        )
 
     def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:
         """Follow a search to its end; a connection that is lost is made again, and goes on where it was."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Document
-from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
+from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, did_you_mean
 from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
 from autotune.devices import Device, Neighbour, find_device
 from autotune.store.queue import Needs
@@ -22,7 +22,7 @@ from autotune.tuning.request import SearchRequest, check_study_name
 from autotune.tuning.run import free_names
 
 # Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
-_NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "server", "priority", "gpus", "parallel", *BRINGS_CODE})
+_NOT_OVER_HTTP = frozenset({"storage", "wait", "as_json", "server", "priority", "parallel", *BRINGS_CODE})
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
 # Besides the options of a search.
 _EXTRA = ("priority", "needs")
@@ -30,6 +30,8 @@ _PATHS = ("model", "dataset", "tokenizer")
 _MOST_PRIORITY = 10
 # A GPU's name in a request: a part of what the driver calls it.
 _GPU_NAME_LENGTH = 64
+# Ranks train together on one host; the largest hosts have 16 GPUs.
+_MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
     """Return what a client submits; ``InvalidRequestError`` for what no search takes or the service does not allow."""
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
-    _check_names(document)
+    check_names(document, (*OPTION_NAMES, *_EXTRA), "a search")
     given = {name: value for name, value in document.items() if name not in _EXTRA and value is not None}
     options = check_arguments(given)
     if options.get("model") is None:
@@ -67,27 +69,34 @@ def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
         if isinstance(options.get(name), str):
             check_path(name, options[name], data_folders)
     needs = read_needs(document.get("needs"), options.pop("device", None))
+    if options.get("gpus") is not None:
+        needs = replace(needs, device_kind="cuda", count=_rank_count(options["gpus"], needs))
+    return Submission({name: json_value(value) for name, value in options.items()}, needs, read_priority(document))
+
+
+def read_priority(document: Document) -> int:
+    """Return the priority of a request; 0 where it has none."""
     priority = document.get("priority") or 0
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _MOST_PRIORITY:
         raise InvalidRequestError(
             f"priority is {priority!r:.40}, no whole number from 0 to {_MOST_PRIORITY}", "0 is the usual one"
         )
-    return Submission({name: json_value(value) for name, value in options.items()}, needs, priority)
+    return priority
 
 
-def _check_names(document: Mapping[str, Any]) -> None:
-    known = (*OPTION_NAMES, *_EXTRA)
+def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    """Raise ``InvalidRequestError`` for an option that ``what`` does not have, or not over HTTP."""
     for name in document:
         if name in BRINGS_CODE:
             raise InvalidRequestError(
                 f"{name} brings code of yours, and a service takes no code over HTTP",
                 "search with it on the machine itself: autotune search without --server",
             )
-        if name in _NOT_OVER_HTTP and name not in _EXTRA:
+        if name in _NOT_OVER_HTTP and name not in known:
             raise InvalidRequestError(f"{name} is the service's own matter", f"leave {name} out")
         if name not in known:
             raise InvalidRequestError(
-                f"{str(name)[:60]!r} is no option of a search", did_you_mean(str(name)[:60], known) or "see the API"
+                f"{str(name)[:60]!r} is no option of {what}", did_you_mean(str(name)[:60], known) or "see the API"
             )
 
 
@@ -145,28 +154,46 @@ def read_needs(document: Any, device: str | None) -> Needs:
     return Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
 
 
+def _rank_count(gpus: str, needs: Needs) -> int:
+    """Return how many GPUs a search is to train on together: over HTTP, a number of them."""
+    if needs.device_kind == "cpu":
+        raise InvalidRequestError(f"--device cpu is one device, and --gpus {gpus[:40]} names others", "give one option")
+    if not (gpus.isascii() and gpus.isdecimal() and 1 <= int(gpus[:9]) <= _MOST_GPUS):
+        raise InvalidRequestError(
+            f"--gpus {gpus[:80]!r} names GPUs of one machine, and any agent may run the search",
+            f"give a number of them, 1 to {_MOST_GPUS}",
+        )
+    return int(gpus)
+
+
 def canonical(document: Document) -> str:
     """Return a request as text that is the same for the same request, whatever the order of its options."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def search_request(options: Document, device: Device, study: str | None = None) -> SearchRequest:
-    """Return the request that these options make on a device; raises as the command does."""
+def search_request(options: Document, devices: Sequence[Device], study: str | None = None) -> SearchRequest:
+    """Return the request that these options make on the first of the devices; raises as the command does.
+
+    With ``gpus`` it is one on as many of the devices.
+    """
+    count = int(options.get("gpus") or 1)
     given = {name: value for name, value in options.items() if name != "verify"}
     every = {name: BY_NAME[name].default for name in OPTION_NAMES if name != "verify"}
     filled = {
         **every,
         **check_arguments(given),
         **{name: BY_NAME[name].default for name in BRINGS_CODE},
-        "device": device.uuid,
+        "device": devices[0].uuid,
     }
-    request = build_request(filled, set(given), device)
+    if len(devices) < count:
+        raise DeviceError(f"--gpus {count}: the agent has {len(devices)}", "start one with autotune agent --gpus all")
+    request = build_request(filled, set(given), devices[:count])
     return replace(request, study=study) if study is not None else request
 
 
 def device_of(document: Document) -> Device:
     """Return the device of a document from ``Device.document``."""
-    names = {name: value for name, value in document.items() if name not in ("label", "precisions")}
+    names = {name: value for name, value in document.items() if name not in ("label", "precisions", "count")}
     capability = names.get("capability")
     neighbours = tuple(Neighbour(**neighbour) for neighbour in names.get("neighbours") or ())
     return Device(**{**names, "capability": tuple(capability) if capability else None, "neighbours": neighbours})
@@ -174,13 +201,15 @@ def device_of(document: Document) -> Device:
 
 def check_against(submission: Submission, devices: Sequence[Device]) -> None:
     """Raise where none of these devices can run the search, for the reason that the first one has."""
+    count = submission.needs.count
     if not devices:
         # What is wrong with the model or the batch is so on any device.
-        _ = search_request(submission.options, find_device("cpu")).batches
+        _ = search_request(submission.options, [find_device("cpu")] * count).batches
     problems: list[AutotuneError] = []
     for device in devices:
         try:
-            search_request(submission.options, device).check()
+            alike = [replace(device, uuid=f"{device.uuid}-{rank}" if rank else device.uuid) for rank in range(count)]
+            search_request(submission.options, alike).check()
         except AutotuneError as error:
             problems.append(error)
         else:

@@ -27,14 +27,17 @@ from autotune.service.requests import (
     read_needs,
     read_submission,
 )
+from autotune.service.verifications import VERIFIES, check_can_be_exported, needs_of_study, read_verification
 from autotune.store import Store, new_id
+from autotune.store.engine import sync
 from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
 from autotune.store.transfer import read_study, related_studies, take_in
 from autotune.tuning.run import log_folder
 
 MOST_QUEUED = 10_000
 """More are refused: whoever submits in a loop is told so before the disk is full."""
-AGENT_EVENTS = ("line", "study", "trial_begins", "trial")
+_TOO_MANY = f"{MOST_QUEUED} searches wait already"
+AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""
 _CLAIM_POLL_SECONDS = 5.0
 _SEEN_SECONDS = 5.0
@@ -43,7 +46,9 @@ _ALIVE = timedelta(seconds=LEASE_SECONDS)
 
 def offer_of(device: Document) -> Offer:
     """Return what an agent on this device offers."""
-    return Offer(str(device["kind"]), str(device["name"]), int(device["memory_total_bytes"]))
+    return Offer(
+        str(device["kind"]), str(device["name"]), int(device["memory_total_bytes"]), int(device.get("count", 1))
+    )
 
 
 @dataclass
@@ -78,9 +83,7 @@ class Searches:
         check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)])
         queue = self.store.queue
         if queue.counts().get("queued", 0) >= MOST_QUEUED:
-            raise ServiceError(
-                f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
-            )
+            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
         study = choose_study(submission, self._is_taken)
         job, is_new = queue.submit(
             study,
@@ -95,8 +98,38 @@ class Searches:
                 f"the Idempotency-Key {idempotency_key!r:.80} was used with another request", "use a new key for it"
             )
         if is_new:
+            # What was accepted is not lost, whatever happens.
+            sync(self.store.engine)
             self.bell.ring(NEW_JOB)
         return job, is_new
+
+    def submit_verification(
+        self, document: Any, *, by: str, idempotency_key: str | None = None
+    ) -> tuple[JobRecord, bool]:
+        """Queue a run of a stock Trainer as a study exports it; return its job and whether it is new."""
+        submission = read_verification(document)
+        report = load_report(self.store, submission.study)
+        check_can_be_exported(report)
+        if self.store.queue.counts().get("queued", 0) >= MOST_QUEUED:
+            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
+        job, is_new = self.store.queue.submit(
+            f"verify {submission.study}",
+            submission.options,
+            needs_of_study(report.environment),
+            priority=submission.priority,
+            submitted_by=by,
+            idempotency_key=idempotency_key,
+        )
+        if is_new:
+            # What was accepted is not lost, whatever happens.
+            sync(self.store.engine)
+            self.bell.ring(NEW_JOB)
+        return job, is_new
+
+    def verification(self, job: JobRecord) -> Document | None:
+        """Return what a verification has shown: its document, and the problem where a promise was missed."""
+        found = [event for event in self.store.queue.events(job.id) if event.kind == "verification"]
+        return found[-1].document if found else None
 
     def _answered(self, submission: Submission) -> JobRecord | None:
         """Return the finished job that has answered the same request by the same autotune."""
@@ -133,7 +166,13 @@ class Searches:
         """Return the result of a finished job in a line; ``None`` where there is none."""
         if job.state != "finished":
             return None
+        if VERIFIES in job.request:
+            shown = (self.verification(job) or {}).get("verification") or {}
+            return f"the promise is {shown['verdict']}" if "verdict" in shown else None
         if job.id not in self._result_lines:
+            if self.store.study(job.study) is None:
+                # Its agent recorded nothing.
+                return None
             report = self.report(job)
             speed = report.speed(report.best)
             told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
@@ -229,12 +268,17 @@ class Searches:
                 status=409,
             )
         try:
-            device = device_of(document["device"])
-        except (KeyError, TypeError, ValueError) as error:
+            device, count = device_of(document["device"]), int(document["device"].get("count", 1))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError("the agent has no device", "send what autotune devices --json shows") from error
         moment = self.store.queue.clock()
         agent = AgentRecord(
-            new_id(), **text, device=device.document(), started_at=moment, heartbeat_at=moment, gone_at=None
+            new_id(),
+            **text,
+            device={**device.document(), **({"count": count} if count > 1 else {})},
+            started_at=moment,
+            heartbeat_at=moment,
+            gone_at=None,
         )
         self.store.queue.register(agent)
         self.bell.ring(NEW_JOB)
@@ -243,7 +287,11 @@ class Searches:
     async def claim(self, agent_id: str, wait_seconds: float) -> Document:
         """Give an agent the next job that fits, waiting for one; ``job`` is ``None`` where none came."""
         deadline = time.monotonic() + wait_seconds
-        offer = await run_in_threadpool(self._offer, agent_id)
+        # Mostly there is nothing to look up and nothing to record, which needs no thread.
+        is_recent = time.monotonic() - self._seen.get(agent_id, -_SEEN_SECONDS) < _SEEN_SECONDS
+        offer = self._offers.get(agent_id) if is_recent else None
+        if offer is None:
+            offer = await run_in_threadpool(self._offer, agent_id)
         while True:
             ticket = self.bell.ticket(NEW_JOB)
             job = await run_in_threadpool(self.store.queue.claim, agent_id, offer)
@@ -319,6 +367,8 @@ class Searches:
         """Return what is recorded of a claimed search, and finished studies of its model, for an agent elsewhere."""
         self.store.queue.renew(job_id, lease_token)
         job = self.job(job_id)
+        if VERIFIES in job.request:
+            return {"own": read_study(self.store.engine, str(job.request[VERIFIES])), "related": []}
         related = [] if job.request.get("fresh") else related_studies(self.store.engine, str(job.request["model"]))
         return {
             "own": read_study(self.store.engine, job.study),
@@ -338,6 +388,7 @@ class Searches:
             raise InvalidRequestError(
                 f"{state!r:.40} is no state that ends a search", f"send one of {', '.join(ENDED)}"
             )
+        sync(self.store.engine)
         self.bell.ring(job_id)
         return {}
 
@@ -355,7 +406,7 @@ def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:
         return "no agent is connected; autotune agent --server URL starts one"
     if any(offer_of(agent.device).meets(needs) for agent in agents):
         return None
-    have = ", ".join(sorted({f"{agent.device['name']} ({agent.device['kind']})" for agent in agents}))
+    have = ", ".join(sorted({_what_it_has(agent.device) for agent in agents}))
     return f"no agent has {needs.describe()}; there are {have}"
 
 
@@ -391,6 +442,11 @@ def describe_agent(agent: AgentRecord, jobs: Sequence[JobRecord]) -> Document:
         "search": running.id if running else None,
         "study": running.study if running else None,
     }
+
+
+def _what_it_has(device: Document) -> str:
+    count = int(device.get("count", 1))
+    return f"{f'{count} × ' if count > 1 else ''}{device['name']} ({device['kind']})"
 
 
 def _distinct(agents: Sequence[AgentRecord]) -> list[AgentRecord]:

@@ -27,9 +27,11 @@ from autotune.service.app import make_app, token_of_process
 from autotune.service.client import TOKEN_VARIABLE
 from autotune.service.dashboard import WithDashboard
 from autotune.service.pages import add_pages
+from autotune.service.predictions import Predict
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token, digest, new_token
 from autotune.store import Store, now, open_store
+from autotune.store.engine import leave_syncing_to_checkpoints
 
 DEFAULT_PORT = 8321
 _SWEEP_SECONDS = 5.0
@@ -100,7 +102,7 @@ def first_token(store: Store) -> str | None:
     return None if store.queue.tokens() else add_token(store.queue, "operator", "run")
 
 
-def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
+def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and the token where one was made.
 
     Raises ``InvalidRequestError`` for settings that cannot be, ``StorageError`` as ``open_store`` does.
@@ -108,6 +110,8 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
     settings.check()
     with _listen(settings) as listener, open_store(settings.storage) as store:
         settings = _with_port(settings, listener)
+        # Else each event and heartbeat would wait for the disk, and all writers for each other.
+        leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
         store.queue.grant_grace()
         searches = Searches(store, settings.storage, data_folders=settings.data_folders)
@@ -118,6 +122,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
             own_tokens={digest(own): token_of_process("agent of this machine")},
             extend=add_pages,
             around=lambda app: WithDashboard(app, store),
+            predict=predict,
         )
         config = uvicorn.Config(
             app,

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Engine, insert, select, update
+from sqlalchemy import Connection, Engine, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,6 +23,7 @@ from autotune.store.records import new_id
 from autotune.store.tables import Base, EnvironmentRow, StudyRow, TrialRow, UtcDateTime, WorkloadRow
 
 _MOST_RELATED = 20
+_RENAME_OF_OPTUNA = text("UPDATE studies SET study_name = :free WHERE study_name = :name")
 _HINT = "the agent and the service must be of the same version"
 
 
@@ -97,13 +98,22 @@ def take_in_all(engine: Engine, documents: Collection[Document]) -> None:
             take_in_study(engine, document)
 
 
-def make_way(engine: Engine, name: str, study_id: str | None) -> None:
-    """Rename a study of this name here that is not the one of this id, so that the latter can be taken in."""
+def make_way(engine: Engine, name: str, document: Document | None) -> None:
+    """Let a study of this name be gone on with here as ``document`` has it; ``None`` where it has yet to begin.
+
+    Another study of that name is renamed. Of the study itself those trials are removed that the document does not
+    have: they ended here when the search belonged to somebody else, who may have run the same candidates. Optuna's
+    study is renamed, too, and made anew by the search.
+    """
+    free = f"{name[:460]}@{new_id()[:12]}"
+    other = StudyRow.name == name
     with transaction(engine, writes=True) as connection:
-        other = StudyRow.name == name
-        if study_id is not None:
+        if document is not None:
+            study_id, known = document["study"]["id"], [trial["id"] for trial in document["trials"]]
+            connection.execute(delete(TrialRow).where(TrialRow.study_id == study_id, TrialRow.id.not_in(known)))
             other &= StudyRow.id != study_id
-        connection.execute(update(StudyRow).where(other).values(name=f"{name[:460]}@{new_id()[:12]}"))
+        connection.execute(update(StudyRow).where(other).values(name=free))
+        connection.execute(_RENAME_OF_OPTUNA, {"free": free, "name": name})
 
 
 def _row(connection: Connection, table: type[Base], where: Any) -> Document | None:

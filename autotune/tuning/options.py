@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
@@ -19,15 +19,17 @@ from autotune.space.features import segments_expand
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 
-def build_request(options: dict[str, Any], given: Collection[str] = (), device: Device | None = None) -> SearchRequest:
+def build_request(
+    options: dict[str, Any], given: Collection[str] = (), devices: Sequence[Device] = ()
+) -> SearchRequest:
     """Return the request of the options; raises every error that can be found without starting a process.
 
-    ``given`` are the names of the options that the user gave, as opposed to defaults. ``device`` stands for the one
-    that the options name.
+    ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
+    that the options name, one for each rank.
     """
     own = _own_workload(options, given)
     workload = own or build_workload(options)
-    device, *others = [device] if device is not None else _devices(options)
+    device, *others = devices or _devices(options)
     beside: list[Device] = []
     if options.get("parallel"):
         beside, others = others, []

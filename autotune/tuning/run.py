@@ -26,7 +26,7 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.devices.presence import Presence
-from autotune.execution import LocalExecutor, TrialServer
+from autotune.execution import LocalExecutor, TrialServer, WarmServer
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
@@ -42,9 +42,14 @@ _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
 
 def run_search(
-    request: SearchRequest, storage: str, observer: Observer, *, wait: bool = False
+    request: SearchRequest,
+    storage: str,
+    observer: Observer,
+    *,
+    wait: bool = False,
+    warm: WarmServer | None = None,
 ) -> tuple[StudyRecord, Report]:
-    """Run the search to its end; return the study and its report.
+    """Run the search to its end; return the study and its report. ``warm`` may have a trial server ready for it.
 
     An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
     created last, when the request is known to be valid: an error leaves no new file behind.
@@ -84,7 +89,7 @@ def run_search(
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
         stack.enter_context(_LogFolder(folder))
-        servers = [stack.enter_context(server) for server in _servers(request, folder, observer.note)]
+        servers = [stack.enter_context(server) for server in _servers(request, folder, observer.note, warm)]
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in servers:
@@ -98,13 +103,19 @@ def run_search(
         return _prepare_and_search(request, servers, store, make_store, observer, folder)
 
 
-def _servers(request: SearchRequest, folder: Path, note: Callable[[str], None]) -> list[TrialServer]:
-    """Return a trial server for each place where trials run, not started yet; each has a log of its own."""
+def _servers(
+    request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
+) -> list[TrialServer]:
+    """Return a trial server for each place where trials run, not started yet; each has a log of its own.
+
+    The first may be the one that ``warm`` has.
+    """
     found = []
     for number, placement in enumerate(request.slots):
         starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
         logs = folder if number == 0 else folder / f"server-{number}"
-        found.append(TrialServer(placement, request.workload, logs, on_start=functools.partial(note, starting)))
+        on_start = functools.partial(note, starting)
+        found.append(TrialServer(placement, request.workload, logs, on_start, warm if number == 0 else None))
     return found
 
 

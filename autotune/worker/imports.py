@@ -87,8 +87,11 @@ def _not_used_by(workload: Workload) -> tuple[str, ...]:
     return (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
 
 
-def import_everything(preload: dict[str, Any] | None) -> int:
-    """Import what trials need; return the number of threads that torch would use."""
+def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False) -> int:
+    """Import what trials need; return the number of threads that torch would use.
+
+    Without a workload that is what any may need, or with ``is_plain`` what one without a dataset and adapters does.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -102,16 +105,35 @@ def import_everything(preload: dict[str, Any] | None) -> int:
         workload = None
     from autotune.worker.private.transformers_imports import import_models
 
-    hidden = ((), ()) if workload is None else (_NO_STEP_NEEDS, _not_used_by(workload))
-    with _cuda_not_started(), _without(*hidden):
+    with _cuda_not_started(), _without(*_hidden_from(workload, is_plain=is_plain)):
         import_models()
         import autotune.worker.facts
         import autotune.worker.trial.run  # noqa: F401
 
         if workload is not None:
-            from autotune.worker.trial.build import model_class
-
-            # Only to save time. If the workload is wrong, the inspect job says why.
-            with contextlib.suppress(Exception):
-                model_class(workload)
+            _import_class(workload)
     return threads
+
+
+def import_model(document: dict[str, Any]) -> None:
+    """Import the class of another workload's model, after everything else."""
+    if COLD_VARIABLE in os.environ:
+        return
+    workload = Workload.from_document(document)
+    with _cuda_not_started(), _without(*_hidden_from(workload)):
+        _import_class(workload)
+
+
+def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the packages that are not to be imported now, and those that never are."""
+    if workload is None:
+        return (_NO_STEP_NEEDS, ("datasets", "peft")) if is_plain else ((), ())
+    return _NO_STEP_NEEDS, _not_used_by(workload)
+
+
+def _import_class(workload: Workload) -> None:
+    from autotune.worker.trial.build import model_class
+
+    # Only to save time. If the workload is wrong, the inspect job says why.
+    with contextlib.suppress(Exception):
+        model_class(workload)

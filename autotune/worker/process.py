@@ -222,6 +222,17 @@ def bound_log(path: str) -> None:
             log.write(b"[autotune left out %d MiB before this]\n" % (size // 1024**2) + kept)
 
 
+def append_output(log_path: str) -> None:
+    """Append standard output and error to another log file; where it cannot be opened, they stay where they are."""
+    with contextlib.suppress(OSError):
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
 def redirect_output(log_path: str) -> None:
     """Redirect standard output and error to a new log file, and standard input to nothing."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)

@@ -3,7 +3,7 @@
 Both sides write lines of JSON. The controller writes to standard input: first the workload and, once the server is
 ``ready``, any number of jobs::
 
-    {"workload": {…} | null}
+    {"workload": {…} | null, "is_plain": true | false}
     {"job": {"id": …, "kind": "trial", "work": {…}, "workload": {…}, "log_path": …, "timeout_seconds": …}}
 
 ``autotune.core.jobs`` describes the jobs, ``autotune.core.messages`` what comes back.
@@ -13,6 +13,10 @@ each job it sends ``started`` (with ``pids``, and ``folder``, which the server r
 ``progress``, at most one ``result``, and exactly one ``ended`` (with ``exit_code``, ``signal``, ``timed_out``, and
 ``refused`` with the reason where no process could be started). When standard input closes or the controller dies, the
 server kills every descendant and exits.
+
+A ready server that runs nothing can be told another workload, with ``log_path``: where its own output goes from then
+on. It imports that model's class, so that no trial has to, and answers ``adopted``. A server without a workload has
+imported for any; one that is also told that it ``is_plain``, for those without a dataset and adapters.
 
 A job with ``ranks`` above one is that many processes in one process group. The first rank that fails ends the job: the
 others are killed at once, and the job's result is that rank's, which ``ended`` names as ``rank``. Otherwise the job has
@@ -46,7 +50,7 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
-from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything
+from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything, import_model
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
@@ -198,6 +202,14 @@ class Server:
                 message = json.loads(line)
                 if "job" in message:
                     self._take_job(message["job"])
+                elif "log_path" in message:
+                    self._adopt(message)
+
+    def _adopt(self, message: dict[str, Any]) -> None:
+        """Serve another search from now on."""
+        process.append_output(message["log_path"])
+        import_model(message["workload"])
+        self.report({"adopted": os.getpid()})
 
     def _patience_seconds(self) -> float:
         deadlines = [job.deadline for job in self._jobs if not job.timed_out]
@@ -445,14 +457,14 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             send("result", outcome_document(outcome))
 
 
-def _read_workload(control: LineReader) -> dict[str, Any] | None:
+def _read_workload(control: LineReader) -> dict[str, Any]:
     """Wait for the workload, which is the controller's first line; exit if the controller closes before."""
     while True:
         wait_until_ready([control.fd])
         lines = control.read()
         if lines:
-            workload: dict[str, Any] | None = json.loads(lines[0])["workload"]
-            return workload
+            first: dict[str, Any] = json.loads(lines[0])
+            return first
         if control.closed:
             raise SystemExit(0)
 
@@ -465,9 +477,9 @@ def main() -> None:
     control = LineReader(0)
     # Not needed where trials import by themselves. The line may have been read before this process started itself
     # again.
-    preload = None if COLD_VARIABLE in os.environ else _read_workload(control)
+    told = {} if COLD_VARIABLE in os.environ else _read_workload(control)
     try:
-        threads = import_everything(preload)
+        threads = import_everything(told.get("workload"), is_plain=bool(told.get("is_plain")))
     except CudaStartedError:
         print("an installed package starts CUDA when it is imported, so every trial imports by itself", flush=True)
         os.set_inheritable(report_fd, True)

@@ -117,7 +117,8 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
 
 if __name__ == "__main__":
     server._run_job = run_job
-    server.import_everything = lambda preload: 1
+    server.import_everything = lambda preload, is_plain: 1
+    server.import_model = lambda workload: None
     # The store would import torch.
     server.open_store = lambda: SimpleNamespace(port=4711)
     if "STAND_IN_NO_TEMPORARY" in os.environ:

@@ -162,6 +162,7 @@ real_run_job = server._run_job
 if __name__ == "__main__":
     server._run_job = run_job
     if not os.environ.get("FAULTS_REAL"):
-        server.import_everything = lambda preload: 1
+        server.import_everything = lambda preload, is_plain: 1
+        server.import_model = lambda workload: None
     sys.argv[0] = "stand_in"
     server.main()

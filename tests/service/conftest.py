@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from searching import H200, write_empty_database
-from serving import URL, Agent, with_token
+from serving import URL, Agent, predict, with_token
 from starlette.testclient import TestClient
 
 from autotune.devices import Device
@@ -46,7 +46,9 @@ def store(searches: Searches) -> Store:
 @pytest.fixture
 def server(searches: Searches) -> Iterator[TestClient]:
     """A client without a token."""
-    with TestClient(make_app(searches, extend=add_pages), base_url=URL, follow_redirects=False) as client:
+    with TestClient(
+        make_app(searches, extend=add_pages, predict=predict), base_url=URL, follow_redirects=False
+    ) as client:
         yield client
 
 

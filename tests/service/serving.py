@@ -8,11 +8,14 @@ from starlette.testclient import TestClient
 
 from autotune import __version__
 from autotune.core.candidate import Document
+from autotune.core.errors import InvalidRequestError
 from autotune.devices import Device
 from autotune.service.agent import Teller
 from autotune.service.searches import Searches
 
 URL = "http://127.0.0.1"
+PREDICTED: list[Document] = []
+"""What was predicted, and not answered from memory."""
 
 
 def with_token(server: TestClient, token: str) -> TestClient:
@@ -23,9 +26,10 @@ def with_token(server: TestClient, token: str) -> TestClient:
 class Agent:
     """A stand-in that speaks as an agent does."""
 
-    def __init__(self, client: TestClient, device: Device) -> None:
+    def __init__(self, client: TestClient, device: Device, count: int = 1) -> None:
         self.client = client
-        told = {"name": f"host {device.label}", "host": "host", "version": __version__, "device": device.document()}
+        offer = {**device.document(), "count": count}
+        told = {"name": f"host {device.label}", "host": "host", "version": __version__, "device": offer}
         answer = client.post("/v1/agents", json=told)
         assert answer.status_code == 201, answer.text
         self.id = answer.json()["id"]
@@ -53,3 +57,11 @@ def run_recorded(searches: Searches, gpu_agent: Agent, *, ends: bool = True) -> 
     if ends:
         gpu_agent.post(job, "end", state="finished")
     return job
+
+
+def predict(options: Document) -> Document:
+    """Stands in for a prediction; says what it was asked."""
+    if options["gpu"] == ("unknown",):
+        raise InvalidRequestError("--gpu 'unknown' is not known", "known are many")
+    PREDICTED.append(options)
+    return {"predicted": True, "model": options["model"], "gpus": list(options["gpu"] or ())}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import sqlite3
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,10 +15,13 @@ from serving import Agent, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
+from autotune.core.errors import DeviceError
 from autotune.core.options import OPTIONS
-from autotune.service.requests import OPTION_NAMES
+from autotune.results.export import FORMATS, LAUNCH_FORMATS
+from autotune.service.requests import OPTION_NAMES, search_request
 from autotune.service.searches import Searches
 from autotune.store import Store
+from autotune.store.engine import leave_syncing_to_checkpoints, transaction
 from autotune.store.queue import LEASE_SECONDS
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
@@ -68,6 +74,30 @@ def test_needs_that_no_agent_meets_are_named(writer: TestClient, agent: Agent) -
     assert told["waits_for"].startswith("no agent has a GPU named h200; there are ")
     assert submit(writer, TINY)["waits_for"] == "1 before it in the queue"
     assert agent.claim()["options"]["effective_batch"] == 16  # type: ignore[index]
+
+
+def test_a_search_on_several_gpus_waits_for_an_agent_that_has_them(writer: TestClient, gpu_agent: Agent) -> None:
+    told = submit(writer, {**LARGE, "gpus": 2, "device": "h200"})
+    assert (told["needs"]["gpu"], told["needs"]["count"]) == ("h200", 2)
+    assert told["waits_for"] == "no agent has 2 GPUs named h200; there are NVIDIA H200 (cuda)"
+    assert gpu_agent.claim() is None
+    pair = Agent(writer, H200, count=2)
+    assert pair.claim()["options"]["gpus"] == "2"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("gpus", ["all", "0,1", [0, 1], 0, 10**9, "GPU-abc"])
+def test_gpus_over_http_are_a_number_of_them(writer: TestClient, gpus: object) -> None:
+    found = problem(writer, {**LARGE, "gpus": gpus})
+    assert (found["status"], "give a number of them" in found["hint"]) == (422, True)
+
+
+def test_the_agent_searches_on_as_many_gpus_as_were_asked_for() -> None:
+    second = dataclasses.replace(H200, uuid="GPU-2", index=1)
+    request = search_request({**LARGE, "gpus": "2"}, [H200, second])
+    assert (request.ranks, request.placement.uuids) == (2, (H200.uuid, "GPU-2"))
+    assert search_request(LARGE, [H200, second]).ranks == 1
+    with pytest.raises(DeviceError, match="the agent has 1"):
+        search_request({**LARGE, "gpus": "2"}, [H200])
 
 
 def test_an_idempotency_key_makes_one_search(writer: TestClient) -> None:
@@ -148,6 +178,10 @@ def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, gpu_a
     assert writer.get(f"{path}/report?format=text").text.startswith("Best: per-device batch 32 × accumulation 2")
     assert "<svg" in writer.get(f"{path}/report?format=html").text
     assert json.loads(writer.get(f"{path}/export").text)["per_device_train_batch_size"] == 32
+    for form in FORMATS:
+        assert writer.get(f"{path}/export?format={form}").status_code == 200, form
+    for form in LAUNCH_FORMATS:
+        assert "this study measured one" in writer.get(f"{path}/export?format={form}").json()["detail"]
     assert "--per_device_train_batch_size 32" in writer.get(f"{path}/export?format=cli").text
     assert job["study"] == "bert-large-uncased-64"
 
@@ -255,7 +289,7 @@ def test_metrics(writer: TestClient, agent: Agent) -> None:
 
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:
     of_search = {option.name for option in OPTIONS if "search" in option.commands}
-    left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "gpus", "parallel"}
+    left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "parallel"}
     assert of_search - set(OPTION_NAMES) == left_out
 
 
@@ -263,3 +297,16 @@ def test_the_api_is_as_it_is_written_down(writer: TestClient) -> None:
     """After a change that is meant, write the file anew: python tests/service/write_openapi.py."""
     snapshot = json.loads((Path(__file__).parent / "openapi.json").read_text())
     assert writer.get("/openapi.json").json() == snapshot
+
+
+def test_only_what_is_accepted_waits_for_the_disk(writer: TestClient, store: Store, searches: Searches) -> None:
+    leave_syncing_to_checkpoints(store.engine)
+    with transaction(store.engine, writes=False) as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 1
+    submit(writer)
+    assert store.path is not None
+    # A copy of the main file alone has the search: it was written there before the answer.
+    copy = store.path.with_name("copy.db")
+    copy.write_bytes(store.path.read_bytes())
+    with contextlib.closing(sqlite3.connect(copy)) as connected:
+        assert connected.execute("SELECT study FROM autotune_jobs").fetchall() == [("bert-tiny-16",)]

@@ -124,6 +124,11 @@ def test_a_search_whose_agent_is_ended_is_gone_on_with_by_another(scene: Scene) 
                         "--effective-batch", "16", "--trials", "3", "--json")  # fmt: skip
     assert again.wait(60) == 0
     assert json.loads(scene.text("again.out")) == report
+    verified = scene.start("verify", "verify", report["study"], "--server", scene.url, "--steps", "30", "--json")
+    assert verified.wait(180) in (0, 11, 12), scene.text("verify.err")
+    assert json.loads(scene.text("verify.out"))["study"] == report["study"]
+    # A trial server is kept for the next search.
+    assert children(second.pid)
     descendants = [*children(second.pid), *children(service.pid)]
     for process in (second, service):
         process.send_signal(signal.SIGTERM)
@@ -161,6 +166,9 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
     unknown = scene.start("unknown", "search", "--server", scene.url, "--model", "bert-tinyy")
     assert unknown.wait(60) == 3
     assert "did you mean bert-tiny" in scene.text("unknown.err")
+    unpredicted = scene.start("predict", "predict", "--server", scene.url, "--model", "bert-tiny", "--gpu", "rtx-3091")
+    assert unpredicted.wait(60) == 2
+    assert "--gpu 'rtx-3091' is not known" in scene.text("predict.err")
     port = scene.url.rpartition(":")[2]
     taken = scene.start("taken", "serve", "--port", port, "--no-agent")
     assert taken.wait(60) == 2

@@ -17,7 +17,14 @@ from autotune.store import Store
 
 TINY = {"model": "bert-tiny", "effective_batch": 16}
 _PARTS = ("", "/trials", "/events", "/export", "/report", "/trials/0/log")
-READING = ["/v1/searches", *(f"/v1/searches/x{part}" for part in _PARTS), "/v1/agents", "/metrics", "/openapi.json"]
+READING = [
+    "/v1/searches",
+    "/v1/verify/x",
+    *(f"/v1/searches/x{part}" for part in _PARTS),
+    "/v1/agents",
+    "/metrics",
+    "/openapi.json",
+]
 
 
 @pytest.mark.parametrize("path", READING)
@@ -31,6 +38,7 @@ def test_without_a_token_nothing_is_shown(server: TestClient, path: str) -> None
     ("method", "path"),
     [
         ("POST", "/v1/searches"),
+        ("POST", "/v1/verify"),
         ("DELETE", "/v1/searches/x"),
         ("POST", "/v1/agents"),
         ("POST", "/v1/agents/x/claim"),
@@ -204,3 +212,15 @@ def test_too_many_searches_are_refused(writer: TestClient, monkeypatch: pytest.M
     monkeypatch.setattr("autotune.service.searches.MOST_QUEUED", 1)
     assert writer.post("/v1/searches", json=TINY).status_code == 202
     assert writer.post("/v1/searches", json={**TINY, "seed": 1}).status_code == ServiceError("", status=429).status
+
+
+def test_a_token_that_submits_in_a_loop_is_stopped(
+    writer: TestClient, server: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.service.access.MOST_SUBMISSIONS", 2)
+    codes = [writer.post("/v1/searches", json={**TINY, "seed": seed}).status_code for seed in range(3)]
+    assert codes == [202, 202, 429]
+    assert "within a minute" in writer.post("/v1/verify", json={"study": "x"}).json()["detail"]
+    assert writer.get("/v1/searches").status_code == 200
+    other = with_token(server, add_token(store.queue, "other", "run"))
+    assert other.post("/v1/searches", json=TINY).status_code in (200, 202)

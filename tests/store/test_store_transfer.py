@@ -57,9 +57,35 @@ def test_a_study_of_an_agent_must_be_the_one_it_was_given(store: Store, other: S
     ):
         take_in(connection, sent(store), "roberta")
     take_in_all(other.engine, [sent(store)])
-    make_way(other.engine, "bert", sent(store)["study"]["id"])
+    make_way(other.engine, "bert", sent(store))
     take_in_study(other.engine, sent(store))
     assert len(other.studies()) == 2
+
+
+def test_a_name_that_made_way_is_free_for_a_new_search(store: Store) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+    make_way(store.engine, "bert", None)
+    assert search(store, RecordedRunner(EFFECTIVE_64)).study.state == "finished"
+    assert len(store.studies()) == 2
+
+
+def test_trials_of_a_time_when_the_search_was_anothers_do_not_count_twice(store: Store, other: Store) -> None:
+    observer, interruption = interrupt_after(3)
+    search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
+    early = sent(store)
+    # This one went on although its lease was lost; the other one went on from what was known then.
+    search(store, RecordedRunner(EFFECTIVE_64))
+    take_in_study(other.engine, early)
+    observer, interruption = interrupt_after(2)
+    search(other, RecordedRunner(EFFECTIVE_64), observer, interruption)
+    late = sent(other)
+    make_way(store.engine, "bert", late)
+    take_in_study(store.engine, late)
+    ended = search(store, RecordedRunner(EFFECTIVE_64))
+    assert ended.study.state == "finished"
+    measured = [(trial.candidate, trial.stage) for trial in ended.trials if trial.state == "completed"]
+    assert len(measured) == len(set(measured))
+    assert [trial.number for trial in ended.trials] == list(range(len(ended.trials)))
 
 
 def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Store) -> None:

@@ -15,10 +15,10 @@ from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, UnknownStudyError
 from autotune.core.options import BY_NAME
 from autotune.results.document import report_document
-from autotune.results.export import FORMATS, Format, beside_lines, make_export, render
+from autotune.results.export import Format, LaunchFormat, beside_lines, make_export, render, render_launch
 from autotune.results.html.page import html_page
 from autotune.results.text import summary_lines
-from autotune.service.access import Known, Reader, Writer
+from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.bell import wait_for
 from autotune.service.requests import OPTION_NAMES
 from autotune.service.searches import Searches
@@ -62,7 +62,7 @@ def _submission_schema() -> Document:
     },
 )
 async def submit(
-    request: Request, response: Response, token: Writer, searches: Known,
+    request: Request, response: Response, token: Submitter, searches: Known,
     idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
 ) -> Document:  # fmt: skip
     """Queue a search. 202 with its Location; 200 where the same request was answered or submitted before."""
@@ -134,13 +134,13 @@ def report(
 
 @router.get("/v1/searches/{search}/export", response_class=PlainTextResponse)
 def export(
-    search: str, token: Reader, searches: Known, form: Annotated[Format, Query(alias="format")] = "json"
+    search: str, token: Reader, searches: Known, form: Annotated[Format | LaunchFormat, Query(alias="format")] = "json"
 ) -> Response:
     """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
     made = make_export(searches.report(searches.job(search)))
-    assert form in FORMATS
+    text = render_launch(made, form) if form == "torchrun" or form == "accelerate" else render(made, form)
     notes = {"Autotune-Note": " | ".join(beside_lines(made)).encode("ascii", "replace").decode()}
-    return PlainTextResponse(render(made, form), headers=notes)
+    return PlainTextResponse(text, headers=notes)
 
 
 @router.get("/v1/searches/{search}/events", response_class=EventSourceResponse)

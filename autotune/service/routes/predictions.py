@@ -1,0 +1,24 @@
+"""Predict what fits on a GPU and how fast it trains, without one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Body, Request
+
+from autotune.core.candidate import Document
+from autotune.service.access import Reader
+from autotune.service.predictions import Predictions
+
+router = APIRouter(tags=["predict"])
+
+
+@router.post("/v1/predict")
+def predict(
+    document: Annotated[
+        dict[str, Any], Body(examples=[{"model": "bert-large-uncased", "effective_batch": 64, "gpu": ["rtx-3090"]}])
+    ],
+    request: Request, token: Reader,
+) -> Document:  # fmt: skip
+    """Return the document of ``autotune predict --json``; takes the options of the command, runs nothing on a GPU."""
+    return cast(Predictions, request.app.state.predictions).answer(document)

@@ -1,0 +1,62 @@
+"""Read what a client asks to be verified: a study of this service, with the number of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.candidate import Document
+from autotune.core.errors import InvalidRequestError
+from autotune.core.options import BY_NAME
+from autotune.results.export import make_export
+from autotune.results.report import Report
+from autotune.service.requests import read_priority
+from autotune.store.queue import Needs
+from autotune.verify.target import what_is_not_verified
+from autotune.verify.throughput import DEFAULT_STEPS, check_steps
+
+VERIFIES = "verify_study"
+"""The name in a job's request under which the study is that it verifies."""
+_NAMES = ("study", "steps", "priority")
+
+
+@dataclass(frozen=True)
+class VerificationSubmission:
+    """A verification that may be queued."""
+
+    study: str
+    options: Document
+    priority: int
+
+
+def read_verification(document: Any) -> VerificationSubmission:
+    """Return what a client asks for; raises ``InvalidRequestError`` for what no verification takes."""
+    if not isinstance(document, dict) or not isinstance(document.get("study"), str):
+        raise InvalidRequestError("no study is named", 'send {"study": "bert-large-uncased-64"}')
+    for name in document:
+        if name not in _NAMES:
+            raise InvalidRequestError(f"{str(name)[:60]!r} is no option of verify", f"use {', '.join(_NAMES)}")
+    steps = int(BY_NAME["steps"].kind.check("steps", document.get("steps", DEFAULT_STEPS)))
+    check_steps(steps)
+    return VerificationSubmission(
+        document["study"], {VERIFIES: document["study"], "steps": steps}, read_priority(document)
+    )
+
+
+def check_can_be_exported(report: Report) -> None:
+    """Raise as ``autotune verify`` does where a study has no winner, or one that a stock Trainer does not show."""
+    unverified = what_is_not_verified(report.workload)
+    if unverified is not None:
+        raise InvalidRequestError(
+            f"the study {report.study.name!r} was searched with {unverified}",
+            "train with the export as usual; the Trainer's log tells samples a second",
+        )
+    make_export(report)
+
+
+def needs_of_study(environment: Document) -> Needs:
+    """Return what an agent must have for a study's promise to hold on it."""
+    if environment["device_kind"] != "cuda":
+        return Needs("cpu")
+    ranks = environment.get("ranks", {}).get("world_size", 1)
+    return Needs("cuda", str(environment["device_name"]).lower(), int(environment["device_memory_bytes"]), int(ranks))

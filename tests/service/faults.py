@@ -1,0 +1,318 @@
+"""Disturb a service, its agents and their trials while searches run, and look whether anything was lost.
+
+``python tests/service/faults.py --faults 100`` prints a table. Everything is a real process: the service, two agents
+with databases and locks of their own, as on two machines, and trials that answer from a formula (tests/faults).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
+
+from disturbed import LEASE_SECONDS  # noqa: E402
+from processes import is_alive, wait_until  # noqa: E402
+
+MARK = "FAULTS_FOLDER"
+STAND_IN = ROOT / "tests" / "faults" / "stand_in.py"
+PATIENCE_SECONDS = 180.0
+MODEL = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 64, "max_position_embeddings": 32,
+}  # fmt: skip
+REQUEST = {
+    "seq_len": 8, "effective_batch": 64, "memory_limit": "2GiB", "precision": ["fp32"], "fresh": True,
+    "optim": ["adamw_torch_fused", "adafactor"], "trial_timeout": "20s",
+}  # fmt: skip
+KINDS = (
+    "kill -9 of the service", "kill -9 of an agent", "kill -9 of a trial server", "kill -9 of a trial",
+    "an agent frozen past its lease", "disk full at the service", "the clock jumps",
+)  # fmt: skip
+
+
+class Scene:
+    """A folder with a service and its agents, and what was done to them."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.hit: set[str] = set()
+        self.token = ""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.service: subprocess.Popen[bytes] | None = None
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+        interpreter = folder / "python"
+        interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
+        interpreter.chmod(0o755)
+
+    # Processes
+
+    def _start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        (self.folder / name).mkdir(exist_ok=True)
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+            "AUTOTUNE_TOKEN": self.token, MARK: str(self.folder), "FAULTS_SECONDS": "0.1",
+            "AUTOTUNE_LOCKS": str(self.folder / name),
+        }  # fmt: skip
+        with (self.folder / f"{name}.out").open("ab") as out, (self.folder / f"{name}.err").open("ab") as err:
+            command = [sys.executable, str(Path(__file__).with_name("disturbed.py")), str(self.folder), *words]
+            return subprocess.Popen(
+                command, cwd=self.folder / name, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+
+    def serve(self) -> None:
+        """Start the service, again or for the first time, and wait until it answers."""
+        words = ("serve", "--port", str(self.port), "--no-agent", "--storage", "a.db", "--data", str(self.folder))
+        self.service = self._start("service", *words)
+        assert wait_until(self.is_up, PATIENCE_SECONDS), self.errors()
+        if not self.token:
+            first = (self.folder / "service.out").read_text().splitlines()[0]
+            self.token = first.partition("/#token=")[2]
+
+    def is_up(self) -> bool:
+        """Whether the service answers."""
+        try:
+            return bool(self.call("GET", "/healthz"))
+        except OSError:
+            return False
+
+    def start_agent(self, name: str) -> None:
+        """Start an agent as on a machine of its own."""
+        self.agents[name] = self._start(name, "agent", "--server", self.url, "--device", "cpu", "--storage", "own.db")
+
+    def call(self, method: str, path: str, document: Any = None, **more: str) -> Any:
+        """Ask the service."""
+        data = None if document is None else json.dumps(document).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json", **more}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def submit(self, study: str) -> None:
+        """Queue a search; asked again where the service was away, with a key that makes it one."""
+        asked = {**REQUEST, "model": str(self.folder / "model"), "study": study}
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                self.call("POST", "/v1/searches", asked, **{"Idempotency-Key": study})
+                return
+            assert time.monotonic() < deadline, self.errors()
+            time.sleep(0.2)
+
+    def states(self) -> dict[str, str]:
+        """The state of each search by its study; none while the service is away."""
+        with contextlib.suppress(OSError):
+            return {job["study"]: job["state"] for job in self.call("GET", "/v1/searches?limit=1000")["searches"]}
+        return {}
+
+    def errors(self) -> str:
+        """The ends of what the processes said."""
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.err"))
+
+    def descendants(self) -> list[int]:
+        """Every living process of this scene."""
+        mark = f"{MARK}={self.folder}\0".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes() and is_alive(int(entry.name)):
+                    found.append(int(entry.name))
+        return found
+
+    # Faults
+
+    def disturb(self, kind: str) -> None:
+        """Inject one fault, and put right what does not come right by itself."""
+        kinds: dict[str, Callable[[], bool]] = dict(
+            zip(
+                KINDS,
+                (self.kill_service, self.kill_agent, lambda: self.kill_worker("server"),
+                 lambda: self.kill_worker("trial"), self.freeze_agent, self.fill_disk, self.jump),
+                strict=True,
+            )
+        )  # fmt: skip
+        if kinds[kind]():
+            self.faults[kind] += 1
+
+    def kill_service(self) -> bool:
+        """Kill the service; it is started again after a while."""
+        assert self.service is not None
+        self.service.kill()
+        self.service.wait()
+        time.sleep(self.random.uniform(0, 1))
+        self.serve()
+        return True
+
+    def kill_agent(self) -> bool:
+        """Kill an agent and start another in its place."""
+        name = self.random.choice(sorted(self.agents))
+        self.agents[name].kill()
+        self.agents[name].wait()
+        self.start_agent(name)
+        return True
+
+    def kill_worker(self, victim: str) -> bool:
+        """Kill the running trial or its server; none meets a candidate of a study twice, which would be a failure."""
+        runs = self.folder / "runs"
+        for line in reversed(runs.read_text().splitlines()[-4:] if runs.exists() else []):
+            pid, candidate = int(line.split()[0]), line.partition(" ")[2]
+            if not is_alive(pid) or candidate in self.hit:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if parent > 1:
+                    self.hit.add(candidate)
+                    os.kill(pid if victim == "trial" else parent, signal.SIGKILL)
+                    return True
+        return False
+
+    def freeze_agent(self) -> bool:
+        """Stop an agent until its search has gone to another, and let it go on then."""
+        name = self.random.choice(sorted(self.agents))
+        os.kill(self.agents[name].pid, signal.SIGSTOP)
+        time.sleep(LEASE_SECONDS + 1.5)
+        os.kill(self.agents[name].pid, signal.SIGCONT)
+        return True
+
+    def fill_disk(self) -> bool:
+        """Have the service's files grow no further for a while."""
+        assert self.service is not None
+        sizes = [path.stat().st_size for path in (self.folder / "service").glob("a.db*")]
+        resource.prlimit(self.service.pid, resource.RLIMIT_FSIZE, (max(sizes, default=0), resource.RLIM_INFINITY))
+        time.sleep(self.random.uniform(0.5, 2))
+        resource.prlimit(self.service.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return True
+
+    def jump(self) -> bool:
+        """Set the clock by hours, forwards or back."""
+        (self.folder / "clock").write_text(str(self.random.choice([-7200, -40, 0, 40, 7200])))
+        return True
+
+    # What is recorded
+
+    def results(self, study: str) -> list[tuple[str, str, str, str]]:
+        """What the trials of a study gave, read from the file without any of autotune."""
+        with contextlib.closing(sqlite3.connect(self.folder / "service" / "a.db", timeout=60)) as connection:
+            rows = connection.execute(
+                "SELECT candidate, stage, autotune_trials.state, outcome FROM autotune_trials JOIN autotune_studies s "
+                "ON study_id = s.id WHERE s.name = ? AND autotune_trials.state IN ('completed', 'out_of_memory')",
+                (study,),
+            ).fetchall()
+        found = []
+        for candidate, stage, state, outcome in rows:
+            told = {name: value for name, value in json.loads(outcome).items() if name != "phase_seconds"}
+            found.append(
+                (json.dumps(json.loads(candidate), sort_keys=True), stage, state, json.dumps(told, sort_keys=True))
+            )
+        return sorted(found)
+
+    def winner(self, study: str) -> str:
+        """The TrainingArguments that the service recommends."""
+        return json.dumps(self.call("GET", f"/v1/searches/{study}/export"), sort_keys=True)
+
+    def end(self) -> int:
+        """End everything in an orderly way; return how many processes are left."""
+        for process in (*self.agents.values(), self.service):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        for process in (*self.agents.values(), self.service):
+            if process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(60)
+        wait_until(lambda: not self.descendants(), 20)
+        left = self.descendants()
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+
+def measure(faults: int, folder: Path, seed: int = 0, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
+    """Disturb searches until so many faults were injected, let them end, and return what was found."""
+    scene = Scene(folder, seed)
+    found: Counter[str] = Counter()
+    try:
+        scene.serve()
+        for name in ("one", "two"):
+            scene.start_agent(name)
+        scene.submit("undisturbed")
+        assert wait_until(lambda: scene.states().get("undisturbed") == "finished", PATIENCE_SECONDS), scene.errors()
+        expected, winner = scene.results("undisturbed"), scene.winner("undisturbed")
+        assert len(expected) >= 5
+        studies: list[str] = []
+        order = [kinds[number % len(kinds)] for number in range(faults)]
+        scene.random.shuffle(order)
+        while scene.faults.total() < faults:
+            # Two searches, one for each agent, are always open.
+            states = scene.states()
+            while sum(states.get(study) != "finished" for study in studies) < 2:
+                studies.append(f"study-{len(studies)}")
+                states[studies[-1]] = "queued"
+                scene.hit.clear()
+                scene.submit(studies[-1])
+            time.sleep(scene.random.uniform(0, 1.5))
+            scene.disturb(order[scene.faults.total()])
+        (scene.folder / "clock").unlink(missing_ok=True)
+        wait_until(lambda: all(scene.states().get(study) == "finished" for study in studies), 2 * PATIENCE_SECONDS)
+        states = scene.states()
+        for study in studies:
+            results = scene.results(study)
+            found["studies lost"] += states.get(study) != "finished"
+            found["trials doubled"] += len(results) - len({row[:2] for row in results})
+            found["wrong answers"] += results != expected or scene.winner(study) != winner
+        found["studies"] = len(studies)
+        found["trials"] = len(studies) * len(expected)
+    finally:
+        found["processes left"] = scene.end()
+    columns = ("studies", "trials", "studies lost", "trials doubled", "wrong answers", "processes left")
+    return {"faults": dict(scene.faults), **{name: found[name] for name in columns}}
+
+
+def table(told: dict[str, Any]) -> str:
+    """Return what was injected and what came of it, as lines."""
+    lines = [f"{'fault':<34} times", *(f"{kind:<34} {times:>5}" for kind, times in sorted(told["faults"].items()))]
+    lines.append(f"{'all':<34} {sum(told['faults'].values()):>5}")
+    lines += [f"{name}: {value}" for name, value in told.items() if name != "faults"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and print it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        told = measure(given.faults, Path(folder) / "scene", given.seed)
+    print(table(told))
+    bad = ("studies lost", "trials doubled", "wrong answers", "processes left")
+    raise SystemExit(any(told[name] for name in bad))
+
+
+if __name__ == "__main__":
+    main()

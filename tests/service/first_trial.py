@@ -1,0 +1,94 @@
+"""Measure how soon a search's first trial starts after an agent has claimed it: cold, and with a warm trial server.
+
+``python tests/service/first_trial.py`` runs five searches on this machine's CPU, through a real service and its agent,
+and prints the seconds from the claim to the start of the first trial's process. A trial's process makes its log first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"effective_batch": 16, "seq_len": 32, "trials": 1, "fresh": True}
+SEARCHES = (
+    ("the agent has just started", "bert-tiny"),
+    ("the same workload again", "bert-tiny"),
+    ("the same workload again", "bert-tiny"),
+    ("another model", "gpt2-tiny"),
+    ("the same workload again", "gpt2-tiny"),
+)
+
+
+class Service:
+    """A service with its agent, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "autotune", "serve", "--port", "0"],
+            cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.url, _, self.token = self.process.stdout.readline().strip().partition("/#token=")
+
+    def call(self, method: str, path: str, document: Any = None) -> Any:
+        """Ask the service."""
+        data = None if document is None else json.dumps(document).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def first_trial(self, model: str) -> tuple[float, float]:
+        """Run a search; return the seconds from claim to first trial, and from its submission to its end."""
+        submitted = time.time()
+        search = self.call("POST", "/v1/searches", {**TINY, "model": model})
+        log = self.folder / "studies" / "logs" / search["study"] / "trial-0000.log"
+        deadline = submitted + 300
+        while not log.exists():
+            if time.time() > deadline:
+                raise TimeoutError(f"no trial of {search['study']} began")
+            time.sleep(0.005)
+        began = time.time()
+        while (told := self.call("GET", f"/v1/searches/{search['id']}"))["state"] in ("queued", "running"):
+            if time.time() > deadline:
+                raise TimeoutError(f"{search['study']} did not end")
+            time.sleep(0.2)
+        if told["state"] != "finished":
+            raise RuntimeError(told["problem"])
+        claimed = _moment(told["started_at"])
+        return began - claimed, time.time() - submitted
+
+
+def _moment(text: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+def main() -> None:
+    """Measure, and print it."""
+    with tempfile.TemporaryDirectory() as folder:
+        service = Service(Path(folder))
+        try:
+            print(f"{'search':<28} {'model':<10} claim to first trial   whole")
+            for what, model in SEARCHES:
+                seconds, whole = service.first_trial(model)
+                print(f"{what:<28} {model:<10} {seconds:>18.2f} s {whole:>7.1f} s", flush=True)
+        finally:
+            service.process.terminate()
+            service.process.wait(60)
+    print(f"load average {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

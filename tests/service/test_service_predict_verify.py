@@ -1,0 +1,116 @@
+"""Test predictions over HTTP, and the queued verification of a study."""
+
+from __future__ import annotations
+
+import pytest
+from searching import H200
+from serving import PREDICTED, Agent, run_recorded
+from starlette.testclient import TestClient
+
+from autotune.cli.serve import _predict
+from autotune.core.candidate import Document
+from autotune.core.options import BY_NAME, options_of
+from autotune.service.predictions import PREDICTED_NAMES
+from autotune.service.searches import Searches
+from autotune.store.transfer import read_study
+
+ASKED = {"model": "bert-tiny", "effective_batch": 16, "gpu": ["rtx-3090"]}
+STUDY = "bert-large-uncased-64"
+
+
+def test_a_prediction_is_made_once(reader: TestClient) -> None:
+    PREDICTED.clear()
+    first = reader.post("/v1/predict", json=ASKED)
+    assert (first.status_code, first.json()["gpus"]) == (200, ["rtx-3090"])
+    assert reader.post("/v1/predict", json=dict(reversed(ASKED.items()))).json() == first.json()
+    assert len(PREDICTED) == 1
+    assert reader.post("/v1/predict", json={**ASKED, "seq_len": 32}).status_code == 200
+    assert [options["seq_len"] for options in PREDICTED] == [None, 32]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({}, "nothing to train is named"),
+        ({**ASKED, "model": "/etc"}, "reads no files at"),
+        ({**ASKED, "efective_batch": 1}, "'efective_batch' is no option of a prediction"),
+        ({**ASKED, "gpu_spec": "/etc/passwd"}, "'gpu_spec' is no option"),
+        ({**ASKED, "storage": "x.db"}, "storage is the service's own matter"),
+        ({**ASKED, "trainer": "train.py:build"}, "no code over HTTP"),
+        ({**ASKED, "gpu": ["unknown"]}, "--gpu 'unknown' is not known"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_the_words_of_the_command_line(
+    reader: TestClient, server: TestClient, asked: Document, words: str
+) -> None:
+    refused = reader.post("/v1/predict", json=asked)
+    assert (refused.status_code, refused.json()["exit_code"]) == (422, 2)
+    assert words in refused.json()["detail"]
+    assert server.post("/v1/predict", json=ASKED).status_code == 401
+
+
+def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def predicted(gpu: object, spec: object, storage: str, options: Document) -> tuple[Document, None]:
+        asked.append((gpu, spec, storage, options))
+        return {"predicted": True}, None
+
+    monkeypatch.setattr("autotune.cli.predict.predicted_document", predicted)
+    options = {name: BY_NAME[name].default for name in PREDICTED_NAMES}
+    assert _predict({**options, "gpu": ("rtx-3090",)}, "a.db") == {"predicted": True}
+    of_command = {option.name for option in options_of("predict")}
+    passed = of_command - {"gpu", "gpu_spec", "storage", "server", "as_json", "all_batches", "anatomy"}
+    assert asked == [(("rtx-3090",), None, "a.db", {name: BY_NAME[name].default for name in passed})]
+
+
+@pytest.fixture
+def searched(writer: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+    writer.post("/v1/searches", json={"model": "bert-large-uncased", "effective_batch": 64})
+    run_recorded(searches, gpu_agent)
+
+
+def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
+    searched: None, writer: TestClient, searches: Searches, agent: Agent, gpu_agent: Agent
+) -> None:
+    answer = writer.post("/v1/verify", json={"study": STUDY, "steps": 50})
+    assert answer.status_code == 202
+    told = answer.json()
+    assert (told["study"], told["request"]) == (f"verify {STUDY}", {"verify_study": STUDY, "steps": 50})
+    assert told["needs"]["gpu"] == H200.name.lower()
+    assert agent.claim() is None
+    job = gpu_agent.claim()
+    assert job is not None
+    path = f"/v1/agents/{gpu_agent.id}/jobs/{job['id']}/records?lease_token={job['lease_token']}"
+    assert writer.get(path).json() == {"own": read_study(searches.store.engine, STUDY), "related": []}
+    missed = {"exit_code": 8, "message": "slower than promised", "hint": "search again"}
+    shown = {"verification": {"verdict": "missed"}, "problem": missed}
+    gpu_agent.post(job, "events", events=[{"kind": "verification", "document": shown}])
+    gpu_agent.post(job, "end", state="finished")
+    found = writer.get(answer.headers["location"]).json()
+    assert (found["state"], found["verification"], found["missed"]) == ("finished", {"verdict": "missed"}, missed)
+    assert "the promise is missed" in writer.get("/parts/home").text
+    assert writer.get(f"/searches/{job['id']}").status_code == 200
+    # The study's own search is still found by its name.
+    assert writer.get(f"/v1/searches/{STUDY}").json()["request"]["model"] == "bert-large-uncased"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        ({}, 422, "no study is named"),
+        ({"study": "nobody"}, 404, "nobody"),
+        ({"study": STUDY, "steps": 1}, 422, "too few"),
+        ({"study": STUDY, "steps": "many"}, 422, "many"),
+        ({"study": STUDY, "storage": "x"}, 422, "'storage' is no option of verify"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(
+    searched: None, writer: TestClient, reader: TestClient, asked: Document, status: int, words: str
+) -> None:
+    refused = writer.post("/v1/verify", json=asked)
+    assert refused.status_code == status
+    assert words in refused.json()["detail"]
+    assert reader.post("/v1/verify", json=asked).status_code == 403
+    search = writer.get("/v1/searches").json()["searches"][0]["id"]
+    assert writer.get(f"/v1/verify/{search}").status_code == 404
