@@ -39,6 +39,7 @@ MOST_QUEUED = 10_000
 _TOO_MANY = f"{MOST_QUEUED} searches wait already"
 AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""
+_MOST_COMPARED = 1000
 _CLAIM_POLL_SECONDS = 5.0
 _SEEN_SECONDS = 5.0
 _ALIVE = timedelta(seconds=LEASE_SECONDS)
@@ -136,7 +137,8 @@ class Searches:
         if submission.fresh or submission.options.get("dataset") is not None:
             return None
         wanted = canonical(submission.options)
-        for job in self.store.queue.jobs(states=["finished"], most=1000):
+        model = submission.options.get("model")
+        for job in self.store.queue.jobs(states=["finished"], model=model, most=_MOST_COMPARED):
             if canonical(job.request) == wanted and job.needs == submission.needs:
                 study = self.store.study(job.study)
                 if study is not None and study.state == "finished" and study.autotune_version == __version__:

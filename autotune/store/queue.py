@@ -230,6 +230,7 @@ class Queue:
         *,
         states: Sequence[JobState] = (),
         study: str | None = None,
+        model: str | None = None,
         before: int | None = None,
         most: int = 100,
     ) -> list[JobRecord]:
@@ -239,6 +240,8 @@ class Queue:
             query = query.where(JobRow.state.in_(states))
         if study is not None:
             query = query.where(JobRow.study == study)
+        if model is not None:
+            query = query.where(JobRow.request["model"].as_string() == model)
         if before is not None:
             query = query.where(JobRow.number < before)
         with self._transaction() as connection:

@@ -118,6 +118,18 @@ def test_a_request_that_was_answered_is_not_searched_again(
     assert submit(writer, {**LARGE, "seed": 1})["state"] == "queued"
 
 
+def test_searches_of_other_models_do_not_hide_an_answer(
+    writer: TestClient, searches: Searches, gpu_agent: Agent, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = run_after(writer, searches, gpu_agent)
+    submit(writer)
+    other = agent.claim()
+    assert other is not None
+    agent.post(other, "end", state="finished")
+    monkeypatch.setattr("autotune.service.searches._MOST_COMPARED", 1)
+    assert submit(writer, LARGE)["id"] == job["id"]
+
+
 def run_after(writer: TestClient, searches: Searches, gpu_agent: Agent) -> Document:
     submit(writer, LARGE)
     return run_recorded(searches, gpu_agent)
