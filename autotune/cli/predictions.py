@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from autotune.tuning.request import SearchRequest
 
 
+# One host has no more. A choice.
+_MOST_RANKS = 64
+
+
 def known_chips(spec: str | None) -> dict[str, Chip]:
     """Return the GPUs of the catalog and of the user's own file, which take precedence."""
     from autotune.devices.gpus import CHIPS, read_chips
@@ -97,9 +101,24 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     from autotune.devices import Device
     from autotune.tuning.request import SearchRequest
 
-    stand_in = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
+    ranks = _ranks(options.get("gpus"))
+    first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
+    others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
     asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
-    return SearchRequest(workload=workload, device=stand_in, **asked)
+    if ranks > 1 and options["world_size"] == 1:
+        asked["world_size"] = ranks
+    return SearchRequest(workload=workload, device=first, others=others, **asked)
+
+
+def _ranks(gpus: str | None) -> int:
+    """Return how many GPUs train together; raises ``InvalidRequestError`` where that is no number."""
+    if gpus is None:
+        return 1
+    if not gpus.isdecimal() or not 1 <= int(gpus) <= _MOST_RANKS:
+        raise InvalidRequestError(
+            f"--gpus {gpus} is not a number of GPUs that are not at hand", f"give one from 1 to {_MOST_RANKS}"
+        )
+    return int(gpus)
 
 
 def _questions(space: Space, ranks: Sequence[int]) -> list[Question]:

@@ -74,6 +74,8 @@ class ModelFacts:
     num_labels: int | None = None
     layer_classes: tuple[str, ...] = ()
     """The classes of the layers that FSDP shards one by one; none where it has none."""
+    sharding_error: str | None = None
+    """Why accelerate cannot shard it layer by layer; ``None`` where it can, or nobody looked."""
     after_step: AfterStep = field(default_factory=AfterStep)
     """Looked at only for several ranks."""
     own: OwnSettings | None = None

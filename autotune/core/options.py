@@ -413,8 +413,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus", GPUS,
         "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
-        DEVICE, ("search", "agent"), metavar="N|all|LIST",
-        help_in={"agent": "Run searches that train on several GPUs together, on these: a number, all, or a list."},
+        DEVICE, ("search", "predict", "agent"), metavar="N|all|LIST",
+        help_in={
+            "agent": "Run searches that train on several GPUs together, on these: a number, all, or a list.",
+            "predict": "So many GPUs of that kind train together; bytes are those of each [default: 1].",
+        },
     ),
     Option(
         "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE,
@@ -441,7 +444,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "strategy", _words_or_auto(STRATEGIES),
-        "How several GPUs share the model: ddp, fsdp-keep, fsdp [default: auto, all that can be].", TRIED,
+        "How several GPUs share the model: ddp, fsdp-keep, fsdp [default: auto, all that can be].", TRIED, BOTH,
         request_field="strategies", recorded_as="strategy", sparse=True,
     ),
     Option(

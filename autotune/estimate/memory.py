@@ -61,17 +61,22 @@ class Question:
     def work(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return the question as it is sent to a process that predicts."""
         return PredictionWork(
-            _one_rank(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
+            _as_asked(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
         )
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return work that is equal for two questions exactly when their answers are."""
-        return dataclasses.replace(self.work(chip, ceiling), arm=_one_rank(prediction_class(self.arm)))
+        return dataclasses.replace(self.work(chip, ceiling), arm=_as_asked(prediction_class(self.arm)))
 
 
-def _one_rank(arm: Arm) -> Arm:
-    """Return an arm without what the memory of one rank does not depend on."""
-    return dataclasses.replace(arm, cpu_affinity=False, **{name: getattr(Arm(), name) for name in OF_RANKS})
+def _as_asked(arm: Arm) -> Arm:
+    """Return an arm without what its memory does not depend on."""
+    plain = dataclasses.replace(
+        arm, cpu_affinity=False, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None
+    )
+    if arm.ranks > 1:
+        return plain
+    return dataclasses.replace(plain, **{name: getattr(Arm(), name) for name in OF_RANKS})
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
@@ -257,7 +262,10 @@ class MemoryModel:
 
     def operations(self, arm: Arm) -> Operations | None:
         """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels."""
-        return self._operations.get(prediction_class(arm)) if is_predictable(arm) else None
+        if arm.ranks > 1 or not is_predictable(arm):
+            # What several ranks spend on communication is not predicted.
+            return None
+        return self._operations.get(prediction_class(arm))
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the uncorrected prediction for a candidate; ``None`` where there is none."""

@@ -362,7 +362,7 @@ def forecast_of(
     At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
     which nothing is predicted. Of the user's own code the arms are predicted whose steps its inspection has traced.
     """
-    if prepared.chip is None or prepared.request.ranks > 1:
+    if prepared.chip is None:
         return None
     traces = None
     if prepared.request.workload.source is not None:

@@ -48,12 +48,19 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
                 f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
                 "use --strategy ddp",
             )
+        if sharded and (error := model.sharding_error):
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
+            )
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_shard = (
         has_layers
+        and not model.sharding_error
         and request.device.kind == "cuda"
         and request.workload.source is None
         and request.workload.quantize is None
+        # Adapters on a sharded model were not tried.
+        and request.workload.peft is None
         and any(map(shards_with, request.optims))
     )
     return STRATEGIES if can_shard else ("ddp",)

@@ -59,11 +59,17 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     attentions = attention_implementations(model_type)
     random_weights = dataclasses.replace(workload, weights=None)
     model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
+    layers = tuple(layer_classes(model)) if has_fsdp2() else ()
+    sharding_error: str | None = None
     seen = AfterStep()
     if ranks > 1:
         from autotune.worker.fake.unused import what_ddp_can_skip
 
         seen = what_ddp_can_skip(workload)
+        if layers:
+            from autotune.worker.fake.ranks import why_not_sharded
+
+            sharding_error = why_not_sharded(workload, layers, ranks)
     return ModelFacts(
         model_type.__name__,
         sum(p.numel() for p in model.parameters()),
@@ -71,7 +77,8 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
         tuple(attentions),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         num_labels=getattr(build_config(workload), "num_labels", None),
-        layer_classes=tuple(layer_classes(model)) if has_fsdp2() else (),
+        layer_classes=layers,
+        sharding_error=sharding_error,
         after_step=seen,
     )
 
@@ -80,7 +87,6 @@ def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
     found = inspect_environment()
     try:
-        return dataclasses.replace(found, model=_model_facts(workload, work.devices.ranks))
     except Exception as error:
         return dataclasses.replace(found, model_error=first_line(error))
 

@@ -6,7 +6,7 @@ Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autotune.worker.fake.tracer import DEATH, EMPTY_CACHE
@@ -32,6 +32,7 @@ class _Block:
     address: int
     size: int
     small: bool
+    stream: int
     previous: _Block | None = None
     next: _Block | None = None
     free: bool = True
@@ -42,18 +43,19 @@ class CachingAllocator:
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         self._cap = cap_bytes
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        # A block is used again in the stream that it was allocated in.
+        self._free: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = {}
         self._alive: dict[int, _Block] = {}
         self._next_address = 0
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.retries = 0
 
-    def allocate(self, number: int, size_bytes: int) -> None:
+    def allocate(self, number: int, size_bytes: int, stream: int = 0) -> None:
         """Serve a request from the cache or a new segment; raises ``OutOfCapError`` where neither is possible."""
         size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= _SMALL
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        block = self._best_fit(size, small, stream) or self._new_segment(size, small, stream)
         self._split(block, size)
         block.free = False
         self._alive[number] = block
@@ -73,14 +75,17 @@ class CachingAllocator:
             if neighbour is not None and neighbour.free:
                 self._forget(neighbour)
                 block = self._merge(block, neighbour)
-        bisect.insort(self._free[block.small], (block.size, block.address, block))
+        bisect.insort(self._free_like(block), (block.size, block.address, block))
 
-    def _best_fit(self, size: int, small: bool) -> _Block | None:
-        free = self._free[small]
+    def _free_like(self, block: _Block) -> list[tuple[int, int, _Block]]:
+        return self._free.setdefault((block.stream, block.small), [])
+
+    def _best_fit(self, size: int, small: bool, stream: int) -> _Block | None:
+        free = self._free.get((stream, small), [])
         at = bisect.bisect_left(free, (size, -1))
         return free.pop(at)[2] if at < len(free) else None
 
-    def _new_segment(self, size: int, small: bool) -> _Block:
+    def _new_segment(self, size: int, small: bool, stream: int) -> _Block:
         if small:
             segment = _SMALL_SEGMENT
         else:
@@ -92,30 +97,30 @@ class CachingAllocator:
                 raise OutOfCapError(f"{segment} bytes more than {self.reserved_bytes} of {self._cap}")
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = _Block(self._next_address, segment, small)
+        block = _Block(self._next_address, segment, small, stream)
         # A gap between segments keeps blocks of different segments from being merged.
         self._next_address += segment + BLOCK_BYTES
         return block
 
     def empty_cache(self) -> None:
         """Free every segment that is wholly unused."""
-        for small, free in self._free.items():
+        for pool, free in self._free.items():
             kept = [entry for entry in free if entry[2].previous is not None or entry[2].next is not None]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
-            self._free[small] = kept
+            self._free[pool] = kept
 
     def _split(self, block: _Block, size: int) -> None:
         remaining = block.size - size
         if remaining < BLOCK_BYTES if block.small else remaining <= _SMALL:
             return
-        rest = _Block(block.address + size, remaining, block.small, previous=block, next=block.next)
+        rest = _Block(block.address + size, remaining, block.small, block.stream, previous=block, next=block.next)
         if block.next is not None:
             block.next.previous = rest
         block.next, block.size = rest, size
-        bisect.insort(self._free[rest.small], (rest.size, rest.address, rest))
+        bisect.insort(self._free_like(rest), (rest.size, rest.address, rest))
 
     def _forget(self, block: _Block) -> None:
-        free = self._free[block.small]
+        free = self._free_like(block)
         free.pop(bisect.bisect_left(free, (block.size, block.address)))
 
     @staticmethod
@@ -129,12 +134,17 @@ class CachingAllocator:
         return first
 
 
-def replay(events: Iterable[tuple[int, int]], cap_bytes: int | None = None) -> CachingAllocator:
-    """Serve allocations and releases in order; raises ``OutOfCapError`` when the cap is exceeded."""
+def replay(
+    events: Iterable[tuple[int, int]], cap_bytes: int | None = None, stream_of: Callable[[int], int] = lambda _: 0
+) -> CachingAllocator:
+    """Serve allocations and releases in order; raises ``OutOfCapError`` when the cap is exceeded.
+
+    ``stream_of`` tells the CUDA stream of an allocation.
+    """
     allocator = CachingAllocator(cap_bytes)
     for number, size in events:
         if size > 0:
-            allocator.allocate(number, size)
+            allocator.allocate(number, size, stream_of(number))
         elif size == EMPTY_CACHE:
             allocator.empty_cache()
         elif size == DEATH and allocator.holds(number):

@@ -84,8 +84,9 @@ class Limits:
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and what the peak consists of."""
-        events = self._step.at(batch, self._chip, accumulation=accumulation)
-        peaks = self._peaks(events)
+        step = self._step.of(accumulation)
+        events = step.at(batch, self._chip, accumulation=accumulation)
+        peaks = self._peaks(events, step)
         return MemoryPrediction(
             batch,
             accumulation,
@@ -94,27 +95,28 @@ class Limits:
             peak_reserved_bytes=peaks.reserved_bytes,
             runs_out=peaks.runs_out,
             fits=self._fit(peaks),
-            anatomy=anatomy(events, self._step.label),
+            anatomy=anatomy(events, step.label),
         )
 
     def _fit(self, peaks: _Peaks) -> bool:
         return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
 
-    def _peaks(self, events: Events) -> _Peaks:
+    def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""
-        free = replay(events)
+        free = replay(events, stream_of=step.stream)
         if free.peak_reserved_bytes <= self._cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
         try:
-            capped = replay(events, self._cap_bytes)
+            capped = replay(events, self._cap_bytes, step.stream)
         except OutOfCapError:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits."""
-        events = self._step.at(batch, self._chip, accumulation=1)
-        return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events))
+        step = self._step.of(1)
+        events = step.at(batch, self._chip, accumulation=1)
+        return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple that fits, found by bisection; 0 where none does."""

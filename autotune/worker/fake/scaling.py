@@ -6,7 +6,7 @@ then a multiple of it exactly when the size grows with the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from autotune.core.chip import Chip
@@ -21,15 +21,17 @@ class NoTellingBatchError(ValueError):
     """Every possible telling batch divides one of the model's own dimensions."""
 
 
-def telling_batch(numbers: Iterable[int]) -> int:
+def telling_batch(numbers: Iterable[int], sums: Collection[int] = ()) -> int:
     """Return a batch that divides none of the model's numbers, nor a number next to one (a sequence length less one).
+
+    ``sums`` are sizes that are no products of these numbers; it divides none of them either.
 
     A size in a step at this batch is then a multiple of it exactly when it grows with the batch. Raises
     ``NoTellingBatchError`` where there is no such batch.
     """
     known = {neighbour for number in numbers for neighbour in (number - 1, number, number + 1)}
     for prime in _PRIMES:
-        if not any(number % prime == 0 for number in known if number > 0):
+        if not any(number % prime == 0 for number in (*known, *sums) if number > 0):
             return prime
     raise NoTellingBatchError(f"each of {_PRIMES} divides some dimension")
 
@@ -69,18 +71,28 @@ class _Event:
 class ScalableStep:
     """The allocations of an optimizer step at any per-device batch and accumulation."""
 
-    def __init__(self, trace: Trace, batch: int, *, most_inputs: int | None = None) -> None:
+    def __init__(
+        self, trace: Trace, batch: int, alone: ScalableStep | None = None, *, most_inputs: int | None = None
+    ) -> None:
         """Take the trace of a step of two micro-steps at a telling batch; each size becomes affine in the batch.
 
-        ``most_inputs`` is the number of micro-steps whose inputs are on the device at once; ``None`` stands for all.
+        ``alone`` is a step of one micro-step, where that is not the same without the second: under FSDP the only
+        micro-step reduces its gradients, and the first of two does not. ``most_inputs`` is the number of micro-steps
+        whose inputs are on the device at once; ``None`` stands for all.
         """
         self._trace = trace
+        self._alone = alone
         self._most_inputs = most_inputs
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
-        self._begins = min(trace.parts.values())
+        self._begins = trace.parts["first inputs"]
+        self._model_is_built = trace.parts.get("sharing", self._begins)
         self._inputs = _alive_after(trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]])
         self._events: dict[int, list[_Event]] = {}
+
+    def of(self, accumulation: int) -> ScalableStep:
+        """Return the step that is traced for so many micro-steps, which its labels and streams belong to."""
+        return self._alone if self._alone is not None and accumulation == 1 else self
 
     def at(self, batch: int, chip: Chip, *, accumulation: int) -> Events:
         """Return the events of set-up and two optimizer steps of ``accumulation`` micro-steps at ``batch`` on ``chip``.
@@ -88,16 +100,22 @@ class ScalableStep:
         The inputs of all micro-steps are included. Two micro-steps stand for any larger number, since later ones repeat
         the second.
         """
+        if (step := self.of(accumulation)) is not self:
+            return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
             self._events[accumulation] = self._two_steps(accumulation)
         events = [(e.number, DEATH if e.is_death else sizes[e.origin]) for e in self._events[accumulation]]
         # A trial empties the cache once its model is built, before it measures.
-        return [*events[: self._begins], (0, EMPTY_CACHE), *events[self._begins :]]
+        return [*events[: self._model_is_built], (0, EMPTY_CACHE), *events[self._model_is_built :]]
 
     def label(self, number: int) -> str:
         """Return what kind of allocation this is, in either step."""
         return self._trace.labels[number % self._shift]
+
+    def stream(self, number: int) -> int:
+        """Return the CUDA stream in which an allocation of either step is made; 0 is the default one."""
+        return self._trace.streams.get(number % self._shift, 0)
 
     def micro_batch_bytes(self, batch: int, chip: Chip) -> int:
         """Return the device memory of one micro-step's inputs, each tensor rounded as the allocator does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +15,12 @@ from autotune.core.chip import Chip
 from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
 from autotune.worker.fake.operations import OperationTally
+from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parameters
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
 from autotune.worker.private.accelerate import with_float32_outputs
-from autotune.worker.private.torch import fake_tensor_mode
+from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
@@ -139,13 +140,22 @@ class Training(Protocol):
         """Return the loss of a batch, of which only the loss itself lives on."""
 
 
-def trace_training(training: Training, batch_size: int, chip: Chip, *, padded: bool) -> tuple[Trace, Operations]:
-    """Return the allocations of one optimizer step of two micro-steps, and what its operations compute and move."""
+def trace_training(
+    training: Training, batch_size: int, chip: Chip, *, padded: bool, buckets: Iterable[int] = ()
+) -> tuple[Trace, Operations]:
+    """Return the allocations of one optimizer step of two micro-steps, and what its operations compute and move.
+
+    ``buckets`` are the sizes of DDP's gradient buckets, where several ranks train together.
+    """
     operations = OperationTally(batch_size)
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
     with _fake(), _no_surprise_collection(), tracer:
         _materialise(training.model, tracer)
+        for number, size_bytes in enumerate(buckets):
+            if number == 0:
+                tracer.enter("sharing", "communication")
+            tracer.hold("communication", size_bytes)
         optimizer = training.begin(batch_size)
         _optimizer_step(training, optimizer, tracer, operations, batch_size)
         trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
@@ -240,6 +250,8 @@ class FakeTraining:
         self._chip = chip
         self.operations: Operations | None = None
         """What the operations of the last traced step compute and move."""
+        # A mesh reads values, so it is made before tensors are fake.
+        self._mesh = join_fake_ranks(arm.ranks) if arm.is_sharded else None
         self._library = install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
@@ -248,8 +260,13 @@ class FakeTraining:
         sample = _batch(self._workload, model, 1).values()
         shapes = (tensor.shape for tensor in (*model.parameters(), *model.buffers(), *sample))
         dimensions = (dimension for shape in shapes for dimension in shape)
-        batch = telling_batch([*dimensions, *numbers_of(self._workload.config)])
-        return ScalableStep(self._trace(model, batch), batch)
+        sums = frozenset(sums_of_parameters(model, self._arm)) if self._arm.ranks > 1 else frozenset[int]()
+        batch = telling_batch([*dimensions, *numbers_of(self._workload.config)], sums)
+        if not self._arm.is_sharded:
+            return ScalableStep(self._trace(model, batch), batch)
+        several = self._sharded_trace(model, batch, micro_steps=2)
+        alone = self._sharded_trace(self._model(), batch, micro_steps=1)
+        return ScalableStep(several, batch, ScalableStep(alone, batch))
 
     def trace(self, batch_size: int) -> Trace:
         """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
@@ -262,8 +279,65 @@ class FakeTraining:
 
     def _trace(self, model: Any, batch_size: int) -> Trace:
         training = _BuiltIn(self._workload, self._arm, model)
-        trace, self.operations = trace_training(training, batch_size, self._chip, padded=self._workload.padding > 0)
+        buckets = bucket_bytes(model) if self._arm.strategy == "ddp" else ()
+        padded = self._workload.padding > 0
+        trace, self.operations = trace_training(training, batch_size, self._chip, padded=padded, buckets=buckets)
         return trace
+
+    def _sharded_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
+        """Return the allocations of a step of one or two micro-steps on a rank that keeps a part of the model."""
+        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+        tracer.follow_resizes()
+        tracer.has_padding = self._workload.padding > 0
+        with _fake(), _no_surprise_collection(), tracer:
+            _materialise(model, tracer)
+            tracer.enter("sharing", "weights")
+            model = shard_model(model, self._arm, self._mesh)
+            optimizer = _optimizer(self._arm.optim, model)
+            self._sharded_step(model, optimizer, tracer, batch_size, micro_steps)
+            gc.collect()
+            # Returned before the optimizer and its state go out of scope.
+            return tracer.so_far()
+
+    def _sharded_step(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        tracer: StorageTracer,
+        batch_size: int,
+        micro_steps: int,
+    ) -> None:
+        batches = []
+        for number, part in enumerate(("first inputs", "second inputs")):
+            tracer.enter(part, "inputs")
+            batches += [_batch(self._workload, model, batch_size)] if number < micro_steps else []
+        for number, part in enumerate(("first micro-step", "second micro-step")):
+            tracer.enter(part, "activations")
+            if number < micro_steps:
+                model.set_requires_gradient_sync(number + 1 == micro_steps or self._arm.sync_each_batch)
+                _sharded_micro_step(model, batches[number])
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                tracer.see(parameter.grad, "gradients")
+        tracer.enter("update", "workspaces")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tracer.phase = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _sharded_micro_step(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Run a micro-step of a sharded model.
+
+    FSDP casts weights and inputs in place of autocast, by hooks that only a call of the model runs.
+    """
+
+    def loss_of() -> Any:
+        # The outputs are freed when it returns.
+        return model(**batch)["loss"]
+
+    loss = loss_of() / 2
+    loss.backward()
 
 
 def numbers_of(document: Any) -> Iterator[int]:

@@ -41,7 +41,8 @@ class Trace:
 
     events: Events = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
-    """The kind of each: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``activations``."""
+    """The kind of each: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``communication``,
+    ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
     embeddings: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -184,6 +185,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.labels[self._number] = label
         if self.knows_streams and (stream := self._stream()):
             self.trace.streams[self._number] = stream
+            if label == "activations":
+                self.trace.labels[self._number] = "communication"
         return self._number
 
     def _stream(self) -> int:

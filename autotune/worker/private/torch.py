@@ -64,6 +64,8 @@ def join_fake_ranks(ranks: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
@@ -73,12 +75,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+_resize = torch.UntypedStorage.resize_
+
+
 def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
-    """Call ``resized`` with every storage whose size is changed in place from now on, after the change."""
-    real = torch.UntypedStorage.resize_
+    """Call ``resized`` alone with every storage whose size is changed in place from now on, after the change."""
 
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        answer = real(storage, size_bytes)
+        answer = _resize(storage, size_bytes)
         resized(storage)
         return answer
 

@@ -1,0 +1,168 @@
+"""Test the memory that is predicted for a rank of several: DDP's buckets, FSDP's shards, one pool a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+
+from autotune.core.candidate import Arm
+from autotune.core.units import MIB
+from autotune.devices import Ceiling
+from autotune.devices.gpus import CHIPS
+from autotune.estimate.memory import MemoryModel, Question, prediction_class
+from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.scaling import telling_batch
+from autotune.worker.fake.tracer import DEATH
+
+STUDY = Path(__file__).parents[2] / "studies" / "rank_memory.py"
+
+
+def test_a_freed_block_is_used_again_in_its_own_stream_alone() -> None:
+    events = [(1, 30 * MIB), (1, DEATH), (2, 30 * MIB)]
+    assert replay(events).reserved_bytes == 30 * MIB
+    assert replay(events, stream_of=lambda number: number - 1).reserved_bytes == 60 * MIB
+    # Where the cap calls for it, blocks of every stream are given back.
+    assert replay(events, 40 * MIB, lambda number: number - 1).reserved_bytes == 30 * MIB
+
+
+def test_a_telling_batch_divides_no_sum_of_parameters() -> None:
+    assert telling_batch([7]) == 61
+    assert telling_batch([7], [61 * 8]) == 67
+
+
+_TRACED = """
+import json
+import torch
+from autotune.core.candidate import Arm
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.models.resolve import resolve_model
+from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.predict import anatomy
+from autotune.worker.fake.ranks import bucket_bytes, why_not_sharded
+from autotune.worker.fake.scaling import ScalableStep
+from autotune.worker.fake.step import FakeTraining
+from autotune.worker.trial.build import build_model
+
+chip = CHIPS["h200"]
+torch.set_num_threads(1)
+
+
+def workload_of(name, task="sequence-classification"):
+    return Workload(name, resolve_model(name).config, task, 32)
+
+
+bert = workload_of("bert-tiny")
+model = build_model(bert, "sdpa", torch.device("meta"))
+alone = FakeTraining(bert, Arm("bf16"), chip).step()
+ddp = FakeTraining(bert, Arm("bf16", strategy="ddp", ranks=2), chip).step()
+grown = []
+for accumulation in (1, 3):
+    one, other = (replay(step.at(8, chip, accumulation=accumulation)) for step in (alone, ddp))
+    grown.append(other.peak_allocated_bytes - one.peak_allocated_bytes)
+
+sharded = {}
+for strategy, checkpointing, syncs in (
+    ("fsdp", True, False), ("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)
+):
+    arm = Arm(
+        "bf16", checkpointing, strategy=strategy, ranks=2, transformer_layer_cls_to_wrap="BertLayer",
+        sync_each_batch=syncs,
+    )
+    training = FakeTraining(bert, arm, chip)
+    step = training.step()
+    row = {}
+    for accumulation in (1, 2):
+        traced = training._sharded_trace(training._model(), 40, micro_steps=accumulation)
+        direct, scaled = ScalableStep(traced, 40), step.of(accumulation)
+        at = [s.at(40, chip, accumulation=accumulation) for s in (direct, scaled)]
+        held = [replay(events, stream_of=s.stream) for events, s in zip(at, (direct, scaled))]
+        row[accumulation] = {
+            "peaks": [h.peak_allocated_bytes for h in held],
+            "reserved": [h.peak_reserved_bytes for h in held],
+            "anatomy": anatomy(at[1], scaled.label),
+        }
+    sharded[" ".join(map(str, (strategy, checkpointing, syncs)))] = row
+print(json.dumps({
+    "buckets": list(bucket_bytes(model)),
+    "parameters": sum(p.nbytes for p in model.parameters()),
+    "grown": grown,
+    "sharded": sharded,
+    "bert": why_not_sharded(bert, ["BertLayer"]),
+    "bert embeddings": why_not_sharded(bert, ["BertEmbeddings", "BertLayer"]),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, Any]:
+    """What traces of bert-tiny as a rank of two show."""
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = warm.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, timeout=240, env=variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_ddp_keeps_a_second_copy_of_the_gradients_in_buckets(traced: dict[str, Any]) -> None:
+    buckets = traced["buckets"]
+    assert sum(buckets) == traced["parameters"]
+    # The first is small, so that the exchange begins early.
+    assert buckets[0] < 25 * MIB
+    # The rest of a segment belongs to a block where it is too small to be one.
+    assert all(0 <= grown - traced["parameters"] < len(buckets) * MIB for grown in traced["grown"])
+
+
+def test_a_scaled_trace_of_a_shard_is_the_trace_at_that_batch(traced: dict[str, Any]) -> None:
+    for name, row in traced["sharded"].items():
+        for accumulation, found in row.items():
+            assert found["peaks"][0] == found["peaks"][1], (name, accumulation)
+            assert found["reserved"][0] == found["reserved"][1], (name, accumulation)
+
+
+def test_a_rank_keeps_its_part_of_weights_and_optimizer_state(traced: dict[str, Any]) -> None:
+    half = traced["parameters"] / 2
+    for row in traced["sharded"].values():
+        parts = row["1"]["anatomy"]
+        # Buffers of positions and scalars besides.
+        assert parts["weights"] == pytest.approx(half, rel=0.02)
+        assert parts["optimizer"] == pytest.approx(2 * half, rel=0.02)
+
+
+def test_what_accelerate_cannot_shard_is_known_before_a_trial(traced: dict[str, Any]) -> None:
+    assert traced["bert"] is None
+    assert traced["bert embeddings"]
+
+
+def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
+    ceiling = Ceiling(None, 24 * 1024 * MIB, 0)
+    one = Arm("bf16")
+    two = dataclasses.replace(one, strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
+    documents = [Question(arm, ((8, 1),), None).details(CHIPS["h200"], ceiling)["arm"] for arm in (one, two)]
+    # Stored answers about one rank stay valid.
+    assert not {"strategy", "ranks"} & documents[0].keys()
+    assert (documents[1]["strategy"], documents[1]["ranks"]) == ("ddp", 2)
+    assert "ddp_find_unused_parameters" not in documents[1]
+    assert prediction_class(two) == prediction_class(dataclasses.replace(two, ddp_find_unused_parameters=None))
+    model = MemoryModel(ceiling)
+    answer = {"batches": [], "largest_batch": None, "operations": {"rows": []}}
+    model.add(Question(two, ((8, 1),), None), {**answer, "operations": None})
+    assert model.operations(two) is None
+
+
+@pytest.mark.whole
+def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
+    done = warm.run([sys.executable, str(STUDY), "--json"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == 8
+    for row in rows:
+        assert abs(row["allocated_error"]) < 0.001, row
+        assert abs(row["reserved_error"]) < 0.01, row
