@@ -81,6 +81,30 @@ def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_
     assert {tuple(cell.strip() for cell in line.split("  ") if cell)[:4] for line in lines} == shown
 
 
+def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> None:
+    asked = (*_SMALL, "--gpus", "2", "--gpu", "rtx-4090", "--effective-batch", "16", "--precision", "bf16")
+    few = ("--strategy", "ddp,fsdp", "--gradient-checkpointing", "off", "--json")
+    done = run_process(*asked, *few, folder=tmp_path)
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    found = {(arm["strategy"], arm["sync_each_batch"]): arm for arm in document["arms"]}
+    assert list(found) == [("ddp", False), ("fsdp", False), ("fsdp", True)]
+    for (strategy, syncs), arm in found.items():
+        assert arm["ranks"] == 2
+        for row in arm["batches"]:
+            assert row["per_device_train_batch_size"] * row["gradient_accumulation_steps"] == 8
+            assert row["anatomy_bytes"]["weights"] < (10 if strategy == "fsdp" else 20) * 1_000_000
+        # What is the same without accumulation is told once.
+        assert (arm["batches"][-1]["gradient_accumulation_steps"] == 1) is not syncs
+    assert "two H200" in document["ranks_accuracy"]
+    told = run_process(*asked, "--strategy", "ddp", folder=tmp_path)
+    assert "on 2 × rtx-4090" in told.stdout
+    assert "What fits: ddp up to 8 a GPU." in told.stdout
+    assert "speed is not predicted" in told.stderr
+    refused = run_process(*asked, "--gpus", "0,1", folder=tmp_path)
+    assert (refused.code, "--gpus 0,1 is not a number of GPUs" in refused.stderr) == (2, True)
+
+
 def batch(size: int, reserved_bytes: int, fits: bool) -> dict[str, Any]:
     """One predicted batch of an effective batch of 64, as ``--json`` has it."""
     return {
@@ -96,6 +120,7 @@ def batch(size: int, reserved_bytes: int, fits: bool) -> dict[str, Any]:
 def arm(precision: str, *batches: dict[str, Any]) -> dict[str, Any]:
     """The predictions of one configuration."""
     plain = {"gradient_checkpointing": False, "attn_implementation": "sdpa", "optim": "adamw_torch_fused"}
+    plain |= {"strategy": None, "ranks": 1, "sync_each_batch": False}
     return {"precision": precision, **plain, "batches": list(batches)}
 
 

@@ -12,14 +12,16 @@ from searching import BERT_LARGE, H200, ceiling_of, facts
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
+from autotune.core.messages import Answer
 from autotune.core.units import GIB
 from autotune.devices import Device
+from autotune.devices.gpus import Chip
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import training_arguments
-from autotune.tuning.prepare import Prepared, prepare
+from autotune.tuning.prepare import Prepared, forecast_of, prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
@@ -64,8 +66,13 @@ def test_every_strategy_is_an_arm_with_and_without_checkpointing() -> None:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [({}, {}), ({"layer_classes": ()}, {}), (LAYERS, {"optims": ("adafactor",)})],
-    ids=["not known", "no layers", "no optimizer for shards"],
+    [
+        ({}, {}),
+        ({"layer_classes": ()}, {}),
+        ({**LAYERS, "sharding_error": "shared weights"}, {}),
+        (LAYERS, {"optims": ("adafactor",)}),
+    ],
+    ids=["not known", "no layers", "accelerate cannot", "no optimizer for shards"],
 )
 def test_what_cannot_be_sharded_is_trained_with_ddp(model: Document, options: Document) -> None:
     assert {arm.strategy for arm in of_two(model, **options).space.arms} == {"ddp"}
@@ -86,6 +93,7 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
             "BertForSequenceClassification has no class of layers",
             "--strategy ddp",
         ),
+        ({"model": {**LAYERS, "sharding_error": "shared weights"}}, "cannot shard Bert", "--strategy ddp"),
         ({"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights", "--optim adamw_torch_fused"),
         (
             {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
@@ -161,6 +169,26 @@ def test_gathering_weights_twice_is_never_faster() -> None:
     history.add(completed(keep, 16, 2))
     assert speeds.is_beaten(speeds.view(reshard), 16)
     assert not speeds.is_beaten(speeds.view(reshard), 32)
+
+
+def test_memory_is_predicted_for_each_strategy() -> None:
+    chip = {"capability": [9, 0], "multiprocessors": 132, "threads_per_multiprocessor": 2048, "name": "NVIDIA H200"}
+    prepared = of_two(gradient_checkpointing="off")
+    asked: list[Document] = []
+
+    class Submitter:
+        def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
+            asked.append(details["arm"])
+
+        def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
+            return {f"predict-{len(asked)}": Answer(exit_code=1)}
+
+    forecast = forecast_of(dataclasses.replace(prepared, chip=Chip.from_document(chip)), Submitter())
+    assert forecast is not None
+    forecast.complete()
+    assert [(arm["strategy"], arm["sync_each_batch"], arm["ranks"]) for arm in asked] == [
+        ("ddp", False, 2), ("fsdp-keep", False, 2), ("fsdp", False, 2), ("fsdp-keep", True, 2), ("fsdp", True, 2)
+    ]  # fmt: skip
 
 
 def test_optuna_chooses_the_strategy_as_a_parameter() -> None:
