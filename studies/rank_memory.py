@@ -48,7 +48,7 @@ def compare(only: str | None) -> list[dict[str, Any]]:
         told = known[arm].prediction(cell["per_device_train_batch_size"], cell["gradient_accumulation_steps"])
         row = {**cell}
         for what in ("allocated", "reserved"):
-            predicted = told[f"peak_{what}_bytes"] / _MIB
+            predicted = getattr(told, f"peak_{what}_bytes") / _MIB
             row |= {f"predicted_{what}_mib": predicted, f"{what}_error": predicted / cell[f"peak_{what}_mib"] - 1}
         rows.append(row)
     return rows

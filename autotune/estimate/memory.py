@@ -71,9 +71,7 @@ class Question:
 
 def _as_asked(arm: Arm) -> Arm:
     """Return an arm without what its memory does not depend on."""
-    plain = dataclasses.replace(
-        arm, cpu_affinity=False, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None
-    )
+    plain = dataclasses.replace(arm, cpu_affinity=False, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
     if arm.ranks > 1:
         return plain
     return dataclasses.replace(plain, **{name: getattr(Arm(), name) for name in OF_RANKS})

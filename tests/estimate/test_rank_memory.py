@@ -13,6 +13,7 @@ import pytest
 import warm
 
 from autotune.core.candidate import Arm
+from autotune.core.prediction import Operations, PredictionAnswer
 from autotune.core.units import MIB
 from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS
@@ -145,16 +146,15 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
     ceiling = Ceiling(None, 24 * 1024 * MIB, 0)
     one = Arm("bf16")
     two = dataclasses.replace(one, strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
-    documents = [Question(arm, ((8, 1),), None).details(CHIPS["h200"], ceiling)["arm"] for arm in (one, two)]
-    # Stored answers about one rank stay valid.
-    assert not {"strategy", "ranks"} & documents[0].keys()
-    assert (documents[1]["strategy"], documents[1]["ranks"]) == ("ddp", 2)
-    assert "ddp_find_unused_parameters" not in documents[1]
+    asked = [Question(arm, ((8, 1),), None).work(CHIPS["h200"], ceiling).arm for arm in (one, two)]
+    assert asked == [one, dataclasses.replace(two, ddp_find_unused_parameters=None)]
     assert prediction_class(two) == prediction_class(dataclasses.replace(two, ddp_find_unused_parameters=None))
     model = MemoryModel(ceiling)
-    answer = {"batches": [], "largest_batch": None, "operations": {"rows": []}}
-    model.add(Question(two, ((8, 1),), None), {**answer, "operations": None})
-    assert model.operations(two) is None
+    operations = Operations((), {}, 0, 0)
+    for arm in (one, two):
+        model.add(Question(arm, ((8, 1),), None), PredictionAnswer((), None, operations))
+    # What several ranks spend on communication is not known.
+    assert (model.operations(one), model.operations(two)) == (operations, None)
 
 
 @pytest.mark.whole

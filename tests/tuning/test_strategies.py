@@ -10,12 +10,13 @@ from histories import completed, ran_out
 from searching import BERT_LARGE, H200, ceiling_of, facts
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.chip import Chip
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
 from autotune.core.messages import Answer
+from autotune.core.prediction import PredictionWork
 from autotune.core.units import GIB
 from autotune.devices import Device
-from autotune.devices.gpus import Chip
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
@@ -172,21 +173,20 @@ def test_gathering_weights_twice_is_never_faster() -> None:
 
 
 def test_memory_is_predicted_for_each_strategy() -> None:
-    chip = {"capability": [9, 0], "multiprocessors": 132, "threads_per_multiprocessor": 2048, "name": "NVIDIA H200"}
     prepared = of_two(gradient_checkpointing="off")
-    asked: list[Document] = []
+    asked: list[Arm] = []
 
     class Submitter:
-        def submit(self, job_id: str, kind: str, details: Document, timeout_seconds: float) -> None:
-            asked.append(details["arm"])
+        def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
+            asked.append(work.arm)
 
         def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
             return {f"predict-{len(asked)}": Answer(exit_code=1)}
 
-    forecast = forecast_of(dataclasses.replace(prepared, chip=Chip.from_document(chip)), Submitter())
+    forecast = forecast_of(dataclasses.replace(prepared, chip=Chip(multiprocessors=132)), Submitter())
     assert forecast is not None
     forecast.complete()
-    assert [(arm["strategy"], arm["sync_each_batch"], arm["ranks"]) for arm in asked] == [
+    assert [(arm.strategy, arm.sync_each_batch, arm.ranks) for arm in asked] == [
         ("ddp", False, 2), ("fsdp-keep", False, 2), ("fsdp", False, 2), ("fsdp-keep", True, 2), ("fsdp", True, 2)
     ]  # fmt: skip
 

@@ -19,7 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from autotune.worker.rendezvous import open_store, rank_variables
+from autotune.core.jobs import Job, TrialWork
+from autotune.core.outcome import outcome_document
+from autotune.core.scratch import Scratch
+from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.trial.run import run_trial
 
 _start = AcceleratorState.__init__
@@ -45,7 +48,7 @@ class Shards(TrainerCallback):  # type: ignore[misc]
         self.found["units"] = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "reshard")})
 
 
-def rank_of(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
+def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
     """Run one rank in a process of its own; return its id."""
     child = os.fork()
     if child:
@@ -59,17 +62,19 @@ def rank_of(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
         register(handler, [*callbacks, Shards()], *args, **named)
 
     CallbackHandler.__init__ = with_shards
-    output = folder / str(rank)
-    output.mkdir()
-    outcome = run_trial({**job, "rank": rank, "output_dir": str(output)}, lambda _: None)
-    (folder / f"{rank}.json").write_text(json.dumps({**outcome, "shards": Shards.found}))
+    assert isinstance(job.work, TrialWork)
+    scratch = Scratch(str(folder / str(rank)))
+    Path(scratch.output_dir).mkdir(parents=True)
+    ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
+    outcome = run_trial(job.workload, job.work, scratch, lambda _: None, ranks)
+    (folder / f"{rank}.json").write_text(json.dumps({**outcome_document(outcome), "shards": Shards.found}))
     sys.stderr.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
     store = open_store()
-    given, place = json.loads(sys.argv[1]), Path(sys.argv[2])
+    given, place = Job.from_document(json.loads(sys.argv[1])), Path(sys.argv[2])
     ranks = [rank_of(given, rank, store.port, place) for rank in range(2)]
     for pid in ranks:
         os.waitpid(pid, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,8 +11,11 @@ import warm
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import Effort
+from autotune.core.placement import Placement
 from autotune.core.units import GIB
+from autotune.devices import Device
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")
 ARM = Arm(
@@ -22,21 +24,12 @@ ARM = Arm(
 )  # fmt: skip
 
 
-def test_a_trial_shards_each_layer_and_measures_both_ranks(tmp_path: Path) -> None:
+def test_a_trial_shards_each_layer_and_measures_both_ranks(cpu: Device, tmp_path: Path) -> None:
     candidate = Candidate(ARM, 2, 4)
-    job = {
-        "workload": tiny_workload("bert-tiny").document(),
-        "candidate": candidate.parameters(),
-        "effort": dataclasses.asdict(Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=5.0)),
-        "device_kind": "cpu",
-        "device_uuid": "cpu",
-        "device_uuids": ["cpu", "cpu"],
-        "ranks": 2,
-        "cap_bytes": 8 * GIB,
-        "seed": 1,
-        "timeout_seconds": 100.0,
-    }
-    words = [sys.executable, str(PROGRAM), json.dumps(job), str(tmp_path)]
+    effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=5.0)
+    work = TrialWork(candidate, Placement.of(cpu, cpu).rank_devices, 8 * GIB, effort, seed=1)
+    job = Job("trial", tiny_workload("bert-tiny"), work, 100.0, str(tmp_path / "trial.log"))
+    words = [sys.executable, str(PROGRAM), json.dumps(job.document()), str(tmp_path)]
     done = warm.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
