@@ -362,7 +362,9 @@ def forecast_of(
     At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
     which nothing is predicted. Of the user's own code the arms are predicted whose steps its inspection has traced.
     """
-    if prepared.chip is None:
+    is_own = prepared.request.workload.source is not None
+    if prepared.chip is None or (is_own and prepared.request.ranks > 1):
+        # What the user's own code allocates was traced on one rank.
         return None
     traces = None
     if prepared.request.workload.source is not None:
