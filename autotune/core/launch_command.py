@@ -1,7 +1,8 @@
-"""Take launchers off a command line, down to the one Python file or module that it runs in one process.
+"""Take launchers off a command line, down to the one Python file or module that it runs.
 
-``torchrun --nproc-per-node 1 train.py`` becomes ``train.py``. A command that starts several processes, or whose
-options are not known here, is refused: what another process does cannot be measured from within a trial.
+``torchrun --nproc-per-node 2 train.py`` becomes ``train.py``, which a trial of two ranks runs in two processes of its
+own. A command that starts another number of processes than a trial has, or whose options are not known here, is
+refused.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ _ACCELERATE_OPTIONS = frozenset(
 )  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinity"})
 
-# What accelerate's own configuration file may say for one process to be certain (accelerate config writes it).
-_ONE_PROCESS = {"num_processes": ("1",), "num_machines": ("1",), "distributed_type": ("NO", "'NO'", '"NO"')}
+# What accelerate's own configuration file may say where each process has all of the model (accelerate config).
+_REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +78,45 @@ class Launched:
     """Variables of the environment that the launcher would have set and that scripts read."""
 
 
-def take_launchers_off(words: Sequence[str]) -> Launched:
-    """Return what a command line runs in one process.
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What is known while launchers are taken off."""
+
+    command: str
+    ranks: int
+    """The processes that each trial has."""
+    variables: dict[str, str]
+
+    def check_number(self, number: str, said: str, left: Sequence[str]) -> None:
+        """Raise ``InvalidRequestError`` for a number of processes that a trial does not have."""
+        if number == str(self.ranks) or (self.ranks > 1 and number in _AS_MANY_AS_GPUS):
+            return
+        if self.ranks == 1:
+            raise _several(self.command, said, left)
+        raise InvalidRequestError(
+            f"{self.command[:80]!r} starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
+            "have both say the same",
+        )
+
+
+# Words of torchrun for as many processes as there are GPUs.
+_AS_MANY_AS_GPUS = ("gpu", "auto")
+
+
+def take_launchers_off(words: Sequence[str], ranks: int = 1) -> Launched:
+    """Return what a command line runs in each of ``ranks`` processes.
 
     Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
     """
     command = shlex.join(words)
-    left, variables = list(words), dict[str, str]()
+    left, launch = list(words), _Launch(command, ranks, {})
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
         if name is None:
             break
-        left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], command, variables)
-    return Launched(tuple(left), tuple(sorted(variables.items())))
+        left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
+    return Launched(tuple(left), tuple(sorted(launch.variables.items())))
 
 
 def find_command(name: str) -> str | None:
@@ -146,36 +172,46 @@ def _command_of(words: Sequence[str]) -> str | None:
     return name if name in _TAKE_OFF and not is_own_file else None
 
 
-def _take_off_torchrun(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
-    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, command)
-    for option in ("nproc-per-node", "nnodes"):
-        if given.get(option, "1") not in ("1", "1:1"):
-            raise _several(command, f"--{option} {given[option]}", left)
+def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
+    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch.command)
+    if given.get("nnodes", "1") not in ("1", "1:1"):
+        raise _several(launch.command, f"--nnodes {given['nnodes']}", left)
+    if "nproc-per-node" in given:
+        launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
     return left
 
 
-def _take_off_accelerate(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+def _take_off_accelerate(words: list[str], launch: _Launch) -> list[str]:
     if words[:1] != ["launch"]:
         raise InvalidRequestError(
-            f"{command[:80]!r} starts no training", "give the script and its own options: -- python train.py …"
+            f"{launch.command[:80]!r} starts no training", "give the script and its own options: -- python train.py …"
         )
-    return _take_off_accelerate_launch(words[1:], command, variables)
+    return _take_off_accelerate_launch(words[1:], launch)
 
 
-def _take_off_accelerate_launch(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
-    given, left = _split(words, _ACCELERATE_OPTIONS, _ACCELERATE_FLAGS, command)
-    for option in ("num-processes", "num-machines"):
-        if given.get(option, "1") != "1":
-            raise _several(command, f"--{option} {given[option]}", left)
+def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
+    flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
+    given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch.command)
     config, path = _accelerate_config(given.get("config-file"))
-    for name, single in _ONE_PROCESS.items():
-        if name.replace("_", "-") not in given and config.get(name, single[0]) not in single:
-            if name == "distributed_type" and given.get("num-processes") == "1":
-                continue
-            raise _several(command, f"{name}: {config[name]} in {path}", left)
+    if given.get("num-machines", "1") != "1":
+        raise _several(launch.command, f"--num-machines {given['num-machines']}", left)
+    if "num-processes" in given:
+        launch.check_number(given["num-processes"], f"--num-processes {given['num-processes']}", left)
+    elif "num_processes" in config:
+        launch.check_number(config["num_processes"], f"num_processes: {config['num_processes']} in {path}", left)
+    if "num-machines" not in given and config.get("num_machines", "1") != "1":
+        raise _several(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
+    kind = config.get("distributed_type", "NO").strip("'\"")
+    if launch.ranks > 1 and kind not in _REPLICATED:
+        raise InvalidRequestError(
+            f"{path} says distributed_type: {kind}, and code of your own is searched with DDP alone",
+            "use a configuration with MULTI_GPU, or give the script itself: -- " + shlex.join(_as_python(left)),
+        )
+    if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
+        raise _several(launch.command, f"distributed_type: {config['distributed_type']} in {path}", left)
     precision = given.get("mixed-precision", config.get("mixed_precision", "").strip("'\""))
     if precision:
-        variables["ACCELERATE_MIXED_PRECISION"] = precision
+        launch.variables["ACCELERATE_MIXED_PRECISION"] = precision
     return left
 
 
@@ -191,47 +227,47 @@ def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
     return {name.strip().strip("\"'"): value.strip().rstrip(",") for name, colon, value in pairs if colon}, path
 
 
-def _take_off_trl(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+def _take_off_trl(words: list[str], launch: _Launch) -> list[str]:
     # trl 1.16, trl.cli: each command runs the module of its name among trl.scripts through accelerate's launcher.
     if not words or words[0].startswith("-"):
         raise InvalidRequestError(
-            f"{command[:80]!r} names no training", "give its module: -- python -m trl.scripts.sft …"
+            f"{launch.command[:80]!r} names no training", "give its module: -- python -m trl.scripts.sft …"
         )
     for place, word in enumerate(words):
         if word.partition("=")[0] in ("--num_processes", "--accelerate_config"):
             left = ["-m", f"trl.scripts.{words[0]}", *words[1:place], *words[place + ("=" not in word) + 1 :]]
-            raise _several(command, word, left)
+            raise _several(launch.command, word, left)
     return ["-m", f"trl.scripts.{words[0]}", *words[1:]]
 
 
-def _refuse_deepspeed(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+def _refuse_deepspeed(words: list[str], launch: _Launch) -> list[str]:
     at = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
-    raise _unknown(command, "starts a process for each GPU", words[at:] if at is not None else [])
+    raise _unknown(launch.command, "starts a process for each GPU", words[at:] if at is not None else [])
 
 
-def _refuse_environment(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
-    name = Path(command.split()[0]).name
+def _refuse_environment(words: list[str], launch: _Launch) -> list[str]:
+    name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
     shown = shlex.join(_as_python(rest)) if rest and not rest[0].startswith("-") else "python train.py …"
     raise InvalidRequestError(
-        f"{command[:80]!r} starts another process, which cannot be measured from within",
+        f"{launch.command[:80]!r} starts another process, which cannot be measured from within",
         f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
     )
 
 
-def _refuse_shell(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+def _refuse_shell(words: list[str], launch: _Launch) -> list[str]:
     raise InvalidRequestError(
-        f"{command[:80]!r} is run by a shell, which starts other processes that cannot be measured from within",
+        f"{launch.command[:80]!r} is run by a shell, which starts other processes that cannot be measured from within",
         "give the line with python that it contains: -- python train.py …",
     )
 
 
-def _refuse_wrapper(words: list[str], command: str, variables: dict[str, str]) -> list[str]:
+def _refuse_wrapper(words: list[str], launch: _Launch) -> list[str]:
     python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), None)
-    raise _unknown(command, "starts another process", words[python:] if python is not None else [])
+    raise _unknown(launch.command, "starts another process", words[python:] if python is not None else [])
 
 
-_TakeOff = Callable[[list[str], str, dict[str, str]], list[str]]
+_TakeOff = Callable[[list[str], _Launch], list[str]]
 _TAKE_OFF: dict[str, _TakeOff] = {
     "torchrun": _take_off_torchrun,
     "accelerate": _take_off_accelerate,

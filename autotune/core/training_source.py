@@ -116,13 +116,13 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     return f"{os.path.abspath(file)}:{name}"
 
 
-def find_script(words: Sequence[str]) -> TrainingSource:
+def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
     """Return the source that a command line after ``--`` names: a file, a module after ``-m``, a console command.
 
-    An interpreter before it is left out, and so are launchers that would start one process. Raises
+    An interpreter before it is left out, and so are launchers that would start ``ranks`` processes. Raises
     ``InvalidRequestError`` where it cannot be run within a trial, or is not there.
     """
-    launched = take_launchers_off(words)
+    launched = take_launchers_off(words, ranks)
     left = list(launched.words)
     if left[:1] == ["-m"] and len(left) > 1:
         module, *arguments = left[1:]

@@ -27,9 +27,10 @@ def build_request(
     ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
     that the options name, one for each rank.
     """
-    own = _own_workload(options, given)
+    named = devices or (_devices(options) if options.get("gpus") is not None else ())
+    own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
-    device, *others = devices or _devices(options)
+    device, *others = named or _devices(options)
     beside: list[Device] = []
     if options.get("parallel"):
         beside, others = others, []
@@ -168,11 +169,11 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
 
 
-def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload | None:
+def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int = 1) -> Workload | None:
     """Return the user's own code from ``trainer``, ``loop`` or ``script``; ``None`` where a model is named instead.
 
-    Raises ``InvalidRequestError`` where not exactly one of them is there, or beside options (``given`` on the
-    command line) that would do nothing.
+    A launcher of a script may start so many ``ranks``. Raises ``InvalidRequestError`` where not exactly one of them is
+    there, or beside options (``given`` on the command line) that would do nothing.
     """
     trainer, loop, script = options["trainer"], options["loop"], options["script"]
     named = {
@@ -200,5 +201,5 @@ def _own_workload(options: dict[str, Any], given: Collection[str]) -> Workload |
             f"{what} has no effective batch of its own", "give --effective-batch, the samples of an optimizer step"
         )
     if script:
-        return Workload.of_source(find_script(script))
+        return Workload.of_source(find_script(script, ranks))
     return Workload.of_source(find_loop(loop) if loop else find_trainer(trainer))

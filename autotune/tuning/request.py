@@ -166,7 +166,7 @@ class SearchRequest:
         _ = self.batches, self.chosen_precisions
         self._check_levers()
         self._check_strategies()
-        if self.others and self.workload.source is not None:
+        if self.others and self.workload.source is not None and self.workload.source.kind == "loop":
             raise InvalidRequestError(
                 f"--gpus: {self.workload.source.name} can be searched on one GPU only",
                 "leave --gpus out, or name the model with --model",

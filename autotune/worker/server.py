@@ -444,7 +444,8 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case work if job.workload.source is not None:
             from autotune.worker.user.run import run_own
 
-            run_own(job.workload, work, scratch, send)
+            joined = Ranks.join(rank, job.ranks, job.timeout_seconds) if isinstance(work, TrialWork) else None
+            run_own(job.workload, work, scratch, send, joined)
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

@@ -93,6 +93,42 @@ def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Pat
     assert take_launchers_off(["accelerate", "launch", "--num_processes", "1", "train.py"]).words == ("train.py",)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nproc_per_node 2 train.py --lr 1",
+        "torchrun --standalone --nproc-per-node=gpu train.py --lr 1",
+        "torchrun train.py --lr 1",
+        "accelerate launch --multi_gpu --num_processes 2 train.py --lr 1",
+        "accelerate launch --config_file two.yaml train.py --lr 1",
+        "python train.py --lr 1",
+    ],
+)
+def test_a_launcher_of_as_many_processes_as_a_trial_has_ranks_is_taken_off(folder: Path, command: str) -> None:
+    (folder / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    launched = take_launchers_off(command.split(), 2)
+    assert launched.words == ("train.py", "--lr", "1")
+    has_precision = "two.yaml" in command
+    assert launched.variables == ((("ACCELERATE_MIXED_PRECISION", "bf16"),) if has_precision else ())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("torchrun --nproc_per_node 4 train.py", "--nproc-per-node 4) than --gpus names GPUs, 2"),
+        ("torchrun --nnodes 2 --nproc_per_node 2 train.py", "starts several processes (--nnodes 2)"),
+        ("accelerate launch --num_processes 1 train.py", "--num-processes 1) than --gpus names GPUs, 2"),
+        ("accelerate launch --config_file fsdp.yaml train.py", "distributed_type: FSDP, and code of your own is"),
+    ],
+)
+def test_a_launcher_that_starts_something_else_than_the_ranks_is_refused(
+    folder: Path, command: str, message: str
+) -> None:
+    (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    with pytest.raises(InvalidRequestError, match=re.escape(message)):
+        take_launchers_off(command.split(), 2)
+
+
 def test_a_console_command_is_found_on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = folder / "bin"
     commands.mkdir()

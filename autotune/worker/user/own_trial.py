@@ -11,6 +11,7 @@ from autotune.core.jobs import TrialWork
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import MeasureCallback
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.user.code import UserCodeError, enter, trim
@@ -25,9 +26,15 @@ class OwnTrial(Trial):
     """
 
     def __init__(
-        self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, finish: Callable[[Outcome], NoReturn]
+        self,
+        workload: Workload,
+        work: TrialWork,
+        scratch: Scratch,
+        send: Send,
+        finish: Callable[[Outcome], NoReturn],
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(workload, work, scratch, send)
+        super().__init__(workload, work, scratch, send, ranks)
         assert self._workload.source is not None
         self._source = self._workload.source
         self._finish = finish

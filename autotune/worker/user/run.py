@@ -11,6 +11,7 @@ from autotune.core.outcome import Outcome, outcome_document
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_trial
 from autotune.worker.user.own_trial import OwnTrial
 
@@ -25,7 +26,13 @@ SendMessage = Callable[[str, Any], None]
 """Sends a line to the trial server: what it is, and a value."""
 
 
-def run_own(workload: Workload, work: TrialWork | InspectionWork, scratch: Scratch, send: SendMessage) -> NoReturn:
+def run_own(
+    workload: Workload,
+    work: TrialWork | InspectionWork,
+    scratch: Scratch,
+    send: SendMessage,
+    ranks: Ranks | None = None,
+) -> NoReturn:
     """Run a trial or an inspection, send its result with ``send``, end the process."""
     source = workload.source
     assert source is not None
@@ -40,7 +47,8 @@ def run_own(workload: Workload, work: TrialWork | InspectionWork, scratch: Scrat
 
     if isinstance(work, TrialWork):
         kind = _TRIALS["loop" if source.kind == "loop" else source.interface.get("kind", "trainer")]
-        kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial).run_and_end()
+        trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
+        trial.run_and_end()
     elif source.kind == "loop":
         loop_trial.inspect(source, scratch, finish)
     else:

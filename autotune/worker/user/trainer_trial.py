@@ -15,12 +15,11 @@ from transformers import Trainer
 
 from autotune.core.candidate import Candidate, Document, Precision
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork, TrialWork
+from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Progress
-from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome
+from autotune.core.outcome import Completed, Effort, Failed, Measurement
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
-from autotune.core.workload import Workload
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
@@ -28,7 +27,6 @@ from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.trial.rehearsal import Rehearsing
-from autotune.worker.trial.run import Send
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
 from autotune.worker.user.fake_steps import TrainerStep, add_memory
@@ -106,7 +104,7 @@ class _WholeStepsCallback(MeasureCallback):
         """Look whether the data can make a whole step."""
         loader = kwargs.get("train_dataloader")
         samples, batch = length(getattr(loader, "dataset", None)), args.train_batch_size
-        needed = batch * args.gradient_accumulation_steps
+        needed = batch * args.gradient_accumulation_steps * args.world_size
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
         super().on_train_begin(args, state, control, **kwargs)
@@ -132,7 +130,9 @@ class _WholeStepsCallback(MeasureCallback):
         if abs(state.epoch - round(state.epoch)) > 1e-9:
             return True
         samples = length(getattr(loader, "dataset", None))
-        return args.dataloader_drop_last or (samples is not None and samples % args.train_batch_size == 0)
+        return args.dataloader_drop_last or (
+            samples is not None and samples % (args.train_batch_size * args.world_size) == 0
+        )
 
 
 def _silence(control: Any) -> None:
@@ -142,11 +142,10 @@ def _silence(control: Any) -> None:
 class TrainerTrial(OwnTrial):
     """A trial whose model, data and ``Trainer`` the user's code makes."""
 
-    def __init__(
-        self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, finish: Callable[[Outcome], NoReturn]
-    ) -> None:
-        super().__init__(workload, work, scratch, send, finish)
-        self._wanted = {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
+    @property
+    def _wanted(self) -> Document:
+        """The fields to set; none where the user's own settings are measured."""
+        return {} if self._is_unmodified else _fields(self._candidate, self._device_kind)
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
@@ -176,6 +175,10 @@ class TrainerTrial(OwnTrial):
         """Raise ``UserCodeError`` where the ``Trainer`` would not train as the candidate says."""
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
+        if trainer.args.world_size != self._ranks.count:
+            raise UserCodeError(
+                f"the Trainer of {self._source.name} trains on {trainer.args.world_size} ranks, not {self._ranks.count}"
+            )
         if ignored := self._overlay.ignored(trainer.args, self._wanted):
             raise UserCodeError(_ignored_message(self._source, ignored))
         if not self._is_unmodified and not self._candidate.arm.gradient_checkpointing and _checkpoints(trainer.model):
@@ -213,6 +216,7 @@ class TrainerTrial(OwnTrial):
             on_step=lambda step: self._send(Progress(step=step)),
             rehearsing=rehearsing,
             busy=self._busy_step(),
+            ranks=self._ranks,
         )
         trainer.add_callback(self._callback)
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)

@@ -1,0 +1,78 @@
+"""Searches over training code of the user's own on two ranks: real processes on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from searching import H200, RecordingObserver, facts
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.outcome import Completed
+from autotune.core.training_source import find_script, find_trainer
+from autotune.core.workload import Workload
+from autotune.devices import Device
+from autotune.results.export import make_export, render
+from autotune.tuning.prepare import prepare
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.run import run_search
+
+SCRIPT = """
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+config = AutoConfig.for_model("bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+samples = [{"input_ids": torch.arange(12), "labels": torch.tensor(n % 2)} for n in range(512)]
+def build(overrides):
+    arguments = TrainingArguments(output_dir="out", **overrides)
+    return Trainer(AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=samples)
+if __name__ == "__main__":
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    Trainer(AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=samples).train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script, which also has a function that builds a Trainer."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["script", "function"])
+def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str) -> None:
+    if kind == "script":
+        words = ["torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "--output_dir", "out"]
+        source = find_script([*words, "--per_device_train_batch_size", "4", "--use_cpu"], 2)
+    else:
+        source = find_trainer(f"{folder / 'train.py'}:build")
+    request = SearchRequest(
+        Workload.of_source(source), cpu, others=(cpu,), world_size=2, effective_batch=32, trials=2, study="own",
+        precisions=("fp32",), gradient_checkpointing="off", optims=(),
+    )  # fmt: skip
+    study, report = run_search(request, str(folder / "studies.db"), RecordingObserver())
+    assert study.state == "finished"
+    best, baseline = report.best, report.baseline
+    assert best is not None
+    assert baseline is not None
+    for trial in (best, baseline):
+        assert isinstance(trial.outcome, Completed), trial.outcome
+        assert trial.outcome.measurement.ranks == 2
+        assert (trial.candidate.arm.strategy, trial.candidate.arm.ranks) == ("ddp", 2)
+    assert best.candidate.samples_per_step == 32
+    # As it trains without us: its own batch on each rank.
+    assert baseline.candidate.per_device_train_batch_size == (4 if kind == "script" else 8)
+    arguments = json.loads(render(make_export(report), "json"))
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 16
+
+
+def test_a_loop_of_its_own_is_measured_on_one_gpu(folder: Path) -> None:
+    source = dataclasses.replace(find_script(["train.py"], 2), interface={"kind": "accelerate"})
+    second = dataclasses.replace(H200, uuid="GPU-1", index=1)
+    request = SearchRequest(
+        Workload.of_source(source), H200, others=(second,), world_size=2, effective_batch=32, optims=()
+    )
+    with pytest.raises(InvalidRequestError, match="trains in a loop of its own, which is measured on one GPU only"):
+        prepare(request, facts(interface={"kind": "accelerate"}))
