@@ -98,6 +98,7 @@ print(json.dumps({
     "sharded": sharded,
     "bert": why_not_sharded(bert, ["BertLayer"]),
     "bert embeddings": why_not_sharded(bert, ["BertEmbeddings", "BertLayer"]),
+    "t5": why_not_sharded(workload_of("t5-tiny", "seq2seq-lm"), ["T5Block"]),
 }))
 """
 
@@ -140,6 +141,8 @@ def test_a_rank_keeps_its_part_of_weights_and_optimizer_state(traced: dict[str, 
 def test_what_accelerate_cannot_shard_is_known_before_a_trial(traced: dict[str, Any]) -> None:
     assert traced["bert"] is None
     assert traced["bert embeddings"]
+    # Its embeddings share a weight; found out by torch when the first step begins.
+    assert "'shared.weight' is shared" in traced["t5"]
 
 
 def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:

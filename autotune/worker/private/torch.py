@@ -70,6 +70,11 @@ def join_fake_ranks(ranks: int) -> Any:
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
 
+def start_sharding(model: Any) -> None:
+    """Do what FSDP2 does before the first forward pass, when it finds out whether the model can be sharded so."""
+    model._get_fsdp_state()._lazy_init()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank keeps of a tensor that is split between ranks; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
