@@ -87,6 +87,7 @@ def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
     found = inspect_environment()
     try:
+        return dataclasses.replace(found, model=_model_facts(workload, work.devices.ranks))
     except Exception as error:
         return dataclasses.replace(found, model_error=first_line(error))
 
