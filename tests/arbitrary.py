@@ -35,7 +35,13 @@ def candidates() -> st.SearchStrategy[Candidate]:
 
 def _measurements() -> st.SearchStrategy[Measurement]:
     """Every field of its own, those that may be missing sometimes so."""
-    kinds = {"float": _SECONDS, "int": _BYTES, "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple)}
+    named = st.tuples(st.text(max_size=20), _SECONDS)
+    kinds = {
+        "float": _SECONDS,
+        "int": _BYTES,
+        "tuple[float, ...]": st.lists(_SECONDS, max_size=5).map(tuple),
+        "tuple[tuple[str, float], ...]": st.lists(named, max_size=3).map(tuple),
+    }
     fields = {}
     for field in dataclasses.fields(Measurement):
         kind, *missing = str(field.type).split(" | ")
