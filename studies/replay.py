@@ -373,8 +373,11 @@ class RecordedPredictions:
 
 
 def _key(question: Document) -> str:
-    """What distinguishes one question of a landscape's from another: all but the GPU, which is the same."""
-    asked = {name: value for name, value in question.items() if name != "chip"}
+    """What distinguishes one question of a landscape's from another: all but the GPU, which is the same.
+
+    What is not set is left out, since questions that were recorded earlier do not have the newer names.
+    """
+    asked = {name: value for name, value in question.items() if name != "chip" and value is not None}
     return json.dumps({**asked, "arm": dataclasses.asdict(Arm(**question["arm"]))}, sort_keys=True)
 
 
