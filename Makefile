@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test run-tests test-whole test-clients test-faults test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-service  measure a service: under load, under faults, and the start of a search"
+	@echo "make test-browser  use the pages of a service in a real Chromium"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
@@ -73,7 +74,7 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
@@ -94,6 +95,11 @@ test-service: install-dev
 	$(BIN)/python tests/service/load.py $(LOAD)
 	$(BIN)/python tests/service/faults.py
 	$(BIN)/python -m pytest -m service
+
+# The pages of a service in the system's Chromium; skipped where there is none.
+test-browser: install-dev
+	$(INSTALL) --editable '.[dev,browser]'
+	$(BIN)/python -m pytest -rs tests/service/test_browser.py
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

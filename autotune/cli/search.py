@@ -8,6 +8,7 @@ import click
 from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, table_options
+from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from autotune.tuning.request import SearchRequest
@@ -44,6 +45,10 @@ def search(
         return
     from autotune.tuning.options import build_request
 
+    if (code := options.pop("code")) is not None:
+        raise InvalidRequestError(
+            f"--code {code[:64]} is a name that a service lists", "give --server URL, or --trainer, --loop or a script"
+        )
     verifies = options.pop("verify")
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     request = build_request(options, given)

@@ -31,6 +31,10 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
     "--data", "data_folders", multiple=True, metavar="FOLDER", type=click.Path(path_type=Path),
     help="Folder whose models and datasets requests may name; may be repeated.",
 )  # fmt: skip
+@click.option(
+    "--allow", metavar="FILE", type=click.Path(path_type=Path),
+    help="TOML or JSON file that lists scripts, Trainers and loops which requests may name; this machine runs them.",
+)  # fmt: skip
 @click.option("--name", "names", multiple=True, metavar="HOST", help="Host name that the service answers to.")
 @click.option("--ssl-certfile", "certificate", metavar="FILE", type=click.Path(path_type=Path), help="TLS certificate.")
 @click.option("--ssl-keyfile", "key", metavar="FILE", type=click.Path(path_type=Path), help="Its key.")
@@ -41,6 +45,7 @@ def serve(
     storage: str,
     has_agent: bool,
     data_folders: tuple[Path, ...],
+    allow: Path | None,
     names: tuple[str, ...],
     certificate: Path | None,
     key: Path | None,
@@ -72,6 +77,7 @@ def serve(
     run(
         Settings(
             storage, host, port, tuple(folder.absolute() for folder in data_folders), names,
+            allow=allow.absolute() if allow is not None else None,
             has_agent=has_agent, certificate=certificate, key=key, behind_proxy=behind_proxy,
         ),
         ready,
@@ -97,10 +103,20 @@ def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
     envvar=AGENT_STORAGE_VARIABLE,
     help="Database for the searches of this agent; the service has a copy of each trial.",
 )
+@click.option(
+    "--allow", metavar="FILE", type=click.Path(path_type=Path),
+    help="TOML or JSON file that lists scripts, Trainers and loops which searches may name.",
+)  # fmt: skip
 @click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
 def agent(
-    server: str | None, device: str | None, gpus: str | None, database: str, shared: bool, with_parent: bool
+    server: str | None,
+    device: str | None,
+    gpus: str | None,
+    database: str,
+    allow: Path | None,
+    shared: bool,
+    with_parent: bool,
 ) -> None:
     """Run the searches of a service on this machine, until Ctrl-C or SIGTERM.
 
@@ -114,17 +130,19 @@ def agent(
     """
     from autotune.devices import find_device, find_gpus
     from autotune.service.agent import Agent, end_with_parent, run_agents
+    from autotune.service.listed_code import read_listed_code
 
     client = _client(server)
+    codes = read_listed_code(allow) if allow is not None else {}
     if gpus is not None and device is not None:
         raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
     if device is None and gpus is None:
-        run_agents(str(server), database)
+        run_agents(str(server), database, allow)
         return
     if with_parent:
         end_with_parent()
     devices = find_gpus(gpus) if gpus is not None else (find_device(str(device)),)
-    Agent(client, devices, database, lambda text: click.echo(text, err=True), is_shared=shared).run()
+    Agent(client, devices, database, lambda text: click.echo(text, err=True), is_shared=shared, codes=codes).run()
 
 
 @click.command()
@@ -197,7 +215,8 @@ def add(name: str, role: str, storage: str) -> None:
     from autotune.service.tokens import add_token
     from autotune.store import open_store
 
-    with open_store(storage, create=False) as store:
+    # Also before the first start, so that a service under systemd prints no token into a log.
+    with open_store(storage) as store:
         click.echo(add_token(store.queue, name, "read" if role == "read" else "run"))
 
 

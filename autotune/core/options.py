@@ -327,6 +327,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED),
     Option(
+        "code", TEXT, "In place of a model, with --server: code by the name that the operator lists it under.", TRAINED,
+        metavar="NAME", in_function=False,
+    ),
+    Option(
         "effective_batch", COUNT,
         "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free. "
         "A Trainer or script of your own keeps its own.", TRAINED, ALL, request_field="effective_batch",

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autotune import __version__
@@ -34,6 +35,7 @@ from autotune.estimate.history import History
 from autotune.execution import WarmServer
 from autotune.results.report import load_report
 from autotune.service.client import Client
+from autotune.service.listed_code import Listed
 from autotune.service.problems import problem_of
 from autotune.service.requests import search_request
 from autotune.service.verifications import VERIFIES
@@ -266,14 +268,16 @@ class Agent:
     """
 
     def __init__(
-        self, client: Client, devices: Sequence[Device], storage: str, say: Callable[[str], None], *, is_shared: bool
-    ) -> None:
+        self, client: Client, devices: Sequence[Device], storage: str, say: Callable[[str], None], *, is_shared: bool,
+        codes: Listed = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self._client = client
         self._devices = tuple(devices)
         self._device = devices[0]
         self._storage = storage
         self._say = say
         self._is_shared = is_shared
+        self._codes = codes
         self._is_stopping = False
         self._is_searching = False
         self._id: str | None = None
@@ -368,7 +372,7 @@ class Agent:
 
     def _run_search(self, job: Document, lease: _Lease) -> StudyRecord:
         devices = [find_device(device.uuid) for device in self._devices]
-        request = search_request(job["options"], devices, str(job["study"]))
+        request = search_request(job["options"], devices, str(job["study"]), self._codes)
         request.check()
         if self._is_shared:
             record, _ = run_search(request, self._storage, Teller(lease.send, lease.show), wait=True, warm=self._warm)
@@ -468,11 +472,12 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def run_agents(server: str, storage: str) -> None:
+def run_agents(server: str, storage: str, allow: Path | None = None) -> None:
     """Run an agent for each GPU of this machine, or for its CPU, each in a process of its own, until told to stop."""
     devices = list_devices()
     chosen = [device for device in devices if device.kind == "cuda"] or devices[:1]
     words = [sys.executable, "-m", "autotune", "agent", "--server", server, "--with-parent"]
+    words += ["--allow", str(allow)] if allow is not None else []
     environment = {**os.environ, AGENT_STORAGE_VARIABLE: storage}
     processes = [
         subprocess.Popen([*words, "--device", device.uuid], stdin=subprocess.PIPE, env=environment) for device in chosen

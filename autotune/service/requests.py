@@ -1,6 +1,7 @@
 """Read what a client asks for: the options of a search as JSON, checked as the command line checks them.
 
-No code comes over HTTP: neither a Trainer nor a script can be named, and a path only within the operator's folders.
+No code comes over HTTP: a Trainer or a script can be named only as the operator lists it, and a path only within the
+operator's folders.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, did_you_mean
 from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
 from autotune.devices import Device, Neighbour, find_device
+from autotune.service.listed_code import Listed, listed
 from autotune.store.queue import Needs
 from autotune.tuning.options import build_request
 from autotune.tuning.request import SearchRequest, check_study_name
@@ -49,19 +52,28 @@ class Submission:
         return bool(self.options.get("fresh"))
 
     @property
+    def code(self) -> str | None:
+        """The name of the operator's code that is to be searched."""
+        return self.options.get("code")
+
+    @property
     def study(self) -> str | None:
         """The name that the study is to have."""
         return self.options.get("study")
 
 
-def read_submission(document: Any, data_folders: Sequence[Path]) -> Submission:
+def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed = MappingProxyType({})) -> Submission:
     """Return what a client submits; ``InvalidRequestError`` for what no search takes or the service does not allow."""
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
     check_names(document, (*OPTION_NAMES, *_EXTRA), "a search")
     given = {name: value for name, value in document.items() if name not in _EXTRA and value is not None}
     options = check_arguments(given)
-    if options.get("model") is None:
+    if options.get("code") is not None:
+        listed(options["code"], codes)
+        if options.get("model") is not None:
+            raise InvalidRequestError("model and code are two trainings", "leave one of them out")
+    elif options.get("model") is None:
         raise InvalidRequestError("nothing to train is named", 'give "model": a catalog or hub name')
     if options.get("study") is not None:
         check_study_name(options["study"])
@@ -90,7 +102,7 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
         if name in BRINGS_CODE:
             raise InvalidRequestError(
                 f"{name} brings code of yours, and a service takes no code over HTTP",
-                "search with it on the machine itself: autotune search without --server",
+                "search with it on the machine itself, or have the operator list it (autotune serve --allow FILE)",
             )
         if name in _NOT_OVER_HTTP and name not in known:
             raise InvalidRequestError(f"{name} is the service's own matter", f"leave {name} out")
@@ -171,23 +183,29 @@ def canonical(document: Document) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def search_request(options: Document, devices: Sequence[Device], study: str | None = None) -> SearchRequest:
+def search_request(
+    options: Document, devices: Sequence[Device], study: str | None = None, codes: Listed = MappingProxyType({})
+) -> SearchRequest:
     """Return the request that these options make on the first of the devices; raises as the command does.
 
-    With ``gpus`` it is one on as many of the devices.
+    With ``gpus`` it is one on as many of the devices. ``codes`` is what may be named with ``code``.
     """
     count = int(options.get("gpus") or 1)
-    given = {name: value for name, value in options.items() if name != "verify"}
-    every = {name: BY_NAME[name].default for name in OPTION_NAMES if name != "verify"}
+    given = {name: value for name, value in options.items() if name not in ("verify", "code")}
+    every = {name: BY_NAME[name].default for name in OPTION_NAMES if name not in ("verify", "code")}
+    code = listed(options["code"], codes) if options.get("code") is not None else None
     filled = {
         **every,
         **check_arguments(given),
         **{name: BY_NAME[name].default for name in BRINGS_CODE},
+        **(code.options() if code is not None else {}),
         "device": devices[0].uuid,
     }
     if len(devices) < count:
         raise DeviceError(f"--gpus {count}: the agent has {len(devices)}", "start one with autotune agent --gpus all")
     request = build_request(filled, set(given), devices[:count])
+    if code is not None:
+        request = code.placed(request)
     return replace(request, study=study) if study is not None else request
 
 
@@ -199,17 +217,17 @@ def device_of(document: Document) -> Device:
     return Device(**{**names, "capability": tuple(capability) if capability else None, "neighbours": neighbours})
 
 
-def check_against(submission: Submission, devices: Sequence[Device]) -> None:
+def check_against(submission: Submission, devices: Sequence[Device], codes: Listed = MappingProxyType({})) -> None:
     """Raise where none of these devices can run the search, for the reason that the first one has."""
     count = submission.needs.count
     if not devices:
         # What is wrong with the model or the batch is so on any device.
-        _ = search_request(submission.options, [find_device("cpu")] * count).batches
+        _ = search_request(submission.options, [find_device("cpu")] * count, codes=codes).batches
     problems: list[AutotuneError] = []
     for device in devices:
         try:
             alike = [replace(device, uuid=f"{device.uuid}-{rank}" if rank else device.uuid) for rank in range(count)]
-            search_request(submission.options, alike).check()
+            search_request(submission.options, alike, codes=codes).check()
         except AutotuneError as error:
             problems.append(error)
         else:
@@ -224,5 +242,5 @@ def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str
         return submission.study
     options = submission.options
     objective = options.get("objective") or "throughput"
-    names = free_names(str(options["model"]), options.get("effective_batch"), objective)
+    names = free_names(str(options.get("model") or options.get("code")), options.get("effective_batch"), objective)
     return next(name for name in names if not is_taken(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from autotune.core.units import format_rate
 from autotune.results.document import report_document
 from autotune.results.report import Report, load_report
 from autotune.service.bell import NEW_JOB, Bell, wait_for
+from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     Submission,
     canonical,
@@ -33,6 +35,8 @@ from autotune.store.engine import sync
 from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
 from autotune.store.transfer import read_study, related_studies, take_in
 from autotune.tuning.run import log_folder
+
+log = logging.getLogger("autotune.service")
 
 MOST_QUEUED = 10_000
 """More are refused: whoever submits in a loop is told so before the disk is full."""
@@ -61,6 +65,8 @@ class Searches:
     """Where the store is, as ``open_store`` takes it."""
     bell: Bell = field(default_factory=Bell)
     data_folders: tuple[Path, ...] = ()
+    codes: Listed = field(default_factory=dict)
+    """What may be searched by name."""
     leases_lost: int = 0
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
@@ -76,12 +82,12 @@ class Searches:
         A request that was answered before, without ``fresh`` and without data that may have changed, is not searched
         again: the job that answered it is returned.
         """
-        submission = read_submission(document, self.data_folders)
+        submission = read_submission(document, self.data_folders, self.codes)
         if idempotency_key is None and (known := self._answered(submission)) is not None:
             return known, False
         agents = self.agents()
         fitting = [agent for agent in agents if offer_of(agent.device).meets(submission.needs)]
-        check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)])
+        check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)], self.codes)
         queue = self.store.queue
         if queue.counts().get("queued", 0) >= MOST_QUEUED:
             raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
@@ -101,6 +107,7 @@ class Searches:
         if is_new:
             # What was accepted is not lost, whatever happens.
             sync(self.store.engine)
+            _note("search submitted", search=job.id, study=job.study, by=by, priority=job.priority)
             self.bell.ring(NEW_JOB)
         return job, is_new
 
@@ -134,7 +141,7 @@ class Searches:
 
     def _answered(self, submission: Submission) -> JobRecord | None:
         """Return the finished job that has answered the same request by the same autotune."""
-        if submission.fresh or submission.options.get("dataset") is not None:
+        if submission.fresh or submission.code is not None or submission.options.get("dataset") is not None:
             return None
         wanted = canonical(submission.options)
         model = submission.options.get("model")
@@ -283,6 +290,7 @@ class Searches:
             gone_at=None,
         )
         self.store.queue.register(agent)
+        _note("agent connected", agent=agent.id, name=agent.name, device=device.name)
         self.bell.ring(NEW_JOB)
         return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
 
@@ -299,6 +307,7 @@ class Searches:
             job = await run_in_threadpool(self.store.queue.claim, agent_id, offer)
             left = deadline - time.monotonic()
             if job is not None:
+                _note("search claimed", search=job.id, study=job.study, agent=agent_id, attempt=job.attempts)
                 self.bell.ring(job.id)
                 return {
                     "job": {
@@ -332,6 +341,7 @@ class Searches:
 
     def leave(self, agent_id: str) -> None:
         """Disconnect an agent."""
+        _note("agent left", agent=agent_id)
         self._offers.pop(agent_id, None)
         self._seen.pop(agent_id, None)
         self.store.queue.saw_agent(agent_id, leaves=True)
@@ -371,7 +381,9 @@ class Searches:
         job = self.job(job_id)
         if VERIFIES in job.request:
             return {"own": read_study(self.store.engine, str(job.request[VERIFIES])), "related": []}
-        related = [] if job.request.get("fresh") else related_studies(self.store.engine, str(job.request["model"]))
+        related = []
+        if not job.request.get("fresh"):
+            related = related_studies(self.store.engine, str(job.request.get("model") or ""))
         return {
             "own": read_study(self.store.engine, job.study),
             "related": [document for document in related if document["study"]["name"] != job.study],
@@ -382,10 +394,12 @@ class Searches:
         state, lease = document.get("state"), _lease(document)
         if state == "queued":
             self.store.queue.put_back(job_id, lease, str(document.get("why") or "its agent ended")[:200])
+            _note("search put back", search=job_id, agent=agent_id)
             self.bell.ring(NEW_JOB)
         elif state in ENDED:
             problem = document.get("problem")
             self.store.queue.end(job_id, lease, state, problem if isinstance(problem, dict) else None)
+            _note("search ended", search=job_id, agent=agent_id, state=state)
         else:
             raise InvalidRequestError(
                 f"{state!r:.40} is no state that ends a search", f"send one of {', '.join(ENDED)}"
@@ -398,8 +412,14 @@ class Searches:
         """Take searches back from agents that fell silent."""
         for job_id, _ in self.store.queue.sweep():
             self.leases_lost += 1
+            _note("lease lost", search=job_id)
             self.bell.ring(job_id)
             self.bell.ring(NEW_JOB)
+
+
+def _note(message: str, **fields: object) -> None:
+    """Log an event with its fields; none of them holds a token."""
+    log.info(message, extra={"fields": fields})
 
 
 def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:

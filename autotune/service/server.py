@@ -26,6 +26,7 @@ from autotune.devices import Device, list_devices
 from autotune.service.app import make_app, token_of_process
 from autotune.service.client import TOKEN_VARIABLE
 from autotune.service.dashboard import WithDashboard
+from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict
 from autotune.service.searches import Searches
@@ -51,6 +52,8 @@ class Settings:
     data_folders: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
     """Host names that it answers to, besides those of this machine."""
+    allow: Path | None = None
+    """The file that lists code which may be searched by name."""
     has_agent: bool = True
     certificate: Path | None = None
     key: Path | None = None
@@ -108,13 +111,14 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
     Raises ``InvalidRequestError`` for settings that cannot be, ``StorageError`` as ``open_store`` does.
     """
     settings.check()
+    codes = read_listed_code(settings.allow) if settings.allow is not None else {}
     with _listen(settings) as listener, open_store(settings.storage) as store:
         settings = _with_port(settings, listener)
         # Else each event and heartbeat would wait for the disk, and all writers for each other.
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
         store.queue.grant_grace()
-        searches = Searches(store, settings.storage, data_folders=settings.data_folders)
+        searches = Searches(store, settings.storage, data_folders=settings.data_folders, codes=codes)
         own = new_token()
         app = make_app(
             searches,
@@ -230,6 +234,7 @@ def own_devices() -> Sequence[Device]:
 
 def _start_agent(settings: Settings, token: str, device: Device) -> subprocess.Popen[bytes]:
     words = ["agent", "--server", settings.url, "--device", device.uuid, "--shared", "--with-parent"]
+    words += ["--allow", str(settings.allow)] if settings.allow is not None else []
     environment = {**os.environ, TOKEN_VARIABLE: token, AGENT_STORAGE_VARIABLE: settings.storage}
     return subprocess.Popen([sys.executable, "-m", "autotune", *words], stdin=subprocess.PIPE, env=environment)
 
@@ -257,6 +262,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)

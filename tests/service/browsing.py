@@ -59,6 +59,8 @@ class Tab:
 
     def problems(self) -> list[str]:
         """Return what someone with a screen reader, a keyboard or weak eyes would stumble over."""
+        # The style sheets, too.
+        self.page.wait_for_load_state("load")
         found: list[str] = self.page.evaluate(CHECKS.read_text())
         return found
 

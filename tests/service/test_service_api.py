@@ -296,7 +296,7 @@ def test_metrics(writer: TestClient, agent: Agent) -> None:
     submit(writer)
     text = writer.get("/metrics").text
     assert 'autotune_searches{state="queued"} 1' in text
-    assert f'autotune_agent_heartbeat_age_seconds{{agent="{agent.id}"}}' in text
+    assert f'autotune_agent_heartbeat_age_seconds{{agent="{agent.id}",name="host cpu"' in text
 
 
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:

@@ -10,6 +10,7 @@ from serving import URL, Agent, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
+from autotune.core.errors import StorageError
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -151,6 +152,19 @@ def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
     assert "302.9 samples/s" in part
     assert f'href="/v1/searches/{job["id"]}/trials/0/log"' in part
     assert "Take it away" not in part
+
+
+def test_a_database_that_does_not_answer_is_said(visitor: TestClient, store: Store) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the database studies/autotune.db does not answer: disk I/O error", "see that it is there")
+
+    store.queue.counts = fail  # type: ignore[method-assign, assignment]
+    page = visitor.get("/", headers={"Accept": "text/html"})
+    assert page.status_code == 503
+    assert "does not answer: disk I/O error" in page.text
+    assert "see that it is there" in page.text
+    assert visitor.get("/healthz").status_code == 503
+    assert visitor.get("/parts/home", headers={"Accept": "text/html"}).json()["status"] == 503
 
 
 def test_who_may_only_read_sees_no_form(server: TestClient, store: Store) -> None:

@@ -82,6 +82,9 @@ def report_sections(report: Report, log_link: Callable[[TrialRecord], Child] | N
     """
     facts = element("details", element("summary", "What was searched, on what"), _header_lines(report))
     document = report_document(report)
+    if report.study.state == "running":
+        # They are about a result.
+        document = {**document, "notes": []}
     found = [*_result_sections(report, document), _trials_section(report, log_link), facts]
     return [section for section in found if section is not None]
 

@@ -115,7 +115,7 @@ async function showCommand(form) {
   let told;
   try { told = await (await fetch(form.getAttribute("data-command") + "?" + asked)).json(); } catch { return; }
   if (turn !== showCommand.turn) return;
-  byId("command").textContent = told.command || "";
+  showWords(byId("command"), told.command || "");
   const note = byId("command-note"), text = told.problem || (told.note ? "It will wait: " + told.note : "");
   if (note.textContent !== text) note.textContent = text;
   note.classList.toggle("wrong", Boolean(told.problem));
@@ -123,6 +123,15 @@ async function showCommand(form) {
     if (field.name === told.field) field.setAttribute("aria-invalid", "true");
     else field.removeAttribute("aria-invalid");
   }
+}
+
+// An option stays on one line with its value.
+function showWords(place, command) {
+  place.replaceChildren(...command.split(/(?= --)/).map((words) => {
+    const span = document.createElement("span");
+    span.textContent = words;
+    return span;
+  }));
 }
 
 function showCommandSoon(form) {

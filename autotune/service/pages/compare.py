@@ -31,8 +31,13 @@ def compare(visitor: Visitor, searches: Known, a: str = "", b: str = "") -> Resp
 
 def _compare_page(searches: Searches, token: TokenRecord, a: str, b: str) -> HTMLResponse:
     known = searches.store.queue.jobs(states=["finished"], most=200)
+    names = {job.id: job.study for job in known}
     fields = [
-        element("label", name, element("input", name_=key, value=value or None, list="studies", required=True))
+        element(
+            "label",
+            name,
+            element("input", name_=key, value=names.get(value, value) or None, list="studies", required=True),
+        )
         for key, name, value in (("a", "One search", a), ("b", "Another", b))
     ]
     form = element(
@@ -99,6 +104,8 @@ def _comparison(reports: Sequence[Report]) -> list[Markup]:
     rows = []
     for name, cell in _ROWS:
         told = [cell(report) or "" for report in reports]
+        if not any(told):
+            continue
         cells = [element("td", text) for text in told]
         rows.append(
             element("tr", element("th", name, scope="row"), cells, class_="differs" if len(set(told)) > 1 else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.core.candidate import Document
@@ -21,6 +21,7 @@ _FIELDS = (
     ("memory_limit", "Memory limit", "24GiB"),
 )
 _MORE_FIELDS = (
+    ("code", "Listed code", "in place of a model"),
     ("seq_len", "Tokens a sample", "512 or the model's most"),
     ("precision", "Precisions", "bf16,tf32"),
     ("dataset", "Dataset", "a name on the hub, or a path the operator allows"),
@@ -77,22 +78,24 @@ def command_of(form: Mapping[str, Any], url: str) -> str:
     return shlex.join(words)
 
 
-def render_form(asked: Mapping[str, str], agents: Sequence[AgentRecord]) -> Markup:
-    """Render the form with what was asked for, and the GPUs of these agents to choose from."""
+def render_form(asked: Mapping[str, str], agents: Sequence[AgentRecord], codes: Collection[str] = ()) -> Markup:
+    """Render the form with what was asked for; the GPUs of these agents and this code can be chosen."""
+    more = [field for field in _MORE_FIELDS if field[0] != "code" or codes]
     is_more_open = any(asked.get(name) for name, _, _ in _MORE_FIELDS)
     gpus = sorted({"cpu" if a.device["kind"] == "cpu" else str(a.device["name"]) for a in agents})
     return element(
         "form",
-        [_field(asked, *field) for field in _FIELDS],
+        [_field(asked, *field, is_required=field[0] == "model" and not codes) for field in _FIELDS],
         element(
             "details",
             element("summary", "More options"),
-            element("div", [_field(asked, *field) for field in _MORE_FIELDS], class_="side"),
+            element("div", [_field(asked, *field) for field in more], class_="side"),
             class_="wide",
             open=is_more_open,
         ),
         element("datalist", [element("option", value=entry.name) for entry in catalog.entries()], id="models"),
         element("datalist", [element("option", value=name) for name in gpus], id="gpus"),
+        element("datalist", [element("option", value=name) for name in sorted(codes)], id="codes") if codes else None,
         element(
             "div",
             element("div", "The same on a command line", class_="soft", id="command-name"),
@@ -110,7 +113,7 @@ def render_form(asked: Mapping[str, str], agents: Sequence[AgentRecord]) -> Mark
     )
 
 
-def _field(asked: Mapping[str, str], name: str, label: str, example: str) -> Markup:
+def _field(asked: Mapping[str, str], name: str, label: str, example: str, *, is_required: bool = False) -> Markup:
     told = _HELP.get(name)
     box = element(
         "input",
@@ -120,10 +123,13 @@ def _field(asked: Mapping[str, str], name: str, label: str, example: str) -> Mar
         placeholder=example,
         autocomplete="off",
         spellcheck="false",
-        list={"model": "models", "device": "gpus"}.get(name),
-        required=name == "model",
+        list={"model": "models", "device": "gpus", "code": "codes"}.get(name),
+        required=is_required,
         inputmode="numeric" if name in _NUMBERS else None,
         aria_describedby=f"help-{name}" if told else None,
     )
     help_line = element("div", told, class_="soft", id=f"help-{name}") if told else None
-    return element("div", element("label", label, for_=f"field-{name}"), box, help_line)
+    is_long = name == "model"
+    return element(
+        "div", element("label", label, for_=f"field-{name}"), box, help_line, class_="long" if is_long else None
+    )

@@ -94,7 +94,9 @@ def _home(
         "Searches",
         element("h1", "Search for the fastest configuration"),
         error_box(error) if error else None,
-        render_form(asked, searches.agents()) if may_write(token) else element("p", told, class_="empty"),
+        render_form(asked, searches.agents(), searches.codes)
+        if may_write(token)
+        else element("p", told, class_="empty"),
         element("div", _parts(searches), data_part="/parts/home", data_events="/v1/events"),
         token=token,
         current="/",

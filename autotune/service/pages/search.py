@@ -96,8 +96,8 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child
 
     sections = report_sections(_with_best_so_far(report), log_link)
     if job.state in ENDED and report.best is not None:
-        # After the answer, before the charts.
-        sections[1:1] = [_exports(report, job), _proof(report)]
+        # After the answer and the chart of the trials.
+        sections[2:2] = [_exports(report, job), _proof(report)]
     return [*found, *sections]
 
 

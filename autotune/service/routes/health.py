@@ -53,5 +53,11 @@ def _metrics(searches: Searches) -> str:
     moment = queue.clock()
     for agent in searches.agents():
         age = max(timedelta(0), moment - agent.heartbeat_at).total_seconds()
-        lines.append(f'autotune_agent_heartbeat_age_seconds{{agent="{agent.id}"}} {age:.1f}')
+        labels = f'agent="{agent.id}",name="{_escaped(agent.name)}",device="{_escaped(str(agent.device["name"]))}"'
+        lines.append(f"autotune_agent_heartbeat_age_seconds{{{labels}}} {age:.1f}")
     return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Return text as the value of a label."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
