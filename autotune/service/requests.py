@@ -80,9 +80,7 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
     for name in _PATHS:
         if isinstance(options.get(name), str):
             check_path(name, options[name], data_folders)
-    needs = read_needs(document.get("needs"), options.pop("device", None))
-    if options.get("gpus") is not None:
-        needs = replace(needs, device_kind="cuda", count=_rank_count(options["gpus"], needs))
+    needs = read_needs(document.get("needs"), options.pop("device", None), options.get("gpus"))
     return Submission({name: json_value(value) for name, value in options.items()}, needs, read_priority(document))
 
 
@@ -141,8 +139,8 @@ def check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
         )
 
 
-def read_needs(document: Any, device: str | None) -> Needs:
-    """Return what a job needs, from ``needs`` and from ``device``: cpu, cuda or a part of a GPU's name."""
+def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Needs:
+    """Return what a job needs: from ``needs``, from ``device`` (cpu, cuda or a part of a GPU's name), from ``gpus``."""
     asked = document or {}
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
         raise InvalidRequestError("needs is no object of gpu, memory_bytes and count", "leave it out: any agent does")
@@ -163,7 +161,8 @@ def read_needs(document: Any, device: str | None) -> Needs:
     for name, value in (("memory_bytes", memory_bytes), ("count", count)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**60):
             raise InvalidRequestError(f"needs: {name} is {value!r:.40}, no whole number", "give an integer above 0")
-    return Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
+    needs = Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
+    return needs if gpus is None else replace(needs, device_kind="cuda", count=_rank_count(gpus, needs))
 
 
 def _rank_count(gpus: str, needs: Needs) -> int:

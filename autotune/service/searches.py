@@ -177,7 +177,8 @@ class Searches:
             return None
         if VERIFIES in job.request:
             shown = (self.verification(job) or {}).get("verification") or {}
-            return f"the promise is {shown['verdict']}" if "verdict" in shown else None
+            verdict = shown.get("verdict")
+            return "cannot tell" if verdict == "cannot_tell" else f"the promise is {verdict}" if verdict else None
         if job.id not in self._result_lines:
             if self.store.study(job.study) is None:
                 # Its agent recorded nothing.
@@ -245,7 +246,8 @@ class Searches:
 
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where an agent fits."""
-        return _unmet(read_needs(document.get("needs"), document.get("device")), self.agents())
+        needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
+        return _unmet(needs, self.agents())
 
     def cancel(self, job: JobRecord) -> JobRecord:
         """Cancel a job; one that has ended stays as it is."""

@@ -72,7 +72,7 @@ def test_what_is_wrong_in_the_list_is_said(folder: Path, text: str, told: str) -
 
 
 def test_a_listed_name_becomes_its_code_in_its_folder(codes: dict[str, ListedCode], folder: Path, cpu: Device) -> None:
-    request = search_request({"code": "glue"}, cpu, "study", codes)
+    request = search_request({"code": "glue"}, [cpu], "study", codes)
     source = request.workload.source
     assert source is not None
     assert (source.kind, source.file, source.cwd) == ("script", str(folder / "train.py"), str(folder))

@@ -154,6 +154,39 @@ def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
     assert "Take it away" not in part
 
 
+def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+    visitor.post("/searches", data=LARGE)
+    search = run_recorded(searches, gpu_agent)
+    page = f"/searches/{search['id']}"
+    assert "Have a stock Trainer show the same" in visitor.get(page).text
+    asked = visitor.post(f"{page}/verify", headers={"Origin": URL})
+    assert asked.status_code == 303
+    assert "Have a stock Trainer show the same" not in visitor.get(page).text
+    job = gpu_agent.claim()
+    assert job is not None
+    speeds = {"samples_per_second": 301.0, "samples_per_second_low": 299.0, "samples_per_second_high": 303.0}
+    shown = {"verdict": "kept", "promised": speeds, "obtained": {**speeds, "peak_reserved_bytes": 2**30}}
+    event = {"kind": "verification", "document": {"verification": shown, "problem": None}}
+    gpu_agent.post(job, "events", events=[event])
+    gpu_agent.post(job, "end", state="finished")
+    for path in (page, asked.headers["location"]):
+        text = visitor.get(path).text
+        assert "Kept: a stock Trainer does what was promised." in text
+        assert "301.0 (299.0 to 303.0)" in text
+    assert '<td class="told">the promise is kept</td>' in visitor.get("/").text
+    missing = visitor.get("/compare").text
+    assert "verify bert-large" not in missing
+
+
+def test_several_gpus_can_be_asked_for(visitor: TestClient, gpu_agent: Agent) -> None:
+    form = {"model": "bert-large-uncased", "effective_batch": "64", "gpus": "2"}
+    shown = visitor.get("/command", params=form).json()
+    assert shown["command"].endswith("--effective-batch 64 --gpus 2")
+    assert shown["note"] == "no agent has 2 GPUs; there are NVIDIA H200 (cuda)"
+    wrong = visitor.get("/command", params={**form, "gpus": "0,1"}).json()
+    assert "names GPUs of one machine" in wrong["problem"]
+
+
 def test_a_database_that_does_not_answer_is_said(visitor: TestClient, store: Store) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StorageError("the database studies/autotune.db does not answer: disk I/O error", "see that it is there")

@@ -18,6 +18,7 @@ from autotune.results.wording import times
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, error_box, page, sign_in_page, table
 from autotune.service.searches import Searches
+from autotune.service.verifications import VERIFIES
 from autotune.store.queue import TokenRecord
 
 router = APIRouter(include_in_schema=False)
@@ -30,7 +31,8 @@ def compare(visitor: Visitor, searches: Known, a: str = "", b: str = "") -> Resp
 
 
 def _compare_page(searches: Searches, token: TokenRecord, a: str, b: str) -> HTMLResponse:
-    known = searches.store.queue.jobs(states=["finished"], most=200)
+    finished = searches.store.queue.jobs(states=["finished"], most=200)
+    known = [job for job in finished if VERIFIES not in job.request]
     names = {job.id: job.study for job in known}
     fields = [
         element(

@@ -18,6 +18,7 @@ _FIELDS = (
     ("model", "Model", "bert-large-uncased"),
     ("effective_batch", "Effective batch", "64"),
     ("device", "GPU", "any"),
+    ("gpus", "GPUs together", "1"),
     ("memory_limit", "Memory limit", "24GiB"),
 )
 _MORE_FIELDS = (
@@ -31,12 +32,13 @@ _MORE_FIELDS = (
     ("priority", "Priority", "0 to 10"),
 )
 _HELP = {
-    "model": "A name of the catalog or the hub.",
-    "effective_batch": "Batch × accumulation. Empty: any batch.",
+    "model": "Of the catalog or the hub.",
+    "effective_batch": "Empty: any batch.",
     "device": "A part of its name, or cpu.",
+    "gpus": "How many train together.",
     "memory_limit": "Empty: all that is free.",
 }
-_NUMBERS = ("effective_batch", "seq_len", "trials", "priority")
+_NUMBERS = ("effective_batch", "gpus", "seq_len", "trials", "priority")
 
 
 class FieldError(InvalidRequestError):

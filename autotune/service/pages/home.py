@@ -22,11 +22,14 @@ from autotune.service.pages.frame import Visitor, badge, error_box, form_fields,
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_agent
 from autotune.service.tokens import may_write
+from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, AgentRecord, JobRecord, TokenRecord
 
 _POLL_SECONDS = 5.0
 _PAUSE_SECONDS = 0.3
 _MOST_SHOWN = 30
+# What a request names as its training, in this order.
+_WHAT = ("model", "code", VERIFIES)
 
 router = APIRouter()
 
@@ -143,7 +146,7 @@ def _searches_table(
             "tr",
             element("td", element("a", job.study, href=f"/searches/{job.id}")),
             element("td", badge(job.state)),
-            element("td", str(job.request.get("model") or job.request.get("code") or "")),
+            element("td", str(next((job.request[name] for name in _WHAT if job.request.get(name)), ""))),
             element("td", _what_it_does(searches, job, agents), class_="told"),
             element("td", f"{job.submitted_at:%Y-%m-%d %H:%M}", class_="nowrap"),
         )
@@ -171,7 +174,7 @@ def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
         element(
             "tr",
             element("td", agent["name"]),
-            element("td", agent["device"]["name"]),
+            element("td", _device(agent["device"])),
             element("td", format_bytes(agent["device"]["memory_total_bytes"]), class_="nowrap"),
             element(
                 "td", element("a", agent["study"], href=f"/searches/{agent['search']}") if agent["search"] else "idle"
@@ -181,6 +184,11 @@ def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
         for agent in agents
     ]
     return table("agents and what they run", ("agent", "device", "memory", "runs", "last heard of"), rows)
+
+
+def _device(device: Document) -> str:
+    count = int(device.get("count", 1))
+    return f"{count} × {device['name']}" if count > 1 else str(device["name"])
 
 
 def _ago(age: timedelta) -> str:

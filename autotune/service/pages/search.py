@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from urllib.parse import quote
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from autotune.core.errors import AutotuneError
-from autotune.results.document import report_document
 from autotune.results.export import Format, beside_lines, make_export, render
 from autotune.results.html.markup import Child, Markup, element, joined
 from autotune.results.html.page import report_sections
 from autotune.results.report import Report
 from autotune.service.access import Known, Reader, Writer
 from autotune.service.pages.frame import Visitor, badge, error_box, error_page, page, sign_in_page
+from autotune.service.pages.proof import proof_section, verification_result
 from autotune.service.searches import Searches
 from autotune.service.tokens import may_write
+from autotune.service.verifications import VERIFIES
 from autotune.store import TrialRecord
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
 
@@ -42,6 +42,13 @@ def show(search: str, visitor: Visitor, searches: Known) -> Response:
 def cancel(search: str, token: Writer, searches: Known) -> Response:
     """Cancel a search."""
     return RedirectResponse(f"/searches/{searches.cancel(searches.job(search)).id}", 303)
+
+
+@router.post("/searches/{search}/verify")
+def verify(search: str, token: Writer, searches: Known) -> Response:
+    """Queue the run of a stock ``Trainer``."""
+    job, _ = searches.submit_verification({"study": searches.job(search).study}, by=token.name)
+    return RedirectResponse(f"/searches/{job.id}", 303)
 
 
 @router.get("/parts/searches/{search}")
@@ -81,6 +88,10 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child
     found: list[Child] = [element("div", _state(searches, job, token), class_="state")]
     if job.problem is not None:
         found.append(error_box(AutotuneError(str(job.problem.get("message")), str(job.problem.get("hint") or ""))))
+    if (study := job.request.get(VERIFIES)) is not None:
+        link = element("a", str(study), href=f"/searches/{quote(str(study), safe='')}")
+        return [*found, element("p", "A stock Trainer trains as the search ", link, " exports it."),
+                element("section", verification_result(searches, job))]  # fmt: skip
     if searches.store.study(job.study) is None:
         if job.state not in ENDED:
             found.append(element("p", "No trial has begun yet. This page shows each as it ends.", class_="empty"))
@@ -97,7 +108,7 @@ def _parts(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child
     sections = report_sections(_with_best_so_far(report), log_link)
     if job.state in ENDED and report.best is not None:
         # After the answer and the chart of the trials.
-        sections[2:2] = [_exports(report, job), _proof(report)]
+        sections[2:2] = [_exports(report, job), proof_section(searches, report, job, token)]
     return [*found, *sections]
 
 
@@ -159,23 +170,4 @@ def _exports(report: Report, job: JobRecord) -> Markup:
         shown,
         element("ul", [element("li", line) for line in notes], class_="soft") if notes else None,
         element("p", [[", " if place else "", link] for place, link in enumerate(links)]),
-    )
-
-
-def _proof(report: Report) -> Markup:
-    """Say what the figures rest on, and how to have a stock ``Trainer`` show the same."""
-    promised = report_document(report)["next_run"]
-    count = promised["processes_measured"] if promised else 0
-    processes = "a process of its own" if count == 1 else f"{count or 'several'} processes"
-    command = shlex.join(["autotune", "verify", report.study.name])
-    return element(
-        "section",
-        element("h2", "Proof"),
-        element(
-            "p",
-            f"Measured on real optimizer steps of a Trainer, in {processes}; the interval contains what "
-            "differs between processes. To have a stock Trainer show the same, run this where the database is:",
-        ),
-        element("pre", element("code", command, id="verify"), tabindex=0, role="region", aria_label="The command"),
-        element("p", element("button", "Copy the command", type="button", data_copy="verify")),
     )
