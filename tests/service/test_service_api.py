@@ -312,11 +312,12 @@ def test_the_api_is_as_it_is_written_down(writer: TestClient) -> None:
 
 
 def test_only_what_is_accepted_waits_for_the_disk(writer: TestClient, store: Store, searches: Searches) -> None:
+    if store.path is None:
+        pytest.skip("a server decides itself when it writes to the disk")
     leave_syncing_to_checkpoints(store.engine)
     with transaction(store.engine, writes=False) as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 1
     submit(writer)
-    assert store.path is not None
     # A copy of the main file alone has the search: it was written there before the answer.
     copy = store.path.with_name("copy.db")
     copy.write_bytes(store.path.read_bytes())
