@@ -42,6 +42,8 @@ class ArmsToTrace:
     """Empty for the optimizer of the code itself."""
     chip: Chip | None = None
     """``None`` until it is known."""
+    within_seconds: float = 120.0
+    """How long the whole inspection may take with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -304,7 +304,9 @@ class TrialServer:
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
         if arms is not None:
-            arms = replace(arms, chip=of_gpu.chip) if of_gpu is not None else None
+            # Something is left for the end of the job.
+            within_seconds = 0.8 * timeout_seconds
+            arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
         job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
         answer = self._run_to_end(job)

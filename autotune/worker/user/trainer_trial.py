@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,18 +20,19 @@ from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, O
 from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement
+from autotune.core.placement import RankDevices
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
-from autotune.worker.process import in_fork
+from autotune.worker.process import in_fork, in_forks
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
-from autotune.worker.user.fake_steps import TrainerStep, add_memory
+from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, with_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_trial import LightningInspection
@@ -272,16 +275,47 @@ def inspect(
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds.
     """
-    inspected = in_fork(_Seen, lambda send: _Inspection(source, work, scratch, send).describe())
+    began = time.monotonic()
+    plain = dataclasses.replace(work, arms=None)
+    inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
     if inspected.failed_probing:
         # Perhaps for want of the batch that was tried: the user's own may do.
         unprobed = functools.partial(_Inspection, is_probing=False)
-        again = in_fork(_Seen, lambda send: unprobed(source, work, scratch, send).describe())
+        again = in_fork(_Seen, lambda send: unprobed(source, plain, scratch, send).describe())
         inspected = inspected if again.answer.problem is not None else again
     found = inspected.answer.inspection
+    if found is not None and found.model is not None and work.arms is not None and work.arms.chip is not None:
+        memory = _traced_without_gpu(source, work, scratch, time.monotonic() - began)
+        found = dataclasses.replace(found, model=with_memory(found.model, memory))
+        inspected = dataclasses.replace(inspected, answer=InspectionAnswer(found))
     if source.kind == "script" or found is None:
         finish(inspected.answer)
-    _Inspection(source, work, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+    _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+
+
+def _traced_without_gpu(source: TrainingSource, work: InspectionWork, scratch: Scratch, seconds: float) -> Memory:
+    """Run the user's code up to its training once more, without a GPU, and trace its steps there.
+
+    A process that has used a GPU cannot be forked for a backward pass. ``seconds`` is how long the first run took.
+    """
+    assert work.arms is not None
+    left_seconds = work.arms.within_seconds - seconds
+    if left_seconds < 2 * seconds:
+        return Memory(unknown="its code takes too long to be run once more for that")
+
+    def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        on_cpu = dataclasses.replace(work, devices=RankDevices("cpu", work.devices.uuids))
+        _Inspection(source, on_cpu, scratch, send, is_probing=False).describe()
+
+    (seen,) = in_forks(_Seen, [trace], at_once=1, limit_seconds=left_seconds)
+    if seen is None:
+        return Memory(unknown="its process ended")
+    if seen.answer.inspection is None or seen.answer.inspection.model is None:
+        problem = seen.answer.problem
+        return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
+    model = seen.answer.inspection.model
+    return Memory(model.memory, model.interface.get("memory_unknown"))
 
 
 @dataclass(frozen=True, slots=True)
