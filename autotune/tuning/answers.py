@@ -45,9 +45,11 @@ PREDICTING_MODULES = (
     "core/ceiling.py",
     "core/chip.py",
     "core/dataset_spec.py",
+    "core/outcome.py",
     "core/prediction.py",
     "core/workload.py",
     "models/tasks.py",
+    "space/training_arguments.py",
 )
 
 # Short, since a lookup should not wait for a search that writes.

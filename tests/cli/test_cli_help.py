@@ -30,6 +30,7 @@ COMMANDS = [
     ("devices",),
     ("models",),
     ("db",),
+    ("db", "copy"),
     ("db", "current"),
     ("db", "upgrade"),
     ("serve",),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from searching import MODEL
 
 from autotune.cli.view import View
 from autotune.core.candidate import Arm, Candidate
@@ -44,8 +45,7 @@ class Shown:
         request = SearchRequest(WORKLOAD, DEVICE, effective_batch=64, objective=objective)
         arms = choose_arms(("bf16", "tf32"), "auto", ("sdpa",), request.optims, model_checkpoints=True)
         space = Space(arms, request.batches)
-        model = {"class": "BertForSequenceClassification", "parameters": 335_143_938}
-        self.prepared = Prepared(request, space, space.baseline("sdpa"), CEILING, {}, model)
+        self.prepared = Prepared(request, space, space.baseline("sdpa"), CEILING, {}, MODEL)
         self.history = History(CEILING)
         self.view.begins(self.prepared, STUDY)
 

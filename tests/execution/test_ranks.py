@@ -23,9 +23,9 @@ from autotune.execution import TrialServer
 
 def under_way(server: TrialServer) -> list[int]:
     """The ranks that the server runs."""
-    process = server._process._server
-    assert process is not None
-    return children(process.pid)
+    started = server._process._server
+    assert started is not None
+    return children(started.process.pid)
 
 
 @pytest.fixture

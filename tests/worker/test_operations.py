@@ -14,6 +14,7 @@ _TRACED = """
 import json
 from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
+from autotune.core.schema import encode
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.worker.fake.step import FakeTraining
@@ -26,7 +27,7 @@ for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "caus
         documents = []
         for batch in (61, 67):
             training.trace(batch)
-            documents.append(training.operations)
+            documents.append(encode(training.operations))
         found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents}
 
 import torch
@@ -36,7 +37,7 @@ tally = OperationTally(61)
 tally.counts_as = "micro_step"
 tokens, experts = torch.empty((61 * 4, 16), dtype=torch.bfloat16), torch.empty((2, 16, 24), dtype=torch.bfloat16)
 tally.add(torch.ops.aten._grouped_mm.default, (tokens, experts), torch.empty((61 * 4, 24), dtype=torch.bfloat16))
-found["experts"] = {"documents": [tally.document([])]}
+found["experts"] = {"documents": [encode(tally.operations([]))]}
 print(json.dumps(found))
 """
 

@@ -108,7 +108,7 @@ def test_the_costs_of_measured_batches_stay_with_them(clock: FakeClock) -> None:
 def test_the_users_own_trainer_tells_of_its_scaler_too(clock: FakeClock) -> None:
     scaling, meter = Scaling(), FakeMeter(clock)
     callback = _WholeStepsCallback(meter, FP16, EFFORT, on_enough=lambda _: None, on_step=lambda _: None)
-    args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1)
+    args = SimpleNamespace(train_batch_size=8, gradient_accumulation_steps=1, world_size=1)
     callback.on_train_begin(args, None, None, optimizer=SimpleNamespace(scaler=scaling.scaler))
     scaling.step(overflows=True)
     assert callback._scaler.step_was_skipped()
