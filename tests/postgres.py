@@ -128,12 +128,15 @@ class PostgresServer:
         (folder / "password").chmod(0o644)
         words = ["initdb", "--pgdata", str(folder / "data"), "--username", USER, "--pwfile", str(folder / "password")]
         words += ["--auth-local=trust", "--auth-host=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync"]
-        made = subprocess.run(
-            [programs / words[0], *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, **user
-        )
-        if made.returncode != 0:
+        try:
+            subprocess.run(
+                [programs / words[0], *words[1:]], cwd=folder, capture_output=True, text=True, timeout=120, check=True,
+                **user,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise NoPostgresError(f"initdb of {programs} failed: {made.stderr.strip()[-300:]}")
+            said = getattr(error, "stderr", None) or str(error)
+            raise NoPostgresError(f"initdb of {programs} failed: {said.strip()[-300:]}") from error
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -152,7 +155,10 @@ class PostgresServer:
         while True:
             # A server refuses to start as long as processes of a killed one are left.
             if self.process is None or self.process.poll() is not None:
-                self.process = self._launch(words)
+                try:
+                    self.process = self._launch(words)
+                except OSError as error:
+                    raise NoPostgresError(f"{words[0]} cannot be started: {error}") from error
             try:
                 psycopg.connect(self.dsn("postgres"), connect_timeout=5).close()
                 return
