@@ -90,7 +90,8 @@ def test_the_way_from_the_form_to_the_export(scene: Scene, pictures: Path) -> No
         assert copied["per_device_train_batch_size"] * copied["gradient_accumulation_steps"] == 16
         page.get_by_role("link", name="Log of trial").first.click()
         page.get_by_role("dialog").wait_for()
-        assert page.locator("#log").inner_text() != "loading …"
+        page.locator("#log").filter(has_not_text="loading …").wait_for()
+        assert page.locator("#log").inner_text().strip()
         page.keyboard.press("Escape")
         assert not page.get_by_role("dialog").is_visible()
         assert tab.problems() == []
