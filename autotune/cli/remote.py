@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from autotune.cli.output import print_json
+from autotune.cli.view import ConsoleView, open_view
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BRINGS_CODE, json_value
@@ -22,40 +21,22 @@ from autotune.service.client import Client
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
 
-_REFRESHES_PER_SECOND = 4
 
-
-class _RemoteView:
+class _RemoteView(ConsoleView):
     """Prints the lines that an agent sends, and on a terminal what runs there now."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._started = time.monotonic()
         self.status: Document = {"running": "waiting for an agent"}
 
-    def line(self, text: str, style: str | None) -> None:
-        """Print a line as it is."""
-        self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-    def __rich__(self) -> Text:
-        """The status line, cut where the terminal ends."""
-        told = status_line(self.status, time.monotonic() - self._started)
-        return Text(told, no_wrap=True, overflow="ellipsis")
+    def status_line(self) -> str:
+        """Return what the agent said last of what it runs."""
+        return status_line(self.status, time.monotonic() - self._started)
 
 
 # A prediction of a model that nobody asked for before takes a minute or two of the service's processor.
 _PREDICT_SECONDS = 600.0
-
-
-@contextmanager
-def _open_view() -> Iterator[_RemoteView]:
-    console = Console(stderr=True)
-    view = _RemoteView(console)
-    if not console.is_terminal:
-        yield view
-        return
-    with console.status(view, refresh_per_second=_REFRESHES_PER_SECOND):
-        yield view
 
 
 def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> None:
@@ -126,16 +107,16 @@ def verify_remotely(server: str, study: str, steps: int, *, as_json: bool) -> No
 
 def _watch(client: Client, search: Document) -> Document | None:
     """Show a search to its end; return the problem that ended it."""
-    with _open_view() as view:
+    with open_view(_RemoteView) as view:
         if search["state"] == "finished":
-            view.line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")
+            view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")
             return None
         if search["waits_for"]:
-            view.line(f"queued as {search['study']}: {search['waits_for']}", "dim")
+            view.print_line(f"queued as {search['study']}: {search['waits_for']}", "dim")
         for event in client.events(str(search["id"])):
             told = event.document
             if event.kind == "line":
-                view.line(str(told["text"]), told.get("style"))
+                view.print_line(str(told["text"]), told.get("style"))
             elif event.kind == "status":
                 view.status = told
             elif event.kind == "state":
@@ -145,6 +126,6 @@ def _watch(client: Client, search: Document) -> Document | None:
                 if state == "cancelled":
                     raise ServiceError(f"the search {search['study']!r} was cancelled", "submit it again to search on")
                 if state == "queued" and told.get("why"):
-                    view.line(f"back in the queue: {told['why']}", "dim")
+                    view.print_line(f"back in the queue: {told['why']}", "dim")
                 view.status = {"running": "waiting for an agent" if state == "queued" else "starting"}
     return None

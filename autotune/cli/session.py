@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli.output import print_json
-from autotune.cli.view import open_view
+from autotune.cli.view import View, open_view
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search as run_observed_search
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
     """Run the search with its progress on stderr; see ``autotune.tuning.run.run_search``."""
-    with open_view() as view:
+    with open_view(View) as view:
         return run_observed_search(request, storage, view, wait=wait)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -14,12 +16,15 @@ from autotune.tuning.narrator import Narrator
 _REFRESHES_PER_SECOND = 4
 
 
-class View(Narrator):
-    """Prints the progress of a search. Without a terminal it prints the lines only."""
+class ConsoleView(ABC):
+    """Prints lines and, on a terminal, shows a status line below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        super().__init__(self.print_line)
+
+    @abstractmethod
+    def status_line(self) -> str:
+        """Return the status as it is now."""
 
     def print_line(self, text: str, style: str | None = None) -> None:
         """Print a line as it is."""
@@ -30,11 +35,22 @@ class View(Narrator):
         return Text(self.status_line(), no_wrap=True, overflow="ellipsis")
 
 
+class View(Narrator, ConsoleView):
+    """Prints the progress of a search. Without a terminal it prints the lines only."""
+
+    def __init__(self, console: Console) -> None:
+        ConsoleView.__init__(self, console)
+        Narrator.__init__(self, self.print_line)
+
+
+V = TypeVar("V", bound=ConsoleView)
+
+
 @contextmanager
-def open_view() -> Iterator[View]:
-    """Open the view on this process's stderr, with a status line below the others on a terminal."""
+def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
+    """Open a view on this process's stderr, with a status line below the others on a terminal."""
     console = Console(stderr=True)
-    view = View(console)
+    view = kind(console)
     if not console.is_terminal:
         yield view
         return
