@@ -97,7 +97,8 @@ class ServerProcess:
     def start(self) -> None:
         """Start the process, or take the idle one; its imports overlap with whatever the caller does next."""
         environment = self._environment()
-        imports = Imports.of(self.workload, environment)
+        # Reading versions takes milliseconds, which only a search that may leave its server to another one spends.
+        imports = Imports.of(self.workload, environment) if self._warm is not None else None
         self._server = self._warm.take(imports) if self._warm is not None else None
         self._was_idle = self._server is not None
         on_start, self._on_start = self._on_start, None
