@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable
@@ -38,6 +39,17 @@ def children(pid: int) -> list[int]:
 def processes_named(words: str, pids: Iterable[int]) -> list[int]:
     """Those of these processes whose command line has the words in it."""
     return [pid for pid in pids if words in _command_line(pid)]
+
+
+def processes_with(variable: str, value: str) -> list[int]:
+    """Every living process that was started with this value of an environment variable."""
+    mark = f"{variable}={value}\0".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes() and is_alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found
 
 
 def _command_line(pid: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from processes import is_alive, wait_until
+from processes import is_alive, processes_with, wait_until
 
 # Imported here once, so that a controller is forked in milliseconds.
 import autotune.cli.resume
@@ -212,13 +212,7 @@ class Scene:
 
     def descendants(self) -> list[int]:
         """Every living process that was started for this scene, wherever it has gone."""
-        mark = f"{MARK}={self.folder}\0".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes() and is_alive(int(entry.name)):
-                    found.append(int(entry.name))
-        return found
+        return processes_with(MARK, str(self.folder))
 
     # Faults
 

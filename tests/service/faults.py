@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 
 from disturbed import LEASE_SECONDS  # noqa: E402
-from processes import is_alive, wait_until  # noqa: E402
+from processes import is_alive, processes_with, wait_until  # noqa: E402
 
 MARK = "FAULTS_FOLDER"
 STAND_IN = ROOT / "tests" / "faults" / "stand_in.py"
@@ -135,13 +135,7 @@ class Scene:
 
     def descendants(self) -> list[int]:
         """Every living process of this scene."""
-        mark = f"{MARK}={self.folder}\0".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes() and is_alive(int(entry.name)):
-                    found.append(int(entry.name))
-        return found
+        return processes_with(MARK, str(self.folder))
 
     # Faults
 

@@ -304,16 +304,7 @@ def _anatomy_section(report: Report, prediction: MemoryPrediction | None) -> Mar
     ]
     whole = max(cap, peak, prediction.peak_reserved_bytes) * 1.005
     total = sum(part.size for part in parts)
-    rows = [
-        element(
-            "tr",
-            element("td", _swatch(part.kind)),
-            element("td", part.name),
-            element("td", part.told, class_="number"),
-            element("td", f"{part.size / total:.1%}", class_="number"),
-        )
-        for part in parts
-    ]
+    rows = [element("tr", _cells(part, total)) for part in parts]
     return _section(
         "Memory of the best configuration",
         element(
@@ -359,10 +350,7 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
     rows = [
         element(
             "tr",
-            element("td", _swatch(part.kind)),
-            element("td", part.name),
-            element("td", part.told, class_="number"),
-            element("td", f"{part.size / total:.1%}", class_="number"),
+            _cells(part, total),
             [
                 element("td", format_seconds(found_of.get(part.name, 0.0)), class_="number"),
                 element("td", f"{found_of.get(part.name, 0.0) / sum(seen.values()):.1%}", class_="number"),
@@ -399,6 +387,16 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
             ),
         ),
     )
+
+
+def _cells(part: Part, total: float) -> list[Markup]:
+    """Return a part's cells in the table below its bar: colour, name, size, share."""
+    return [
+        element("td", _swatch(part.kind)),
+        element("td", part.name),
+        element("td", part.told, class_="number"),
+        element("td", f"{part.size / total:.1%}", class_="number"),
+    ]
 
 
 def _swatch(kind: str) -> Markup:
