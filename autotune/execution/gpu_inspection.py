@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
-from autotune.core.workload import Workload
+from autotune.devices import device_used_bytes
 from autotune.execution.oneshot import OneShot
 
 _MODULE = "autotune.worker.gpu_facts"
@@ -18,19 +19,30 @@ _TIMEOUT_SECONDS = 180.0
 
 
 class GpuInspection:
-    """The process that measures the CUDA context and reads the chip's properties; none for a CPU."""
+    """The process that measures the CUDA context and reads the chip's properties; none for a CPU.
 
-    def __init__(self, placement: Placement, workload: Workload, log_folder: Path) -> None:
+    What it told is kept for later searches, unless the memory in use on the GPU changed meanwhile: another process then
+    counts as part of the context.
+    """
+
+    def __init__(self, placement: Placement, convolves: bool) -> None:
         self._placement = placement
-        self._work = GpuWork(placement.device.uuid, convolves=not workload.is_text)
-        self._log_path = log_folder / "inspect_gpu.log"
+        self._work = GpuWork(placement.device.uuid, convolves=convolves)
         self._stack = contextlib.ExitStack()
         self._process: OneShot | None = None
+        self._used_before: int | None = None
+        self._kept: GpuFacts | None = None
+        self._log_folder: Path | None = None
+        self._has_log = False
 
-    def begin(self) -> None:
-        """Start the process, unless that is done."""
-        if self._placement.kind == "cuda" and self._process is None:
-            process = OneShot(_MODULE, self._work, self._placement, self._log_path, offline=True)
+    def begin(self, log_folder: Path | None = None) -> None:
+        """Start the process, unless that is done or its answer is known. Without a folder, it leaves no log."""
+        self._log_folder = log_folder
+        if self._placement.kind == "cuda" and self._process is None and self._kept is None:
+            self._used_before = device_used_bytes(self._work.device_uuid)
+            self._has_log = log_folder is not None
+            log_path = log_folder / "inspect_gpu.log" if log_folder is not None else Path(os.devnull)
+            process = OneShot(_MODULE, self._work, self._placement, log_path, offline=True)
             self._process = self._stack.enter_context(process)
 
     def finish(self) -> GpuFacts | None:
@@ -38,16 +50,24 @@ class GpuInspection:
 
         ``None`` where no process was started, as for a CPU.
         """
-        if self._process is None:
-            return None
+        if self._kept is not None or self._process is None:
+            return self._kept
         try:
-            return self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
+            facts = self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
         except TrialServerError as error:
+            if not self._has_log and self._log_folder is not None:
+                # It began before there was a search. Whatever it stumbled over is told by another one.
+                self.close()
+                self.begin(self._log_folder)
+                return self.finish()
             raise TrialServerError(
                 f"the device {self._placement.label} could not be inspected: {error.message}", error.hint
             ) from error
         finally:
             self.close()
+        if self._used_before is not None and device_used_bytes(self._work.device_uuid) == self._used_before:
+            self._kept = facts
+        return facts
 
     def close(self) -> None:
         """End the process where it still runs."""

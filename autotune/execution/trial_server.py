@@ -69,7 +69,11 @@ class TrialServer:
         self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
-        self._gpu = GpuInspection(self.placement, workload, log_folder)
+        self._gpu = (
+            warm.inspection(self.placement, convolves=not workload.is_text)
+            if warm is not None
+            else GpuInspection(self.placement, convolves=not workload.is_text)
+        )
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,7 @@ class TrialServer:
         if not self._process.is_started:
             self._process.start()
         if inspects:
-            self._gpu.begin()
+            self._gpu.begin(self._log_folder)
 
     def close(self) -> None:
         """End the server and whatever it runs; leaves no process behind. The next job starts another one."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.candidate import Document
+from autotune.core.errors import TrialServerError
 from autotune.core.pipes import LineReader, write_all
 from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.execution import launch
+from autotune.execution.gpu_inspection import GpuInspection
 from autotune.execution.process_environment import server_environment
 from autotune.space.features import version_of
 
@@ -46,8 +48,12 @@ class Imports:
             uses_datasets=workload is not None and workload.data is not None,
             uses_adapters=workload is not None and bool(workload.peft or workload.quantize),
             environment=dict(environment),
-            versions=tuple(version_of(package) for package in _LOADED),
+            versions=_loaded_versions(),
         )
+
+
+def _loaded_versions() -> tuple[str | None, ...]:
+    return tuple(version_of(package) for package in _LOADED)
 
 
 @dataclass
@@ -98,7 +104,7 @@ def start_server(log_path: Path, environment: Mapping[str, str], imports: Import
 
 
 class WarmServer:
-    """A context manager that keeps at most one idle server; on leaving it is ended.
+    """A context manager that keeps at most one idle server, and what is known of its GPU; on leaving it is ended.
 
     An idle server has imported torch and transformers and nothing else: it has never touched CUDA (the server ends
     itself where an import did), so it holds host memory and no GPU memory.
@@ -106,6 +112,7 @@ class WarmServer:
 
     def __init__(self) -> None:
         self._idle: StartedServer | None = None
+        self._inspections: dict[tuple[str, bool, tuple[str | None, ...]], GpuInspection] = {}
 
     def __enter__(self) -> WarmServer:
         return self
@@ -121,15 +128,22 @@ class WarmServer:
     def prepare(self, placement: Placement, environment: Mapping[str, str]) -> None:
         """Start a server for the next search, unless one is idle: its imports are those of most workloads.
 
-        Where no process can be started, the next search says why.
+        The GPU is inspected beside it. Where no process can be started, the next search says why.
         """
+        with contextlib.suppress(TrialServerError):
+            self.inspection(placement, convolves=False).begin()
         if self._idle is not None and self._idle.process.poll() is None:
             return
-        self.close()
+        self._end_idle()
         variables = server_environment(placement, environment, offline=True)
         with contextlib.suppress(OSError):
             self._idle = start_server(Path(os.devnull), variables, Imports.of(None, variables))
             self._idle.send({"workload": None, "is_plain": True}, time.monotonic() + LEAVE_SECONDS)
+
+    def inspection(self, placement: Placement, *, convolves: bool) -> GpuInspection:
+        """Return the inspection of the GPU, with or without the kernels of convolutions; it may have begun."""
+        key = (placement.device.uuid, convolves, _loaded_versions())
+        return self._inspections.setdefault(key, GpuInspection(placement, convolves))
 
     def take(self, imports: Imports | None) -> StartedServer | None:
         """Hand out the idle server where its imports are those that are needed; another one is ended."""
@@ -144,11 +158,16 @@ class WarmServer:
         if server.imports is None or server.process.poll() is not None:
             server.end()
             return
-        self.close()
+        self._end_idle()
         self._idle = server
 
     def close(self) -> None:
-        """End the idle server."""
+        """End the idle server, and an inspection under way."""
+        for inspection in self._inspections.values():
+            inspection.close()
+        self._end_idle()
+
+    def _end_idle(self) -> None:
         idle, self._idle = self._idle, None
         if idle is not None:
             idle.end()

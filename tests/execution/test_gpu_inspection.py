@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
-from tiny import tiny_workload
 
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
 from autotune.devices import Device
+from autotune.execution import WarmServer
 from autotune.execution.gpu_inspection import GpuInspection, merged
 
 GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
@@ -29,9 +30,9 @@ def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "tells_of_gpu.py").write_text(ANSWER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
-    inspection = GpuInspection(GPU, tiny_workload("vit-tiny"), tmp_path / "logs")
-    inspection.begin()
-    inspection.begin()
+    inspection = GpuInspection(GPU, convolves=True)
+    inspection.begin(tmp_path)
+    inspection.begin(tmp_path)
     told = inspection.finish()
     assert told is not None
     assert told.chip.name == "{'device_uuid': 'GPU-1', 'convolves': True} on GPU-1"
@@ -41,27 +42,47 @@ def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (facts.software.cuda, facts.software.python) == ("13.0", "3.12")
 
 
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disturbed: bool) -> None:
+    """For the next search, unless the memory in use on the GPU changed meanwhile."""
+    (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": os.getpid()'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    in_use = itertools.count() if is_disturbed else itertools.repeat(0)
+    monkeypatch.setattr("autotune.execution.gpu_inspection.device_used_bytes", lambda uuid: next(in_use))
+    with WarmServer() as warm:
+        told = []
+        for _ in range(2):
+            inspection = warm.inspection(GPU, convolves=False)
+            inspection.begin(tmp_path)
+            told.append(inspection.finish())
+            inspection.close()
+        assert (told[0] != told[1]) == is_disturbed
+        assert warm.inspection(GPU, convolves=True) is not inspection
+
+
 def test_an_answer_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": "5"'))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
-    inspection = GpuInspection(GPU, tiny_workload("vit-tiny"), tmp_path / "logs")
-    inspection.begin()
+    inspection = GpuInspection(GPU, convolves=True)
+    inspection.begin(tmp_path)
     with pytest.raises(TrialServerError, match=r"malformed GpuFacts: Expected `int`, got `str` - at `\$.con"):
         inspection.finish()
 
 
 def test_without_cuda_it_says_so(tmp_path: Path) -> None:
-    """The real process, on a machine that has none."""
-    inspection = GpuInspection(GPU, tiny_workload("bert-tiny"), tmp_path)
+    """The real process, on a machine that has none; also where the first one began before there was a log."""
+    inspection = GpuInspection(GPU, convolves=False)
     inspection.begin()
+    inspection.begin(tmp_path)
     with pytest.raises(TrialServerError, match=r"the device cuda:0 could not be inspected: .*(NVIDIA|CUDA)") as refused:
         inspection.finish()
     assert refused.value.hint == f"see {tmp_path / 'inspect_gpu.log'}"
 
 
 def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
-    inspection = GpuInspection(Placement.of(cpu), tiny_workload("bert-tiny"), tmp_path)
-    inspection.begin()
+    inspection = GpuInspection(Placement.of(cpu), convolves=False)
+    inspection.begin(tmp_path)
     assert inspection.finish() is None
     assert not list(tmp_path.iterdir())
