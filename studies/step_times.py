@@ -13,6 +13,7 @@ as it is. None of them needs a GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +106,9 @@ def traced(subject: Subject, arm: Arm) -> Document | None:
     return dict(json.loads(text)) if text else None
 
 
-def trace() -> None:
-    """Record the operations of each model and arm."""
-    wanted = {operations_key(step.subject, step.candidate.arm): step for step in recorded_steps()}
-    arms = {key: (step.subject, step.candidate.arm) for key, step in wanted.items()}
-    arms |= {operations_key(p.subject, p.candidate.arm): (p.subject, p.candidate.arm) for p in published()}
+def trace(wanted: Iterable[tuple[Subject, Arm]]) -> None:
+    """Record the operations of each model and arm that are not recorded yet."""
+    arms = {operations_key(subject, arm): (subject, arm) for subject, arm in wanted}
     found: dict[str, Any] = recorded_operations() if OPERATIONS.exists() else {}
     for key, (subject, arm) in arms.items():
         if key not in found:
@@ -122,9 +121,19 @@ def trace() -> None:
         json.dump(found, file)
 
 
+def trace_recorded() -> None:
+    """Record the operations of every step that was recorded or published."""
+    trace((step.subject, step.candidate.arm) for step in (*recorded_steps(), *published()))
+
+
+@functools.cache
+def _recorded() -> dict[str, Document]:
+    return recorded_operations()
+
+
 def operations_of(subject: Subject, arm: Arm) -> Operations:
     """Return what a step consists of, recorded or traced now."""
-    document = recorded_operations().get(operations_key(subject, arm)) or traced(subject, arm)
+    document = _recorded().get(operations_key(subject, arm)) or traced(subject, arm)
     assert document is not None
     return decode(document, Operations)
 
@@ -319,4 +328,4 @@ def fit() -> None:
 
 
 if __name__ == "__main__":
-    {"compare": compare, "fit": fit, "trace": trace}[sys.argv[1]]()
+    {"compare": compare, "fit": fit, "trace": trace_recorded}[sys.argv[1]]()

@@ -1,0 +1,73 @@
+"""Test that kernel times are recorded, on the CPU, and compared with predictions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import kernel_times
+import pytest
+from recorded_steps import Subject
+from step_times import H200, operations_of
+
+from autotune.core.candidate import Arm, Document
+from autotune.estimate.gpu_time import GpuModel, gpu_time
+
+
+def test_each_round_has_every_model_and_the_first_ones_are_the_most_informative() -> None:
+    every = kernel_times.cells(())
+    models = len(kernel_times.SUBJECTS)
+    assert len(set(every)) == len(every)
+    for at, precision in enumerate(("bf16", "tf32", "fp32")):
+        of_round = every[at * models : (at + 1) * models]
+        assert len({cell.subject for cell in of_round}) == models
+        assert {cell.arm for cell in of_round} == {Arm(precision)}  # type: ignore[arg-type]
+
+
+def test_cells_are_recorded_and_one_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_times, "SUBJECTS", ((Subject("bert-tiny", 16), 1), (Subject("no/such"), 1)))
+    rounds = ((Arm("bf16"), 1, True), (Arm("fp32", True), 2, False), (Arm("bf16"), 1, True))
+    monkeypatch.setattr(kernel_times, "_ROUNDS", rounds)
+
+    kernel_times.record(tmp_path / "times.jsonl", 600.0, "cpu", ())
+
+    meta, *rows = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
+    assert meta["device"] == "cpu"
+    first, failed, checkpointed, *_ = rows
+    assert first["operations"]["first_micro_step"]
+    assert checkpointed["batch"] == 2
+    assert all(seconds > 0 for seconds in checkpointed["gpu_seconds"].values())
+    assert "no/such" in failed["error"]
+
+
+def line(subject: Subject, arm: Arm, batch: int, factor: float) -> Document:
+    """A recorded cell whose GPU times are the predicted ones times a factor."""
+    assert H200.rates is not None
+    gpu = gpu_time(operations_of(subject, arm), GpuModel(H200.rates, arm.precision), batch, 1)
+    micro_step = (gpu.forward + gpu.backward) * factor
+    further = micro_step + gpu.accumulation * factor
+    seconds = {"first_micro_step": micro_step, "further_micro_step": further, "update": gpu.update * factor}
+    kernels = {part: [["matrix_product", "gemm", 1, int(seconds[part] * 1e9)]] for part in seconds}
+    return {**asdict(subject), "batch": batch, "arm": asdict(arm), "gpu_seconds": seconds, "kernels": kernels}
+
+
+def test_errors_are_told_by_what_is_known_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"meta": True},
+        line(Subject("bert-large-uncased", 512), Arm("bf16"), 16, 1 / 1.02),
+        line(Subject("answerdotai/ModernBERT-base", 512), Arm("bf16"), 16, 1 / 0.9),
+        {**asdict(Subject("gpt2")), "batch": 8, "arm": asdict(Arm("fp32")), "error": "OutOfMemoryError: no memory"},
+    ]
+    path = tmp_path / "times.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    kernel_times.compare(path)
+
+    lines = {text[:58].strip(): text[58:].split() for text in capsys.readouterr().out.splitlines()}
+    assert lines["2 cells of 2 models; 1 failed"] == []
+    assert lines["micro-step, fitted, bf16"] == ["1", "2.0%", "2.0%", "2.0%", "+2.0%"]
+    assert lines["micro-step, held out, bf16"] == ["1", "10.0%", "10.0%", "10.0%", "-10.0%"]
+    assert lines["update"][0] == "2"
