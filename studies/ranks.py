@@ -45,7 +45,7 @@ from autotune.core.placement import rank_log
 from autotune.core.schema import encode
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
-from autotune.devices import Device, device_used_bytes, find_device, find_gpus
+from autotune.devices import Device, device_condition, device_used_bytes, find_device, find_gpus
 from autotune.estimate.history import History
 from autotune.estimate.memory_jobs import Forecast
 from autotune.execution import Event, LocalExecutor, TrialJob, TrialServer
@@ -417,7 +417,12 @@ def _grid(study: Study, name: str, subject: Subject) -> dict[str, Any]:
         for candidate in cells:
             if predicted := _predicted_mib(forecast, candidate):
                 write({"prediction": True, **candidate.parameters(), **predicted})
-    return {"cells": len(cells), "measured": len(states), "states": {s: states.count(s) for s in set(states)}}
+    return {
+        "cells": len(cells),
+        "measured": len(states),
+        "states": {state: states.count(state) for state in set(states)},
+        "not_predicted": len(forecast.unanswered) if forecast is not None else None,
+    }
 
 
 # Faults
@@ -506,6 +511,7 @@ def _fault(
     trial = executor.submit(TrialJob(uuid.uuid4().hex, candidate, cap_bytes, _ENDLESS, 42, limit, str(log)))
     began = at = time.time()
     variables: dict[str, str] = {}
+    on_gpus: dict[str, int] = {}
     is_hit = False
     while True:
         _, report = executor.wait()
@@ -515,6 +521,8 @@ def _fault(
         if pids and not watch.pids:
             watch.begin(pids)
             variables = _variables_of(min(pids))
+        if report.progress.step == 3:
+            on_gpus = _processes_on(study.devices)
         if how in ("kill", "stop") and report.progress.step == 4 and not is_hit:
             is_hit, at = True, time.time()
             os.kill(sorted(pids)[-1], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
@@ -532,6 +540,7 @@ def _fault(
         "state": report.state,
         "message": message,
         "variables": variables,
+        "processes_on_each_gpu": on_gpus,
         "processes": len(watch.pids),
         "first_gone_after": _after(watch.first_gone, at),
         "all_gone_after": _after(watch.all_gone, at),
@@ -547,6 +556,12 @@ def _variables_of(pid: int) -> dict[str, str]:
         known = dict(entry.partition("=")[::2] for entry in entries if "=" in entry)
         return {name: value for name, value in known.items() if name.startswith(("NCCL_", "CUDA_VISIBLE"))}
     return {}
+
+
+def _processes_on(devices: tuple[Device, ...]) -> dict[str, int]:
+    """Return how many processes are on each GPU: one, or a rank has also opened the GPU of another."""
+    seen = {device.label: device_condition(device.uuid) for device in devices if device.kind == "cuda"}
+    return {label: len(condition.pids) for label, condition in seen.items() if condition is not None}
 
 
 def _after(moment: float | None, since: float) -> float | None:

@@ -120,9 +120,19 @@ def describe_environment(
     }
 
 
+# PyPI's wheels of torch load NCCL from one of these.
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
 def _ranks(placement: Placement) -> Document:
     """Return what is recorded of several ranks: how many, through what they exchange gradients, and how it is wired."""
+    nccl = {
+        "version": next(filter(None, map(version_of, _NCCL)), None),
+        # They choose links, protocols and the number of channels.
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+    }
     return {
+        **({"nccl": nccl} if placement.kind == "cuda" else {}),
         "device_uuids": [device.uuid for device in placement.devices],
         "ranks": {
             "world_size": placement.ranks,

@@ -18,6 +18,10 @@ _DEVICE_FRAGMENTS = (
     "cusolver_status_alloc_failed",
     "cusparse_status_insufficient_resources",
     "cufft_alloc_failed",
+    # NCCL allocates its buffers outside torch's allocator (torch's DistBackendError quotes NCCL's last error).
+    "cuda failure 2 'out of memory'",
+    "cuda failure 'out of memory'",
+    "failed to cuda calloc",
     "nonzero is not supported for tensors with more than int_max",
     "canuse32bitindexmath",
 )
@@ -96,9 +100,13 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``."""
-    text = str(error).strip()
-    line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}".rstrip(": ")
+    """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``.
+
+    NCCL's errors say what went wrong in their last line, so the lines of such a message are joined.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    said = " ".join(lines) if lines[0].startswith("NCCL error") else lines[0]
+    line = f"{type(error).__name__}: {said}".rstrip(": ")
     return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"
 
 

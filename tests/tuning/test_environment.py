@@ -15,7 +15,13 @@ from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy
 from autotune.tuning import environment as module
-from autotune.tuning.environment import library_versions, measured_environment, measured_variables
+from autotune.tuning.environment import (
+    comparable_environment,
+    environment_fingerprint,
+    library_versions,
+    measured_environment,
+    measured_variables,
+)
 from autotune.tuning.prepare import Prepared, changes_since, prepare
 
 FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
@@ -144,3 +150,23 @@ def test_a_cpu_has_no_policy() -> None:
     assert recorded["gpu_policy"] is None
     assert recorded["cpus"] == recorded["host"]["usable_cores"]
     assert measured_environment(recorded)["host"] == recorded["host"]
+
+
+def test_of_several_gpus_nccl_and_its_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = dataclasses.replace(H200, uuid="GPU-1", index=1)
+
+    def recorded(*devices: Device) -> Document:
+        return module.describe_environment(Placement.of(*devices), BERT_LARGE, [], FACTS.software, 1)
+
+    monkeypatch.setattr(module, "version_of", lambda package: "2.28.9" if package == "nvidia-nccl-cu13" else None)
+    alone, plain = recorded(H200), recorded(H200, second)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    nccl = recorded(H200, second)["nccl"]
+    assert nccl["version"] == plain["nccl"]["version"] == "2.28.9"
+    assert nccl["variables"] == {**plain["nccl"]["variables"], "NCCL_P2P_DISABLE": "1"}
+    assert environment_fingerprint(recorded(H200, second)) != environment_fingerprint(plain)
+    # One GPU exchanges nothing.
+    assert "nccl" not in alone
+    assert environment_fingerprint(recorded(H200)) == environment_fingerprint(alone)
+    # A study of before it was recorded goes on.
+    assert "nccl" not in comparable_environment(recorded(H200, second), {"ranks": plain["ranks"]})

@@ -25,6 +25,11 @@ ON_THE_DEVICE = [
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
     ),
     RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 2 'out of memory'"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
@@ -54,6 +59,7 @@ NEAR_THE_LIMIT_ONLY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
 ]
 LOOK_ALIKES = [
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:2187, remote process exited or there was a network error"),
     RuntimeError("could not create a primitive descriptor for the matmul primitive"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: device-side assert triggered"),
@@ -180,3 +186,9 @@ def test_first_line(error: Exception, line: str) -> None:
 def test_a_long_first_line_says_that_it_was_cut() -> None:
     assert first_line(ValueError("x" * 288)) == f"ValueError: {'x' * 288}"
     assert first_line(ValueError("x" * 289)) == f"ValueError: {'x' * 287}…"
+
+
+def test_the_last_line_of_an_nccl_error_is_told() -> None:
+    said = "NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\nError while creating shared memory"
+    outcome = outcome_of(RuntimeError(said))
+    assert outcome.message.endswith("unhandled system error Last error: Error while creating shared memory")

@@ -33,6 +33,8 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
     (folder / WORK).write_text(json.dumps(encode(work)))
     ranks = work.devices.ranks
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    # Else the ranks look up this host's own name, which nobody resolves on some machines without a network.
+    launcher += ["--local-addr", "127.0.0.1"]
     ended = subprocess.run([*launcher, "-m", _RANK_MODULE, str(folder)], check=False)
     return merge([read_answer(folder, rank) for rank in range(ranks)], ended.returncode)
 
