@@ -2,7 +2,7 @@
 
     python studies/kernel_times.py record FILE.jsonl [--seconds 300] [--device cuda:0] [--only MODEL …]
     python studies/kernel_times.py trace
-    python studies/kernel_times.py compare FILE.jsonl
+    python studies/kernel_times.py compare FILE.jsonl[.gz]
 
 ``record`` needs a GPU. It runs the steps that a stock ``Trainer`` runs (autocast, clipping, the fused AdamW) under
 CUPTI, through ``torch.profiler``. With CUDA activity alone it takes down the time of each kernel by name, for three
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import gzip
 import json
 import statistics
 import sys
@@ -382,7 +383,9 @@ def _arm_run(cell: Cell) -> Arm:
 
 def compare(path: Path) -> None:
     """Print predicted and measured GPU times."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    rows = [json.loads(line) for line in text.splitlines()]
     # The first of those that were recorded again, with their operations.
     measured = list({_key(row): row for row in reversed(rows) if "gpu_seconds" in row}.values())[::-1]
     assert H200.rates is not None
