@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-service  measure a service: under load, under faults, and the start of a search"
 	@echo "make test-browser  use the pages of a service in a real Chromium"
+	@echo "make test-deepspeed  run trials with DeepSpeed's ZeRO on the CPU"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
@@ -74,7 +75,7 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser and not deepspeed"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
@@ -86,6 +87,11 @@ test-faults: install-dev
 test-clients: install-dev
 	$(INSTALL) --editable '.[dev,clients]'
 	$(BIN)/python -m pytest tests/clients tests/worker/test_lightning_trials.py
+
+# Trials with DeepSpeed on two ranks of the CPU. Its kernels for GPUs are not built.
+test-deepspeed: install-dev
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation --editable '.[dev,deepspeed]'
+	$(BIN)/python -m pytest -m deepspeed
 
 # Measures a service: the start of a search on a warm agent; 50 agents, 5,000 jobs of a stand-in trial and 200 listeners;
 # a hundred faults. Then the load on the database alone, in a file and on a PostgreSQL server, which is killed again and

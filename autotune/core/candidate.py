@@ -14,15 +14,19 @@ from autotune.core.schema import decode
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16")
 
-Strategy = Literal["ddp", "fsdp", "fsdp-keep"]
+Strategy = Literal["ddp", "fsdp", "fsdp-keep", "zero1", "zero2", "zero3", "zero2-offload"]
 """How several ranks share a model.
 
 ``ddp``: each has all of it, and they exchange gradients. ``fsdp`` (FSDP2): each keeps a part of weights, gradients and
 optimizer state; a layer's weights are gathered for its forward pass, freed, and gathered again for its backward pass.
-``fsdp-keep``: gathered weights stay until the backward pass has used them.
+``fsdp-keep``: gathered weights stay until the backward pass has used them. ``zero1``, ``zero2``, ``zero3``: stages of
+DeepSpeed's ZeRO, in which each keeps a part of the optimizer state, of the gradients as well, of the weights as well.
+``zero2-offload``: the optimizer state is in the host's memory, and the CPU updates the weights; also for one rank.
 """
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "fsdp")
-"""In the order in which they are tried: the one with the least communication first."""
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp-keep", "fsdp", "zero1", "zero2", "zero3", "zero2-offload")
+"""In the order in which they are tried: the one with the least communication first, and DeepSpeed's after torch's."""
+
+_ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
 
 Document = dict[str, Any]
 
@@ -61,8 +65,18 @@ class Arm:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank keeps only a part of the model."""
+        """Whether FSDP2 has each rank keep only a part of the model."""
         return self.strategy in ("fsdp", "fsdp-keep")
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The stage of DeepSpeed's ZeRO; ``None`` without DeepSpeed."""
+        return _ZERO_STAGES.get(self.strategy) if self.strategy else None
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer state is in the host's memory."""
+        return self.strategy == "zero2-offload"
 
     def describe(self) -> str:
         """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
@@ -86,7 +100,7 @@ class Arm:
         if self.cpu_affinity:
             words.append("pinned to one core")
         if self.strategy:
-            words.append(f"{self.strategy} × {self.ranks}")
+            words.append(f"{self.strategy} × {self.ranks}" if self.ranks > 1 else self.strategy)
             words += [] if self.ddp_find_unused_parameters is None else ["no search for unused parameters"]
             words += ["gradients reduced in each micro-step"] if self.sync_each_batch else []
         return ", ".join(words)
@@ -136,9 +150,9 @@ class Candidate:
     def recorded_parameters(self) -> Document:
         """Return ``parameters`` as they are stored: without what only several ranks have, where there is one.
 
-        So were trials recorded before there were several.
+        So were trials recorded before there were several. One rank has a strategy only where it offloads.
         """
-        names = OF_RANKS if self.arm.ranks == 1 else ()
+        names = OF_RANKS if self.arm.ranks == 1 and self.arm.strategy is None else ()
         return {name: value for name, value in self.parameters().items() if name not in names}
 
     @classmethod

@@ -448,7 +448,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "strategy", _words_or_auto(STRATEGIES),
-        "How several GPUs share the model: ddp, fsdp-keep, fsdp [default: auto, all that can be].", TRIED, BOTH,
+        "How GPUs share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: all possible].",
+        TRIED, BOTH,
         request_field="strategies", recorded_as="strategy", sparse=True,
     ),
     Option(

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
@@ -179,9 +179,22 @@ def _beside(export: Export) -> list[str]:
         *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         *_placement(export),
         *([f"start {export.ranks} processes of it, as --format torchrun does"] if export.ranks > 1 else []),
+        *_zero(export),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
+    ]
+
+
+def _zero(export: Export) -> list[str]:
+    """Say what a training with DeepSpeed needs besides its arguments."""
+    if export.candidate.arm.zero_stage is None:
+        return []
+    alone = ["start it by torchrun --nproc_per_node 1, as --format torchrun does"] if export.ranks == 1 else []
+    return [
+        *alone,
+        "it needs DeepSpeed: pip install deepspeed",
+        "make the TrainingArguments before the model",
     ]
 
 
@@ -248,7 +261,8 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
     """
     # Code with an Accelerator gets its precision from that file, also in one process.
     is_accelerate = kind_of(export.interface) == "accelerate" and form == "accelerate"
-    if export.ranks == 1 and not is_accelerate:
+    # DeepSpeed needs a launcher for one process as well.
+    if export.ranks == 1 and not is_accelerate and export.candidate.arm.zero_stage is None:
         raise InvalidRequestError(
             f"--format {form} starts several processes, and this study measured one",
             "use --format cli, or search with --gpus 2",
@@ -272,7 +286,7 @@ def _accelerate_config(export: Export) -> str:
     precision = export.candidate.arm.precision
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if arm.is_sharded else one_kind if processes > 1 else "NO",
+        "distributed_type": _distributed_type(arm, one_kind if processes > 1 else "NO"),
         "num_machines": 1,
         "machine_rank": 0,
         "num_processes": processes,
@@ -286,8 +300,33 @@ def _accelerate_config(export: Export) -> str:
     if arm.is_sharded:
         settings = {**fsdp_settings(arm), "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap}
         config["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
+    if arm.zero_stage is not None:
+        config["deepspeed_config"] = _accelerate_deepspeed(export.candidate)
     comments = "".join(f"# {line}\n" for line in beside_lines(export))
     return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
+
+
+def _distributed_type(arm: Arm, otherwise: str) -> str:
+    if arm.zero_stage is not None:
+        return "DEEPSPEED"
+    return "FSDP" if arm.is_sharded else otherwise
+
+
+def _accelerate_deepspeed(candidate: Candidate) -> dict[str, Any]:
+    """Return DeepSpeed's part of accelerate's file, for code that has an ``Accelerator`` and no ``TrainingArguments``.
+
+    A ``Trainer`` with the argument ``deepspeed`` follows that.
+    """
+    arm = candidate.arm
+    return {
+        "deepspeed_config_file": None,
+        "zero_stage": arm.zero_stage,
+        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+        "offload_optimizer_device": "cpu" if arm.offloads_optimizer else "none",
+        "offload_param_device": "none",
+        "zero3_init_flag": arm.zero_stage == 3,
+        "zero3_save_16bit_model": arm.zero_stage == 3,
+    }
 
 
 def _lora(export: Export) -> str:
@@ -348,16 +387,20 @@ def _python(export: Export) -> str:
     variables += _pinning_lines(export)
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
     bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
+    arguments = f"arguments = TrainingArguments(\n{fields})\n"
+    # ZeRO-3 shards a model while it is loaded, for which the arguments have to be there.
+    is_first = export.candidate.arm.zero_stage is not None
     return (
         f"# measured on {in_one_line(export.measured)}\n"
         + (f"import os\n\n{variables}\n" if variables else "")
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
         + f"from transformers import {names}\n\n"
-        f"model = {auto_class}.from_pretrained(\n"
+        + (f"{arguments}\n" if is_first else "")
+        + f"model = {auto_class}.from_pretrained(\n"
         f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
-        + f"arguments = TrainingArguments(\n{fields})\n"
+        + ("" if is_first else arguments)
     )
 
 

@@ -146,8 +146,10 @@ def _with_lever(arm: Arm, lever: str, is_on: bool) -> Arm:
 
 
 def sharding_notes(winner: Candidate) -> list[str]:
-    """Say what FSDP2 computes otherwise than DDP does."""
+    """Say what FSDP2 or DeepSpeed computes otherwise than DDP does."""
     arm = winner.arm
+    if arm.zero_stage is not None:
+        return _zero_notes(arm)
     if not arm.is_sharded:
         return []
     found = []
@@ -161,6 +163,19 @@ def sharding_notes(winner: Candidate) -> list[str]:
             "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, gradients "
             "belong to another mask than the loss"
         )
+    return found
+
+
+def _zero_notes(arm: Arm) -> list[str]:
+    found = []
+    if arm.precision in ("bf16", "fp16"):
+        found.append(
+            f"{arm.precision} under DeepSpeed is no autocast: the model itself is in {arm.precision}, with a float32 "
+            "copy for the optimizer; normalisation, softmax and the loss are computed in it, too, and gradients are "
+            "reduced and accumulated in it; compare its losses with those of DDP"
+        )
+    if arm.precision == "fp16":
+        found.append("DeepSpeed scales the fp16 loss by itself, from 65,536 on, and skips updates that overflow")
     return found
 
 

@@ -29,7 +29,14 @@ _PACKAGE_OF_OPTIM: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("schedulefree", ("schedule_free_",)),
     ("torch-optimi", ("stable_adamw",)),
 )
-EXTRAS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "liger-kernel": "liger", "peft": "peft"}
+DEEPSPEED = "deepspeed"
+EXTRAS = {
+    "bitsandbytes": "bitsandbytes",
+    "torchao": "torchao",
+    "liger-kernel": "liger",
+    "peft": "peft",
+    DEEPSPEED: "deepspeed",
+}
 """Packages that an extra of autotune installs, with the extra's name."""
 OPTIONAL = (*EXTRAS, "flash-attn")
 """The optional packages that are used most."""
@@ -42,13 +49,14 @@ def optim_package(optim: str) -> str | None:
     return next((package for package, names in _PACKAGE_OF_OPTIM if optim.startswith(names)), None)
 
 
-# Optimizers of torch that update a parameter by operations for which DTensor has sharding rules
-# (torch/distributed/tensor/_ops/_pointwise_ops.py). bitsandbytes' kernels take no DTensor; of others nothing is known.
+# Optimizers of torch that update each element by itself. FSDP2: DTensor has sharding rules for their operations
+# (torch/distributed/tensor/_ops/_pointwise_ops.py); bitsandbytes' kernels take no DTensor; of others nothing is known.
+# ZeRO gives an optimizer a part of all weights as one flat tensor, of which Adafactor, for one, cannot tell the rows.
 _SHARDING_OPTIMS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 
 
 def shards_with(optim: str) -> bool:
-    """Return whether an optimizer is known to update weights that FSDP2 sharded."""
+    """Return whether an optimizer is known to update weights that FSDP2 or ZeRO sharded."""
     return optim in _SHARDING_OPTIMS
 
 
@@ -57,6 +65,7 @@ def packages_of(arm: Arm) -> tuple[str, ...]:
     needed = [optim_package(arm.optim)]
     needed.append("liger-kernel" if arm.use_liger_kernel else None)
     needed.append("flash-attn" if arm.attn_implementation == FLASH_ATTENTION else None)
+    needed.append(DEEPSPEED if arm.zero_stage is not None else None)
     return tuple(package for package in needed if package is not None)
 
 
@@ -97,7 +106,8 @@ def is_predictable(arm: Arm, workload: Workload) -> bool:
 def runs_plain_kernels(arm: Arm) -> bool:
     """Return whether only kernels of torch and transformers run."""
     has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
-    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels
+    is_traced = arm.zero_stage is None
+    return arm.attn_implementation in _PLAIN_ATTENTIONS and is_traced and not has_own_kernels
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:

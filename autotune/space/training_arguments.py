@@ -8,6 +8,8 @@ from typing import Any
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 
+# Twice the default bucket of torch's DDP, in elements of 16 bits; DeepSpeed's own 5e8 take 1 GB. A choice.
+_ALLGATHER_ELEMENTS = 25 * 1024**2
 EVALUATION_BATCH = "per_device_eval_batch_size"
 # transformers 5.18 and later rename gradient checkpointing, and deprecate the old name.
 _CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
@@ -55,6 +57,8 @@ def training_arguments(
             arguments[name] = getattr(arm, name)
     if arm.is_sharded:
         arguments |= _fsdp(arm, fields)
+    if arm.zero_stage is not None:
+        arguments["deepspeed"] = deepspeed_settings(arm)
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -89,6 +93,45 @@ def _fsdp(arm: Arm, fields: Collection[str]) -> dict[str, Any]:
     if arm.sync_each_batch:
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return arguments
+
+
+def deepspeed_settings(arm: Arm) -> dict[str, Any]:
+    """Return the settings of DeepSpeed that an arm was measured with, as ``TrainingArguments(deepspeed=…)`` takes them.
+
+    The ``Trainer`` fills in each ``"auto"``: batch, accumulation, precision and clipping from its other arguments, and
+    sizes of buckets from the model's hidden size. DeepSpeed's own bucket of 5e8 elements would take 1 GB and more.
+    The optimizer is the one that ``optim`` names.
+    """
+    stage = arm.zero_stage
+    assert stage is not None
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    else:
+        zero["allgather_bucket_size"] = _ALLGATHER_ELEMENTS
+    if arm.offloads_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": zero,
+    }
+    if arm.offloads_optimizer:
+        # DeepSpeed's own Adam for the CPU is compiled when it is first used, for which a compiler has to be there.
+        settings["zero_force_ds_cpu_optimizer"] = False
+    return settings
 
 
 def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.candidate import Document, Precision, Strategy
+from autotune.core.candidate import Arm, Document, Precision, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import (
     HEADROOM,
@@ -28,7 +28,14 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.features import FLASH_ATTENTION, optim_package, packages_of_workload, require, shards_with
+from autotune.space.features import (
+    DEEPSPEED,
+    FLASH_ATTENTION,
+    optim_package,
+    packages_of_workload,
+    require,
+    shards_with,
+)
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -219,16 +226,19 @@ class SearchRequest:
         asked = self.strategies
         if asked is None:
             return
-        if self.ranks == 1:
+        if self.ranks == 1 and asked != ("zero2-offload",):
             raise InvalidRequestError(
                 f"--strategy {','.join(asked)} is about several GPUs, and there is one", "add --gpus 2, or leave it out"
             )
+        self._check_zero([strategy for strategy in asked if Arm(strategy=strategy).zero_stage is not None])
         sharded = [strategy for strategy in asked if strategy != "ddp"]
         if not sharded:
             return
-        if self.device.kind == "cpu":
+        fsdp = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
+        if fsdp and self.device.kind == "cpu":
             raise DeviceError(
-                f"--strategy {sharded[0]}: on a CPU accelerate trains with DDP, whatever is asked for", "use ddp"
+                f"--strategy {fsdp[0]}: on a CPU accelerate trains with DDP, whatever is asked for",
+                "use ddp, or zero2 with DeepSpeed",
             )
         if self.workload.quantize is not None:
             raise InvalidRequestError(
@@ -242,6 +252,27 @@ class SearchRequest:
                     f"--strategy {sharded[0]}: --optim {optim} cannot update sharded weights",
                     f"use --strategy ddp, or --optim {DEFAULT_OPTIM}",
                 )
+
+    def _check_zero(self, asked: Sequence[Strategy]) -> None:
+        """Raise an error for a strategy of DeepSpeed that cannot be here."""
+        if not asked:
+            return
+        require(DEEPSPEED, f"--strategy {asked[0]}")
+        if self.workload.source is not None:
+            raise InvalidRequestError(
+                f"--strategy {asked[0]}: code of your own is searched with DDP only",
+                "use --strategy ddp, or name the model with --model",
+            )
+        if "zero2-offload" in asked and self.device.kind == "cpu":
+            raise DeviceError(
+                "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",
+                "leave it out, or choose a GPU",
+            )
+        if self.torch_compile == "on":
+            raise InvalidRequestError(
+                f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
+                "leave --torch-compile out, or use --strategy ddp",
+            )
 
     def _why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotune.core.candidate import STRATEGIES, Arm, Strategy
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
-from autotune.space.features import shards_with
+from autotune.space.features import DEEPSPEED, shards_with, version_of
 from autotune.tuning.request import SearchRequest
 
 
@@ -21,13 +21,19 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
     # Without accumulation every micro-step reduces its gradients anyway.
-    variants += [(strategy, True) for strategy in strategies if strategy != "ddp" and accumulates]
+    # Of DeepSpeed's stages the first never does so, and the others always.
+    variants += [(strategy, True) for strategy in strategies if Arm(strategy=strategy).is_sharded and accumulates]
     return tuple(
         _shared(arm, strategy, syncs, request.ranks, model)
         for strategy, syncs in variants
         for arm in arms
-        if strategy == "ddp" or shards_with(arm.optim)
+        if strategy == "ddp" or (shards_with(arm.optim) and not (is_zero(strategy) and arm.torch_compile))
     )
+
+
+def is_zero(strategy: Strategy) -> bool:
+    """Return whether a strategy is one of DeepSpeed's."""
+    return Arm(strategy=strategy).zero_stage is not None
 
 
 def least_share(request: SearchRequest, model: ModelFacts) -> int:
@@ -42,7 +48,7 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
     asked = request.strategies
     has_layers = bool(model.layer_classes)
     if asked is not None:
-        sharded = [strategy for strategy in asked if strategy != "ddp"]
+        sharded = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
         if sharded and not has_layers:
             raise InvalidRequestError(
                 f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
@@ -53,17 +59,20 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
                 f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
             )
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
-    can_shard = (
-        has_layers
-        and not model.sharding_error
-        and request.device.kind == "cuda"
+    can_split = (
+        request.device.kind == "cuda"
         and request.workload.source is None
         and request.workload.quantize is None
         # Adapters on a sharded model were not tried.
         and request.workload.peft is None
         and any(map(shards_with, request.optims))
     )
-    return STRATEGIES if can_shard else ("ddp",)
+    found: list[Strategy] = ["ddp"]
+    if can_split:
+        with_fsdp = has_layers and not model.sharding_error
+        with_zero = version_of(DEEPSPEED) is not None
+        found += [s for s in STRATEGIES if (Arm(strategy=s).is_sharded and with_fsdp) or (is_zero(s) and with_zero)]
+    return tuple(found)
 
 
 def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: ModelFacts) -> Arm:
@@ -80,5 +89,7 @@ def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: ModelF
             ddp_find_unused_parameters=False if model.after_step.unused_parameters == () else None,
             ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
+    if is_zero(strategy):
+        return replace(arm, strategy=strategy, ranks=ranks)
     layers = ",".join(model.layer_classes)
     return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)

@@ -47,6 +47,18 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
+def prepare_deepspeed(device_kind: str, ranks: int) -> None:
+    """Set what DeepSpeed reads in the environment of this process; must come before it is imported.
+
+    It asks for a process group of one rank, too, as ``torchrun --nproc_per_node 1`` makes it. Port 0 has the store take
+    one that is free. On a CPU, DeepSpeed would choose a GPU that it finds.
+    """
+    if ranks == 1 and "RANK" not in os.environ:
+        os.environ.update({**rank_variables(0, 1, 0), "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    if device_kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
 class Ranks:
     """The processes that train together. They exchange small values through the store, never through the GPUs."""
 

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,29 @@ def test_a_loop_with_an_accelerator_gets_its_precision_from_a_file(tmp_path: Pat
     loaded = load_config_from_file(str(path))
     assert (loaded.distributed_type, loaded.num_processes) == (kind, world_size)
     assert (loaded.mixed_precision, loaded.use_cpu) == ("bf16", True)
+
+
+def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    alone = make_export(report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields))
+    words = shlex.split(render_launch(alone, "torchrun"))
+    assert words[words.index("--nproc_per_node") + 1] == "1"
+    settings = json.loads(words[words.index("--deepspeed") + 1])
+    assert settings == alone.arguments["deepspeed"]
+    assert any("torchrun --nproc_per_node 1" in line for line in beside_lines(alone))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "accelerate.yaml"
+        path.write_text(render_launch(alone, "accelerate"))
+        config = load_config_from_file(str(path))
+    assert (config.distributed_type, config.num_processes) == ("DEEPSPEED", 1)
+    assert config.deepspeed_config["offload_optimizer_device"] == "cpu"
+    assert config.deepspeed_config["gradient_accumulation_steps"] == 2
+    # ZeRO-3 shards a model while it is loaded, once transformers knows of it.
+    script = render(
+        make_export(report_of(Candidate(Arm("bf16", strategy="zero3", ranks=2), 4), "cuda", fields)), "python"
+    )
+    assert script.index("TrainingArguments(") < script.index("from_pretrained(")
 
 
 def test_other_code_in_one_process_needs_no_launcher() -> None:

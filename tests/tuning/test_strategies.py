@@ -21,13 +21,14 @@ from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
-from autotune.space.training_arguments import training_arguments
+from autotune.space.training_arguments import deepspeed_settings, training_arguments
 from autotune.tuning.prepare import Prepared, forecast_of, prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
 SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1)
 LAYERS = {"layer_classes": ("BertLayer",), "after_step": AfterStep((), ())}
+ZERO = ["zero1", "zero2", "zero3", "zero2-offload"]
 FIELDS = {"activation_checkpointing", "bf16", "fp16", "tf32", "optim"}
 
 
@@ -117,6 +118,72 @@ def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:
     with pytest.raises(DeviceError, match="on a CPU accelerate trains with DDP"):
         of_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
     assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
+
+
+@pytest.fixture
+def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that DeepSpeed is installed."""
+    installed = {"deepspeed": "0.19.8", "bitsandbytes": "0.50", "peft": "0.21"}
+    monkeypatch.setattr("autotune.space.features.version_of", installed.get)
+    monkeypatch.setattr("autotune.tuning.strategies.version_of", installed.get)
+
+
+@pytest.mark.usefixtures("with_deepspeed")
+def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -> None:
+    found = [way for way in ways(of_two(gradient_checkpointing="off")) if way[0] in ZERO]
+    # DeepSpeed decides by itself when gradients are reduced.
+    assert found == [(strategy, False, False) for strategy in ZERO]
+    # Neither layers to shard nor a GPU is needed.
+    assert {arm.strategy for arm in of_two({"layer_classes": ()}).space.arms} == {"ddp", *ZERO}
+    alone = of_two({}, device=cpu, strategies=("zero1", "zero2"), precisions=("fp32",))
+    assert {arm.strategy for arm in alone.space.arms} == {"zero1", "zero2"}
+    assert all(arm.transformer_layer_cls_to_wrap is arm.ddp_find_unused_parameters is None for arm in alone.space.arms)
+    # By themselves, ranks on a CPU train with DDP.
+    assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
+    compiled = of_two(torch_compile="auto", strategies=("ddp", "zero2"))
+    assert {arm.strategy for arm in compiled.space.arms if arm.torch_compile} == {"ddp"}
+
+
+@pytest.mark.usefixtures("with_deepspeed")
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("zero1", {"optims": ("adamw_bnb_8bit",)}, "--optim adamw_bnb_8bit cannot update sharded weights"),
+        ("zero2", {"torch_compile": "on"}, "DeepSpeed's steps are not searched compiled"),
+        (
+            "zero3",
+            {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
+            "weights in 4 bits are not sharded",
+        ),
+        ("zero2-offload", {"device": "cpu", "precisions": ("fp32",)}, "the training is there already"),
+    ],
+)
+def test_what_zero_cannot_do_is_one_clear_line(cpu: Device, strategy: str, options: Document, message: str) -> None:
+    given = {**options, "device": cpu} if "device" in options else options
+    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
+        of_two(strategies=(strategy,), **given)
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
+    with pytest.raises(InvalidRequestError, match="--strategy zero2 needs deepspeed") as caught:
+        of_two(strategies=("zero2",))
+    assert "[deepspeed]" in str(caught.value.hint)
+
+
+def test_the_arguments_of_deepspeed_are_filled_in_by_the_trainer() -> None:
+    arm = Arm("bf16", gradient_checkpointing=True, strategy="zero3", ranks=2)
+    arguments = training_arguments(Candidate(arm, 8, 2), FIELDS, "cuda")
+    config = arguments["deepspeed"]
+    assert (config["zero_optimization"]["stage"], "offload_optimizer" in config["zero_optimization"]) == (3, False)
+    assert config["train_micro_batch_size_per_gpu"] == config["bf16"]["enabled"] == "auto"
+    # Checkpointing is the Trainer's own.
+    assert arguments["activation_checkpointing"] is True
+    offload = deepspeed_settings(Arm("bf16", strategy="zero2-offload"))
+    assert offload["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert offload["zero_force_ds_cpu_optimizer"] is False
 
 
 def test_the_arguments_of_fsdp_are_those_that_the_trainer_takes() -> None:

@@ -72,6 +72,28 @@ class ScalerWatch:
         return is_skipped
 
 
+class OverflowWatch:
+    """Counts the updates that DeepSpeed skips in fp16: its optimizer scales the loss itself, without a scaler."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.skipped = 0
+        """Updates skipped so far."""
+
+    def step_was_skipped(self) -> bool:
+        """Return whether the update of the step that just ended was skipped; to be called once a step."""
+        is_skipped = bool(self._optimizer.step_was_skipped)
+        self.skipped += is_skipped
+        return is_skipped
+
+
+def scaler_watch(optimizer: Any) -> ScalerWatch | OverflowWatch:
+    """Return what counts the skipped updates of a training, given the optimizer that accelerate wrapped."""
+    if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
+        return OverflowWatch(optimizer)
+    return ScalerWatch(getattr(optimizer, "scaler", None))
+
+
 def skipped_steps(scaler: Any, first_scale: float = _FIRST_SCALE) -> int:
     """Return how many updates a gradient scaler has skipped so far, computed from its scale; 0 without a scaler.
 

@@ -23,7 +23,7 @@ from autotune.space.features import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.gpu_busy import BusyStep
-from autotune.worker.trial.losses import ScalerWatch
+from autotune.worker.trial.losses import OverflowWatch, ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
 
@@ -169,7 +169,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._previous_end = 0.0
         self._begin = 0.0
         self._first_reserved: int | None = None
-        self._scaler = ScalerWatch()
+        self._scaler: ScalerWatch | OverflowWatch = ScalerWatch()
         self._steps_seen = 0
         self._steps_run_again = 0
         self._warmup_steps = effort.warmup_steps
@@ -186,7 +186,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of the first step."""
-        self._scaler = ScalerWatch(getattr(kwargs.get("optimizer"), "scaler", None))
+        self._scaler = scaler_watch(kwargs.get("optimizer"))
         self._meter.synchronize()
         self._ranks.gather(None)
         self._start_clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from autotune.space.training_arguments import training_arguments
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
-from autotune.worker.rendezvous import Ranks
+from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model, check_liger_knows
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
@@ -155,15 +156,11 @@ class Trial:
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         meter = self._open_device()
+        arm = self._candidate.arm
         prepared = self._open_dataset()
-        self._phases.enter("model")
-        model = build_model(self._workload, self._candidate.arm.attn_implementation, meter.device)
-        meter.reset_peaks()
-        self._phases.enter("trainer")
-        if self._candidate.arm.use_liger_kernel:
-            check_liger_knows(self._workload.model_type)
         schedule = self._schedule(prepared) if prepared else None
-        arguments = trainer_arguments(
+        make_arguments = functools.partial(
+            trainer_arguments,
             self._candidate,
             self._device_kind,
             self._effort,
@@ -172,6 +169,17 @@ class Trial:
             rehearsals=schedule.rehearsals if schedule else 0,
             **(prepared.arguments if prepared else {}),
         )
+        self._phases.enter("model")
+        if arm.zero_stage is not None:
+            prepare_deepspeed(self._device_kind, self._ranks.count)
+        # Once transformers knows of ZeRO-3, it shards a model while it builds it.
+        arguments = make_arguments() if arm.zero_stage == 3 else None
+        model = build_model(self._workload, arm.attn_implementation, meter.device)
+        meter.reset_peaks()
+        self._phases.enter("trainer")
+        if arm.use_liger_kernel:
+            check_liger_knows(self._workload.model_type)
+        arguments = arguments or make_arguments()
         results: list[Measurement] = []
         callback = MeasureCallback(
             meter,

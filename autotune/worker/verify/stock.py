@@ -20,6 +20,7 @@ from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
+from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
@@ -148,7 +149,6 @@ def build_trainer(
     """Build a ``Trainer`` of the workload with the exported arguments unchanged, and ``arguments`` added."""
     set_seed(work.seed)
     workload = work.workload
-    model = build_model(workload, work.attn_implementation, meter.device)
     fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}
     fixed |= {"output_dir": output_dir, "save_strategy": "no", **(arguments or {})}
     dataset = None
@@ -156,7 +156,11 @@ def build_trainer(
         assert work.data_folder is not None
         dataset = PreparedDataset(workload, work.data_folder)
         fixed |= dataset.arguments
+    if "deepspeed" in work.arguments:
+        prepare_deepspeed(work.devices.kind, work.devices.ranks)
     made = TrainingArguments(**{**work.arguments, **fixed})
+    # After the arguments, as in scripts: ZeRO-3 then shards the model while it is built.
+    model = build_model(workload, work.attn_implementation, meter.device)
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
     if made.world_size != work.devices.ranks:
