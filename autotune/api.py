@@ -6,6 +6,7 @@ transformers, and neither does a search: what trains is a process of its own, so
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -249,6 +250,7 @@ def search(
     seed: int = DEFAULT_SEED,
     study: str | None = None,
     storage: str | os.PathLike[str] = DEFAULT_STORAGE,
+    executor: str | None = None,
     wait: bool = False,
     verify: bool = False,
     progress: bool | Observer = True,
@@ -269,13 +271,20 @@ def search(
     options = check_arguments(named)
     _check_is_outermost()
     given = {name for name, value in options.items() if value != BY_NAME[name].default}
-    place, waits, verifies = (options.pop(name) for name in ("storage", "wait", "verify"))
-    request = build_request(options, given)
-    request.check()
-    if verifies:
-        check_can_be_verified(request.workload.document())
-    lasting_place = _absolute(place)
-    record, report = run_search(request, place, observer, wait=waits)
+    place, waits, verifies, address = (options.pop(name) for name in ("storage", "wait", "verify", "executor"))
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if address is not None:
+            from autotune.tuning.nodes.remote import open_nodes
+
+            opened = open_nodes(address, options, wait=waits, verifies=verifies, note=observer.note)
+            nodes = stack.enter_context(opened)
+        request = build_request(options, given, nodes.devices if nodes is not None else ())
+        request.check()
+        if verifies:
+            check_can_be_verified(request.workload.document())
+        lasting_place = _absolute(place)
+        record, report = run_search(request, place, observer, wait=waits, nodes=nodes)
     result = Result(report, lasting_place)
     if verifies and record.state != "interrupted":
         _verify(result, observer)

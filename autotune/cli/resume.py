@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import click
 
 from autotune.cli.options import table_options
@@ -19,6 +21,7 @@ def resume(
     time_budget: float | None,
     trial_timeout: float | None,
     device: str | None,
+    executor: str | None,
     storage: str,
     wait: bool,
     as_json: bool,
@@ -32,11 +35,22 @@ def resume(
       autotune resume STUDY
       autotune resume STUDY --trials 50
     """
-    from autotune.cli.search import search_and_print
+    from autotune.cli.search import say, search_and_print
     from autotune.store import open_store
-    from autotune.tuning.studies import Budget, recorded_request
+    from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
-    with open_store(storage, create=False) as store:
-        request = recorded_request(store, study, device, Budget(trials, time_budget, trial_timeout))
-    request.check()
-    search_and_print(ctx, request, storage, wait=wait, as_json=as_json)
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if executor is not None:
+            from autotune.tuning.nodes.remote import open_nodes
+
+            with open_store(storage, create=False) as store:
+                options = recorded_options(store, study)
+            if device is not None:
+                options = {"device": device}
+            nodes = stack.enter_context(open_nodes(executor, options, wait=wait, note=say))
+        with open_store(storage, create=False) as store:
+            devices = nodes.devices if nodes is not None else ()
+            request = recorded_request(store, study, device, Budget(trials, time_budget, trial_timeout), devices)
+        request.check()
+        search_and_print(ctx, request, storage, wait=wait, as_json=as_json, nodes=nodes)

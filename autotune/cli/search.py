@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ from autotune.cli.options import SectionedCommand, table_options
 from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from autotune.tuning.nodes.remote import Nodes
     from autotune.tuning.request import SearchRequest
 
 
@@ -24,6 +26,7 @@ def search(
     storage: str,
     wait: bool,
     server: str | None,
+    executor: str | None,
     priority: int,
     **options: Any,
 ) -> None:
@@ -38,26 +41,40 @@ def search(
       autotune search --effective-batch 64 -- python run_glue.py --do_train --output_dir out
     """
     if server is not None:
+        if executor is not None:
+            raise InvalidRequestError("--server and --executor are two places to search on", "give one of them")
         from autotune.cli.remote import search_remotely
 
         named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         search_remotely(server, {name: ctx.params[name] for name in named}, as_json=as_json)
         return
-    from autotune.tuning.options import build_request
-
     if (code := options.pop("code")) is not None:
         raise InvalidRequestError(
             f"--code {code[:64]} is a name that a service lists", "give --server URL, or --trainer, --loop or a script"
         )
     verifies = options.pop("verify")
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    request = build_request(options, given)
-    request.check()
-    if verifies:
-        from autotune.verify.target import check_can_be_verified
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if executor is not None:
+            from autotune.tuning.nodes.remote import open_nodes
 
-        check_can_be_verified(request.workload.document())
-    search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
+            opened = open_nodes(executor, options, wait=wait, verifies=verifies, note=say)
+            nodes = stack.enter_context(opened)
+        from autotune.tuning.options import build_request
+
+        request = build_request(options, given, nodes.devices if nodes is not None else ())
+        request.check()
+        if verifies:
+            from autotune.verify.target import check_can_be_verified
+
+            check_can_be_verified(request.workload.document())
+        search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json, nodes=nodes)
+
+
+def say(text: str) -> None:
+    """Print a note on stderr before there is a view of the search."""
+    click.echo(text, err=True)
 
 
 def search_and_print(
@@ -68,11 +85,12 @@ def search_and_print(
     wait: bool,
     as_json: bool,
     verifies: bool = False,
+    nodes: Nodes | None = None,
 ) -> None:
     """Run a new or resumed search and print its result; exit with the code of an interruption if there was one."""
     from autotune.cli.session import print_result, run_search
 
-    study, report = run_search(request, storage, wait=wait)
+    study, report = run_search(request, storage, wait=wait, nodes=nodes)
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
     if study.state == "interrupted":

@@ -23,6 +23,15 @@ def near_misses(word: str, known: Iterable[str], *, most: int, least_ratio: floa
     return begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
 
 
+def error_with_code(exit_code: object, message: str, hint: str) -> AutotuneError | None:
+    """Return the error of a kind that is known by its exit code, as another process told it; ``None`` for no kind."""
+    kinds: list[type[AutotuneError]] = [AutotuneError, *AutotuneError.__subclasses__()]
+    for kind in kinds:
+        if kind.exit_code == exit_code:
+            return kind(message, hint)
+    return None
+
+
 class AutotuneError(Exception):
     """Something else failed, such as writing the output.
 

@@ -539,6 +539,11 @@ OPTIONS: tuple[Option, ...] = (
         help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service whose agent runs it."},
         in_function=False,
     ),
+    Option(
+        "executor", TEXT,
+        "Run trials on a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
+        "RAY_AUTH_TOKEN.", DEVICE, BUDGET, metavar="URL",
+    ),
     Option("priority", SEED, "In the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
     Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),
     Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",

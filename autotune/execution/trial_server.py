@@ -176,6 +176,11 @@ class TrialServer:
         progress = self._jobs[job_id].progress
         return progress.popleft() if progress else None
 
+    def has_news(self, job_id: str) -> bool:
+        """Return whether a job said something of its progress, or has ended, and nobody has asked for that yet."""
+        job = self._jobs[job_id]
+        return job.has_ended or bool(job.progress)
+
     def end_of(self, job_id: str) -> Answer | None:
         """Return what a job came to, once: its ``result``, if any, and how its process ended; ``None`` before that."""
         job = self._jobs[job_id]

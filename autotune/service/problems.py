@@ -49,7 +49,5 @@ def error_of(problem: Document) -> AutotuneError:
     """Return the error that a problem stands for, so that a command ends as if it had happened here."""
     message = str(problem.get("message") or problem.get("detail") or problem.get("title") or "no reason was given")
     hint, code = str(problem.get("hint") or ""), problem.get("exit_code")
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, AutotuneError) and kind.exit_code == code:
-            return kind(message, hint)
-    return ServiceError(message, hint, status=int(problem.get("status") or 400))
+    known = errors.error_with_code(code, message, hint)
+    return known or ServiceError(message, hint, status=int(problem.get("status") or 400))

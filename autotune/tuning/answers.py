@@ -14,7 +14,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", Inspection, PredictionAnswer)
 
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", "numpy", "tokenizers", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py", "numpy", "tokenizers", "peft")
 # Libraries with which a step is traced on fake tensors.
 _PREDICTING_PACKAGES = ("torch", "transformers", "accelerate", "peft")
 # Packages besides the worker that predictions use; a test compares this with the worker's imports.
@@ -66,12 +66,12 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
     return _digest(
         {
             "device": [device.kind, device.uuid, device.name, device.memory_total_bytes, device.driver],
-            "worker": _code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py", "core/inspection.py"),
+            "worker": code_digest("worker/*.py", "worker/private/*.py", "worker/trial/*.py", "core/inspection.py"),
             "workload": workload.document(),
             "libraries": library_versions(),
             # Folders from which other builds of cuDNN and cuBLAS may be loaded.
             "searched": [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")],
-            **_installed(_PACKAGES),
+            **_installed(PACKAGES),
             **({"ranks": ranks} if ranks > 1 else {}),
         }
     )
@@ -85,7 +85,7 @@ def prediction_key(identity: PredictionWork, workload: Workload) -> str:
     return _digest(
         {
             "question": encode(identity),
-            "worker": _code_digest("worker/**/*.py", *PREDICTING_MODULES),
+            "worker": code_digest("worker/**/*.py", *PREDICTING_MODULES),
             "workload": _what_is_traced(workload),
             **_installed(_PREDICTING_PACKAGES),
         }
@@ -135,8 +135,8 @@ def _torch_build() -> str:
 
 
 @functools.cache
-def _code_digest(*patterns: str) -> str:
-    """Return a hash of the code that answers."""
+def code_digest(*patterns: str) -> str:
+    """Return a hash of the modules of this package whose paths match."""
     package = Path(autotune.__file__).parent
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in package.glob(pattern)}):
@@ -160,23 +160,26 @@ class KeptPredictions:
     A database that cannot be read or written is no error: it is not used any more.
     """
 
-    def __init__(self, answers: _Answers, workload: Workload) -> None:
+    def __init__(
+        self, answers: _Answers, workload: Workload, key: Callable[[PredictionWork, Workload], str] = prediction_key
+    ) -> None:
         self._answers = answers
         self._workload = workload
+        self._key = key
         self._is_usable = True
 
     def find(self, identity: PredictionWork) -> PredictionAnswer | None:
         """Return the stored prediction; ``None`` where there is none."""
         if self._is_usable:
             with self._giving_up():
-                return self._answers.find(prediction_key(identity, self._workload), PredictionAnswer)
+                return self._answers.find(self._key(identity, self._workload), PredictionAnswer)
         return None
 
     def keep(self, identity: PredictionWork, answer: PredictionAnswer) -> None:
         """Store a prediction."""
         if self._is_usable:
             with self._giving_up():
-                self._answers.keep(prediction_key(identity, self._workload), answer)
+                self._answers.keep(self._key(identity, self._workload), answer)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:

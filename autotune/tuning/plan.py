@@ -16,7 +16,7 @@ from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full
-from autotune.space.dataloader import next_loader, usable_cores
+from autotune.space.dataloader import next_loader
 from autotune.store import Stage, TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.tuning.policy import Policy
@@ -270,7 +270,8 @@ class Plan:
         if workload.data is None and (workload.source is None or model.samples is None):
             return None
         tried = {t.candidate for t in self.history.tried}
-        more = next_loader(best.candidate, best.measurement, tried, usable_cores(), model.dataloader_num_workers)
+        cores = self._prepared.usable_cores
+        more = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
         return more if more is not None and self.done() else None
 
     def _next_pinned(self, best: Tried) -> Candidate | None:

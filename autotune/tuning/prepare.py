@@ -28,11 +28,11 @@ from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.dataset import check_own_samples
 from autotune.tuning.environment import (
     comparable_environment,
-    describe_environment,
     environment_fingerprint,
     measured_environment,
     records_host,
 )
+from autotune.tuning.machine import Machine, ThisMachine
 from autotune.tuning.request import SearchRequest, differences
 from autotune.tuning.strategies import arms_of_ranks, least_share
 
@@ -56,6 +56,12 @@ class Prepared:
     """What the machine was measured to do; ``None`` on a CPU, and where that failed."""
 
     @property
+    def usable_cores(self) -> int:
+        """The number of cores that a trial may run on, where it runs."""
+        cores: int | None = self.environment.get("host", {}).get("usable_cores")
+        return cores or usable_cores()
+
+    @property
     def environment_fingerprint(self) -> str:
         """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
         return environment_fingerprint(self.environment)
@@ -76,8 +82,8 @@ def _measurement_revision(request: SearchRequest) -> int:
     return 4 if request.device.kind == "cuda" else 2
 
 
-def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
-    """Combine the request with what an inspection found out.
+def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None = None) -> Prepared:
+    """Combine the request with what an inspection found out on the machine, by default this one.
 
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the
     memory limit is below what its weights, gradients and optimizer state alone need.
@@ -128,7 +134,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
         space,
         baseline,
         ceiling,
-        describe_environment(request.placement, request.workload, arms, facts.software, _measurement_revision(request)),
+        (machine or ThisMachine()).environment(request, arms, facts.software, _measurement_revision(request)),
         model,
         facts.chip,
         facts.calibration,
@@ -366,11 +372,13 @@ def forecast_of(
     kept: Kept | None = None,
     *,
     cores: int | None = None,
+    free_host_bytes: int | None = None,
     patience_seconds: float = _PATIENCE_SECONDS,
 ) -> Forecast | None:
     """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
 
-    At most half of the ``cores`` predict at once; by default those that this process may use. ``None`` on a CPU, for
+    At most half of the ``cores`` predict at once, by default those of the trials' machine, and no more than fit into
+    the free memory of its host, by default this one's. ``None`` on a CPU, for
     which nothing is predicted. Of the user's own code the arms are predicted whose steps its inspection has traced.
     """
     is_own = prepared.request.workload.source is not None
@@ -392,7 +400,7 @@ def forecast_of(
     arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A trial on a GPU needs one or two cores to feed it.
-    parallel = most_predictions((cores or usable_cores()) // 2)
+    parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes)
     target = Target(prepared.chip, prepared.ceiling, asked)
     return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds)
 

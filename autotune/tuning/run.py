@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -26,7 +27,7 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.devices.presence import Presence
-from autotune.execution import LocalExecutor, TrialServer, WarmServer
+from autotune.execution import Executor, LocalExecutor, Server, TrialServer, WarmServer
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from autotune.results.report import Report
     from autotune.store import Store, StudyRecord
     from autotune.tuning.loop import Observer
+    from autotune.tuning.machine import Machine
+    from autotune.tuning.nodes.remote import Nodes
     from autotune.tuning.prepare import Prepared
 
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
@@ -48,8 +51,11 @@ def run_search(
     *,
     wait: bool = False,
     warm: WarmServer | None = None,
+    nodes: Nodes | None = None,
 ) -> tuple[StudyRecord, Report]:
     """Run the search to its end; return the study and its report. ``warm`` may have a trial server ready for it.
+
+    Trials run on this machine, or on ``nodes`` of a cluster, of which the request has the devices.
 
     An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
     created last, when the request is known to be valid: an error leaves no new file behind.
@@ -78,29 +84,85 @@ def run_search(
         database = os.path.realpath(path) if path is not None else location.label
         name = request.study or functools.partial(_names_for, request)
         turn = stack.enter_context(
-            take_turn(request.devices, name, database, wait=wait, note=observer.note, is_taken=is_taken)
+            take_turn(
+                # A node holds its devices itself.
+                request.devices if nodes is None else (),
+                name,
+                database,
+                wait=wait,
+                note=observer.note,
+                is_taken=is_taken,
+            )
         )
         request = request.named(turn.study)
         folder = log_folder(storage, turn.study)
         has_waited = turn.has_waited
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
-        if has_waited:
+        if has_waited and nodes is None:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
         stack.enter_context(_LogFolder(folder))
-        servers = [stack.enter_context(server) for server in _servers(request, folder, observer.note, warm)]
+        if nodes is not None:
+            nodes.note = observer.note
+            nodes.open(turn.study, request.workload, request.slots, folder, wait=wait)
+            place = _on_nodes(request, nodes)
+        else:
+            place = stack.enter_context(_on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
-            for server in servers:
-                server.start(inspects=server is servers[0])
+            for server in place.servers:
+                server.start(inspects=server is place.servers[0])
 
         def make_store() -> Store:
             made = _opened(stack, storage)
             stack.enter_context(hold_lease(made, turn.study, wait=wait, note=observer.note))
             return made
 
-        return _prepare_and_search(request, servers, store, make_store, observer, folder)
+        return _prepare_and_search(request, place, store, make_store, observer, folder)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where trials run: on this machine, or on a node of a cluster."""
+
+    servers: Sequence[Server]
+    machine: Machine
+    make_executor: Callable[[int, Interruption], Executor]
+    """Takes the memory of a CUDA context, and what ends a wait for memory."""
+
+
+@contextlib.contextmanager
+def _on_this_machine(
+    request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
+) -> Iterator[_Place]:
+    """Make trial servers, which are not started yet, and tell other searches of this one."""
+    from autotune.tuning.machine import ThisMachine
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(server) for server in _servers(request, folder, note, warm)]
+        presence = stack.enter_context(Presence(request.device.uuid))
+        for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:
+            stack.enter_context(Presence(uuid))
+
+        def make_executor(context_bytes: int, interruption: Interruption) -> Executor:
+            from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
+
+            local = LocalExecutor(servers)
+            watched = WatchedExecutor(local, context_bytes, note, lambda: interruption.asked)
+            return watched if request.device.kind == "cuda" else SharedExecutor(local, presence)
+
+        yield _Place(servers, ThisMachine(), make_executor)
+
+
+def _on_nodes(request: SearchRequest, nodes: Nodes) -> _Place:
+    from autotune.tuning.nodes.remote import NodeExecutor, NodeServer
+
+    def make_executor(context_bytes: int, interruption: Interruption) -> Executor:
+        nodes.run_trials(context_bytes)
+        return NodeExecutor(nodes, request.slots)
+
+    return _Place([NodeServer(nodes, request.workload)], nodes, make_executor)
 
 
 def _servers(
@@ -121,7 +183,7 @@ def _servers(
 
 def _prepare_and_search(
     request: SearchRequest,
-    servers: Sequence[TrialServer],
+    place: _Place,
     store: Store | None,
     make_store: Callable[[], Store],
     observer: Observer,
@@ -133,30 +195,24 @@ def _prepare_and_search(
     are kept in ``folder``.
     """
     from autotune.results.report import load_report
-    from autotune.tuning.answers import inspection_key
     from autotune.tuning.dataset import read_data
     from autotune.tuning.prepare import prepare
 
-    with contextlib.ExitStack() as stack:
-        server = servers[0]
-        presence = stack.enter_context(Presence(request.device.uuid))
-        for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:
-            stack.enter_context(Presence(uuid))
-        request = read_data(request, servers, folder.parent, observer.note)
-        key = inspection_key(request.device, request.workload, request.ranks)
-        remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
-        facts = remembered or _inspect(request, server, observer)
-        prepared = prepare(request, facts)
-        for each in servers:
-            each.run_as_inspected(prepared.request.workload)
-        store = store or make_store()
-        if remembered is None and key is not None:
-            store.answers.keep(key, facts)
-        record = _search(prepared, servers, store, observer, folder, presence)
-        return record, load_report(store, record.name)
+    request = read_data(request, place.servers, folder.parent, observer.note)
+    key = place.machine.inspection_key(request)
+    remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
+    facts = remembered or _inspect(request, place.servers[0], observer)
+    prepared = prepare(request, facts, place.machine)
+    for server in place.servers:
+        server.run_as_inspected(prepared.request.workload)
+    store = store or make_store()
+    if remembered is None and key is not None:
+        store.answers.keep(key, facts)
+    record = _search(prepared, place, store, observer, folder)
+    return record, load_report(store, record.name)
 
 
-def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
+def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     from autotune.tuning.prepare import arms_to_trace
 
@@ -181,14 +237,12 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
 
 def _search(
     prepared: Prepared,
-    servers: Sequence[TrialServer],
+    place: _Place,
     store: Store,
     observer: Observer,
     folder: Path,
-    presence: Presence,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
-    from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
     from autotune.tuning.answers import KeptPredictions
     from autotune.tuning.loop import Search
     from autotune.tuning.prepare import forecast_of
@@ -196,11 +250,9 @@ def _search(
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            forecast = forecast_of(prepared, servers[0], KeptPredictions(store.answers, prepared.request.workload))
-            local = LocalExecutor(servers)
-            context_bytes = prepared.ceiling.context_bytes
-            watched = WatchedExecutor(local, context_bytes, observer.note, lambda: interruption.asked)
-            executor = watched if prepared.request.device.kind == "cuda" else SharedExecutor(local, presence)
+            kept = KeptPredictions(store.answers, prepared.request.workload, place.machine.prediction_key)
+            forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=place.machine.free_host_bytes())
+            executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))

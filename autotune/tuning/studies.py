@@ -116,10 +116,20 @@ class Budget:
     trial_timeout_seconds: float | None = None
 
 
+def recorded_options(store: Store, study: str) -> dict[str, str]:
+    """Return the options that ask a cluster for what a study ran on; raises ``UnknownStudyError``."""
+    environment = store.environment(store.existing_study(study).environment_id)
+    if environment.get("device_kind") == "cpu":
+        return {"device": "cpu"}
+    return {"gpus": str((environment.get("ranks") or {}).get("world_size", 1))}
+
+
 def recorded_request(
-    store: Store, study: str, device: str | None = None, budget: Budget | None = None
+    store: Store, study: str, device: str | None = None, budget: Budget | None = None, devices: Sequence[Device] = ()
 ) -> SearchRequest:
     """Return the request that continues the study with this name, on the device that it ran on, or on ``device``.
+
+    ``devices`` of a node of a cluster stand for those of this machine, one for each rank.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
     malformed record; and ``InvalidRequestError`` where the user's code or dataset is gone or has changed.
@@ -127,7 +137,7 @@ def recorded_request(
     record = store.existing_study(study)
     try:
         environment = store.environment(record.environment_id)
-        found, *others = _devices_of(environment, study, device)
+        found, *others = devices or _devices_of(environment, study, device)
         workload = Workload.from_document(store.workload_of(record))
         request = request_from_document(record.request, workload, found, study, tuple(others))
     except (ValueError, InvalidRequestError) as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny import tiny_workload
+from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.devices import Device
-from autotune.execution import TrialServer
+from autotune.execution import TrialJob, TrialServer
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
@@ -33,3 +34,13 @@ def stand_in_runner(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[Tri
     """A runner whose jobs behave as their ids say."""
     with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         yield runner
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[[str], TrialJob]:
+    """Makes a trial; its id says what a stand-in does in its place."""
+
+    def make(name: str) -> TrialJob:
+        return TrialJob(name, Candidate(Arm(), 4), AMPLE_BYTES, QUICK, 42, 120.0, str(tmp_path / f"{name}.log"))
+
+    return make

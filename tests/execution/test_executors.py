@@ -11,25 +11,14 @@ import pytest
 from executor_contract import ExecutorContract
 from processes import all_gone, children, processes_named
 from recorded import ComputedRunner
-from tiny import AMPLE_BYTES, QUICK, tiny_workload
+from tiny import tiny_workload
 
-from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement, RankDevices
 from autotune.core.units import GIB
 from autotune.devices import Device
 from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[[str], TrialJob]:
-    """Makes a trial; its id says what a stand-in does in its place."""
-
-    def make(name: str) -> TrialJob:
-        return TrialJob(name, Candidate(Arm(), 4), AMPLE_BYTES, QUICK, 42, 120.0, str(tmp_path / f"{name}.log"))
-
-    return make
 
 
 class TestSimulated(ExecutorContract):

@@ -1,0 +1,351 @@
+"""Start processes on the nodes of a Ray cluster, as actors; the one home of Ray.
+
+Only actors are used, neither Ray Tune nor Ray Train, which have loops of their own. A cluster is used only where it
+asks for a token: everyone who reaches a cluster without one can run code on its nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from autotune.core.candidate import Document
+from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError
+from autotune.core.installation import how_to_add
+
+SCHEME = "ray://"
+WITHOUT_TOKEN_VARIABLE = "AUTOTUNE_RAY_WITHOUT_TOKEN"
+"""``1`` allows a cluster that asks for no token, such as one on this machine alone."""
+
+_MODE, _TOKEN, _TOKEN_PATH, _ADDRESS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"
+# Where Ray itself looks last (ray/_private/authentication/authentication_token_setup.py, Ray 2.60).
+_TOKEN_FILE = Path("~/.ray/auth_token")
+# A question that the control server of a cluster answers (src/ray/protobuf/gcs_service.proto). The server for clients
+# answers every question of those with a token, if only to say that it does not know it.
+_QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_PROBE_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
+
+
+class NodeLostError(Exception):
+    """The process on a node cannot be reached any more; the message says why."""
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """What a node offers to Ray."""
+
+    host: str
+    gpus: int
+    cpus: int
+    gpu_name: str | None
+    """The kind of its GPUs, where Ray knows it."""
+
+    def describe(self) -> str:
+        """Return ``node-a (2 H200)`` or ``node-b (no GPU, 16 cores)``."""
+        if not self.gpus:
+            return f"{self.host} (no GPU, {self.cpus} cores)"
+        return f"{self.host} ({self.gpus} {self.gpu_name or ('GPU' if self.gpus == 1 else 'GPUs')})"
+
+
+@dataclass(frozen=True)
+class Token:
+    """The token that this user has for a cluster."""
+
+    value: str
+    where: str
+    """Where it was found, for messages."""
+
+
+def find_token() -> Token | None:
+    """Return the token as Ray looks for it: two variables of the environment, then a file; ``None`` without one."""
+    if value := os.environ.get(_TOKEN, "").strip():
+        return Token(value, _TOKEN)
+    named = os.environ.get(_TOKEN_PATH)
+    path = Path(named) if named else _TOKEN_FILE.expanduser()
+    try:
+        value = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        if named:
+            raise ServiceError(f"{_TOKEN_PATH}={named}: {error.strerror}", "name the file with the token") from error
+        return None
+    return Token(value, str(path)) if value else None
+
+
+def check_address(text: str) -> str:
+    """Return an address of the form that is taken; raises ``InvalidRequestError`` for another."""
+    wanted = text.strip()
+    if wanted == "ray://auto" or re.fullmatch(r"ray://(\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+):\d{1,5}", wanted):
+        return wanted
+    raise InvalidRequestError(
+        f"--executor {text[:100]} is no address of a Ray cluster",
+        "write ray://HOST:10001, the port for clients of its head, or ray://auto on one of its nodes",
+    )
+
+
+def trusts_without_token() -> bool:
+    """Return whether the user allows a cluster that asks for no token."""
+    return os.environ.get(WITHOUT_TOKEN_VARIABLE, "") not in ("", "0")
+
+
+class RayActor:
+    """An object in a process of its own on a node, which answers one question at a time."""
+
+    def __init__(self, cluster: RayCluster, handle: Any) -> None:
+        self._cluster = cluster
+        self._handle = handle
+
+    def ask(self, question: str, document: Document, timeout_seconds: float) -> Document:
+        """Return the object's answer; raises ``NodeLostError`` where none comes in time."""
+        ray = self._cluster.ray
+        try:
+            answer: Document = ray.get(self._handle.ask.remote(question, document), timeout=timeout_seconds)
+            return answer
+        except ray.exceptions.GetTimeoutError as error:
+            raise NodeLostError(f"it said nothing for {timeout_seconds:.0f} s") from error
+        except ray.exceptions.OutOfMemoryError as error:
+            raise NodeLostError("Ray ended its process, since the host's memory was used up") from error
+        except ray.exceptions.RayTaskError as error:
+            raise AutotuneError(
+                f"a process on the cluster failed: {_last_line(error)}", "please report this, with the log of Ray"
+            ) from error
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise NodeLostError(_how_it_was_lost(error, ray)) from error
+
+    def end(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(Exception):
+            self._cluster.ray.kill(self._handle, no_restart=True)
+
+
+class RayCluster:
+    """A context manager that is connected to a cluster; on leaving, every actor of it ends."""
+
+    def __init__(self, address: str) -> None:
+        self.address = check_address(address)
+        self.ray: Any = None
+        self._is_ours = False
+
+    def __enter__(self) -> Self:
+        token = self._check_token_here()
+        if token is not None:
+            # Ray reads the mode when it is imported.
+            os.environ[_MODE] = "token"
+        try:
+            import grpc
+        except ImportError as error:
+            raise _not_installed() from error
+        target = self.address.removeprefix(SCHEME)
+        if target == "auto":
+            target = _current_cluster()
+        is_control_server = self._probe(grpc, target, token)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise _not_installed() from error
+        self.ray = ray
+        if not ray.is_initialized():
+            self._connect(target if is_control_server else self.address)
+            self._is_ours = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_ours:
+            with contextlib.suppress(Exception):
+                self.ray.shutdown()
+
+    def _check_token_here(self) -> Token | None:
+        """Return the token for the cluster, of which only this machine is asked."""
+        mode = os.environ.get(_MODE, "token").lower()
+        if trusts_without_token():
+            return find_token() if mode == "token" else None
+        if mode != "token":
+            raise ServiceError(
+                f"{_MODE}={mode} turns off the token of the Ray cluster", f"set {_MODE}=token here and where it starts"
+            )
+        token = find_token()
+        if token is None:
+            raise ServiceError(
+                "there is no token for the Ray cluster here",
+                f"set {_TOKEN} to what ray get-auth-token prints on its head, or put that into {_TOKEN_FILE}",
+            )
+        return token
+
+    def _probe(self, grpc: Any, target: str, token: Token | None) -> bool:
+        """Check that the cluster asks for a token and takes ours; return whether it is the control server's address.
+
+        Ray itself would try for 10 to 20 seconds before it says that it was refused.
+        """
+
+        def status(metadata: tuple[tuple[str, str], ...]) -> str:
+            with grpc.insecure_channel(target) as channel:
+                ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
+                try:
+                    ask(b"", timeout=_PROBE_SECONDS, metadata=metadata)
+                except grpc.RpcError as error:
+                    return str(error.code().name)
+                return "OK"
+
+        without = status(())
+        if without in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            raise ServiceError(
+                f"no Ray cluster answers at {target}",
+                "see whether it runs (ray status on its head) and whether this machine reaches that port",
+            )
+        if without != "UNAUTHENTICATED":
+            if not trusts_without_token():
+                raise ServiceError(
+                    f"the Ray cluster at {target} asks for no token: everyone who reaches it can run code there",
+                    f"start it with {_MODE}=token (ray get-auth-token --generate makes one); "
+                    f"for one on this machine alone set {WITHOUT_TOKEN_VARIABLE}=1",
+                )
+            return without == "OK"
+        if token is None:
+            raise ServiceError(f"the Ray cluster at {target} asks for a token", f"set {_MODE}=token and {_TOKEN}")
+        found = status((("authorization", f"Bearer {token.value}"),))
+        if found == "UNAUTHENTICATED":
+            raise ServiceError(
+                f"the Ray cluster at {target} does not take the token in {token.where}",
+                f"ray get-auth-token on its head prints the one for {_TOKEN}",
+            )
+        return found == "OK"
+
+    def _connect(self, address: str) -> None:
+        with _signal_handlers_kept():
+            try:
+                self.ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            except RuntimeError as error:
+                # Ray refuses another version of itself or of Python, and says which.
+                raise ServiceError(
+                    f"the Ray cluster at {address} cannot be used from here: {_last_line(error)}",
+                    "use the same versions of Ray and Python here and there",
+                ) from error
+            except (ConnectionError, ValueError, self.ray.exceptions.RayError) as error:
+                raise ServiceError(
+                    f"the Ray cluster at {address} cannot be reached: {_last_line(error)}",
+                    "ray://HOST:10001 is for machines outside of the cluster, ray://auto for its nodes",
+                ) from error
+
+    def nodes(self) -> tuple[ClusterNode, ...]:
+        """Return the nodes that are alive, those with the most GPUs first."""
+        found = []
+        for node in self.ray.nodes():
+            if not node["Alive"]:
+                continue
+            offered = node["Resources"]
+            kinds = [name.partition(":")[2] for name in offered if name.startswith("accelerator_type:")]
+            found.append(
+                ClusterNode(
+                    str(node["NodeManagerHostname"]),
+                    int(offered.get("GPU", 0)),
+                    int(offered.get("CPU", 0)),
+                    kinds[0] if kinds else None,
+                )
+            )
+        return tuple(sorted(found, key=lambda node: -node.gpus))
+
+    def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> RayActor:
+        """Start an object of a class on a node with so many free GPUs, or with a free core where that is none.
+
+        Without one that is free it waits, and calls ``on_wait`` once. Raises ``DeviceError`` where that takes longer
+        than ``wait_seconds``, or where no process can be started.
+        """
+        ray = self.ray
+        # A CPU trains with all cores, but one that is reserved keeps a second actor of this kind away.
+        handle = (
+            ray.remote(kind)
+            .options(num_gpus=gpus, num_cpus=0 if gpus else 1, max_restarts=0, max_task_retries=0)
+            .remote()
+        )
+        actor = RayActor(self, handle)
+        try:
+            started = handle.ask.remote("facts", {})
+            ready, _ = ray.wait([started], timeout=_PATIENCE_SECONDS)
+            if not ready:
+                on_wait()
+                ready, _ = ray.wait([started], timeout=wait_seconds)
+            if not ready:
+                what = f"{gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "CPU"
+                raise DeviceError(
+                    f"no node of the Ray cluster had {what} free for {wait_seconds or 0:.0f} s",
+                    "add --wait to wait until others end; ray status shows who uses the cluster",
+                )
+            ray.get(started)
+        except ray.exceptions.RayError as error:
+            actor.end()
+            raise DeviceError(
+                f"no process of autotune starts on the Ray cluster: {_last_line(error)}",
+                "install the same autotune on every node, in the environment that runs Ray there",
+            ) from error
+        except BaseException:
+            actor.end()
+            raise
+        return actor
+
+
+_PATIENCE_SECONDS = 10.0
+"""A process of an idle cluster starts in a second or two."""
+
+
+def _not_installed() -> InvalidRequestError:
+    return InvalidRequestError("--executor ray://… needs Ray, which is not installed", how_to_add("ray"))
+
+
+def _current_cluster() -> str:
+    """Return the address of the cluster that this machine is part of, as ``ray.init(address="auto")`` finds it."""
+    named = os.environ.get(_ADDRESS, "").removeprefix(SCHEME)
+    if named and named not in ("auto", "local"):
+        return named
+    try:
+        # ray.util.get... has no public way to ask before one is connected.
+        from ray._private.services import get_ray_address_from_environment
+    except ImportError as error:
+        raise _not_installed() from error
+    try:
+        found = get_ray_address_from_environment("auto", None)
+    except (ConnectionError, ValueError) as error:
+        found = None
+        if not isinstance(error, ConnectionError):
+            raise
+    if not found:
+        raise ServiceError("no Ray cluster runs on this machine", "name one: --executor ray://HOST:10001")
+    return str(found)
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Undo that connecting takes SIGTERM for Ray, which would end this process without ending its search."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the end of what Ray says, which may be a traceback of many lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _how_it_was_lost(error: BaseException, ray: Any) -> str:
+    if isinstance(error, ray.exceptions.ActorDiedError):
+        return "its process or the whole node has died"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "it cannot be reached"
+    return _last_line(error)

@@ -1,0 +1,238 @@
+"""Test trials on nodes of a cluster: the executor over real nodes within this process, which are lost as told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executor_contract import ExecutorContract
+from tiny import tiny_workload
+
+from autotune.core.candidate import Document
+from autotune.core.errors import DeviceError, InvalidRequestError, ServiceError
+from autotune.core.outcome import Completed, Failed
+from autotune.core.placement import Placement
+from autotune.devices import Device
+from autotune.execution import Event, TrialJob
+from autotune.execution.ray_cluster import ClusterNode, NodeLostError
+from autotune.tuning.nodes import remote
+from autotune.tuning.nodes.node import Node
+from autotune.tuning.nodes.remote import NodeExecutor, Nodes, Wanted, wanted_of
+
+
+class HereActor:
+    """A node within this process. What is asked and answered goes through JSON, as between two machines."""
+
+    def __init__(self, cluster: HereCluster, node: Node) -> None:
+        self._cluster = cluster
+        self._node = node
+        self.is_lost = False
+
+    def ask(self, question: str, document: Document, timeout_seconds: float) -> Document:
+        if self.is_lost or question in self._cluster.loses_on:
+            self._cluster.loses_on.discard(question)
+            self.is_lost = True
+            # A node that dies takes its processes with it.
+            self._node.close()
+            raise NodeLostError("the test took it away")
+        answer: Document = json.loads(json.dumps(self._node.ask(question, json.loads(json.dumps(document)))))
+        return self._cluster.change(question, answer)
+
+    def end(self) -> None:
+        self._node.close()
+
+
+class HereCluster:
+    """Nodes within this process: one at a time, as many as there are."""
+
+    address = "ray://here:1"
+
+    def __init__(self, nodes: int = 10) -> None:
+        self._left = nodes
+        self.loses_on: set[str] = set()
+        """Questions that the node does not live to answer, the next time."""
+        self.started = 0
+        self.change: Callable[[str, Document], Document] = lambda question, answer: answer
+
+    def nodes(self) -> tuple[ClusterNode, ...]:
+        return (ClusterNode("here", 0, 1, None),)
+
+    def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> HereActor:
+        if not self._left:
+            raise DeviceError("no node of the Ray cluster had CPU free for 60 s", "add --wait")
+        self._left -= 1
+        self.started += 1
+        return HereActor(self, kind())
+
+
+@pytest.fixture(autouse=True)
+def _stays_here() -> Iterator[None]:
+    """A node changes its working directory to the search's, which is this process's here."""
+    before = os.getcwd()
+    yield
+    os.chdir(before)
+
+
+class Scene:
+    """A search's side: nodes that were opened for two slots on the CPU, and what was said meanwhile."""
+
+    def __init__(self, cluster: HereCluster, cpu: Device, folder: Path) -> None:
+        self.cluster = cluster
+        self.notes: list[str] = []
+        self.nodes = Nodes(cluster, Wanted(0), wait=False, note=self.notes.append)
+        self.slots = (Placement.of(cpu), Placement.of(cpu))
+        self.logs = folder / "logs"
+
+    def executor(self) -> NodeExecutor:
+        self.nodes.open("study", tiny_workload("bert-tiny"), self.slots, self.logs, wait=False)
+        self.nodes.run_trials(0)
+        return NodeExecutor(self.nodes, self.slots)
+
+
+@pytest.fixture
+def scene(stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(HereCluster(), cpu, tmp_path)
+    with made.nodes:
+        yield made
+
+
+class TestNodeExecutor(ExecutorContract):
+    @pytest.fixture
+    def executor(self, scene: Scene) -> NodeExecutor:
+        return scene.executor()
+
+    def test_a_trial_of_a_lost_node_runs_again_on_the_next(self, scene: Scene, job: Callable[[str], TrialJob]) -> None:
+        executor = scene.executor()
+        executor.submit(job("progress 1, complete"))
+        scene.cluster.loses_on = {"wait"}
+        found = self.outcomes(executor, 1)
+        assert isinstance(found["progress 1, complete"], Completed)
+        assert scene.cluster.started == 2
+        assert any("was lost: the test took it away; going on on another" in note for note in scene.notes)
+
+    def test_a_node_that_is_lost_with_the_submission_is_replaced(
+        self,
+        scene: Scene,
+        job: Callable[[str], TrialJob],
+    ) -> None:
+        executor = scene.executor()
+        scene.cluster.loses_on = {"submit"}
+        executor.submit(job("complete"))
+        assert isinstance(self.outcomes(executor, 1)["complete"], Completed)
+
+    def test_a_trial_that_loses_one_node_after_the_other_fails(
+        self,
+        scene: Scene,
+        job: Callable[[str], TrialJob],
+    ) -> None:
+        executor = scene.executor()
+        executor.submit(job("hang"))
+        report: Any = None
+        for _ in range(10):
+            scene.cluster.loses_on = {"wait"}
+            _, report = executor.wait()
+            if not isinstance(report, Event):
+                break
+        assert isinstance(report, Failed)
+        assert (report.reason, scene.cluster.started) == ("lost", 4)
+        assert "3 nodes were lost during the trial" in report.message
+
+    def test_without_another_node_the_search_ends_with_the_reason(
+        self,
+        stand_in: None,
+        cpu: Device,
+        tmp_path: Path,
+        job: Callable[[str], TrialJob],
+    ) -> None:
+        scene = Scene(HereCluster(nodes=1), cpu, tmp_path)
+        with scene.nodes:
+            executor = scene.executor()
+            executor.submit(job("hang"))
+            scene.cluster.loses_on = {"wait"}
+            with pytest.raises(DeviceError, match="was lost, and no other takes its place: no node of the Ray cluster"):
+                executor.wait()
+
+    def test_a_node_with_other_libraries_does_not_take_the_place(
+        self,
+        scene: Scene,
+        job: Callable[[str], TrialJob],
+    ) -> None:
+        executor = scene.executor()
+        executor.submit(job("complete"))
+        cluster = scene.cluster
+
+        def another_torch(question: str, reply: Document) -> Document:
+            if question == "facts" and cluster.started == 2:
+                reply["answer"]["packages"]["torch"] = "1.0"
+            return reply
+
+        cluster.change = another_torch
+        cluster.loses_on = {"wait"}
+        assert isinstance(self.outcomes(executor, 1)["complete"], Completed)
+        assert cluster.started == 3
+        assert any("is not equal: torch 1.0 and not" in note for note in scene.notes)
+
+    def test_logs_come_back_with_the_outcome(self, scene: Scene, job: Callable[[str], TrialJob]) -> None:
+        executor = scene.executor()
+        executor.submit(dataclasses.replace(job("chatter, complete"), log_path="/elsewhere/trial-0007.log"))
+        self.outcomes(executor, 1)
+        log = scene.logs / "trial-0007.log"
+        assert 0 < log.stat().st_size <= 256 * 1024
+
+
+class TestVersions:
+    def test_another_version_is_told_with_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote, "__version__", "9.9")
+        nodes = Nodes(HereCluster(), Wanted(0), wait=False, note=print)
+        with pytest.raises(ServiceError, match=r"has autotune .*, and here is 9\.9"), nodes:
+            pass
+
+    def test_another_code_of_the_same_version_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(remote, "this_code", lambda: "another")
+        nodes = Nodes(HereCluster(), Wanted(0), wait=False, note=print)
+        with pytest.raises(ServiceError, match="is not the one that is here"), nodes:
+            pass
+
+    def test_a_node_that_says_what_nobody_knows_is_of_another_version(self) -> None:
+        cluster = HereCluster()
+        cluster.change = lambda question, reply: {**reply, "answer": {**reply["answer"], "news": 1}}
+        nodes = Nodes(cluster, Wanted(0), wait=False, note=print)
+        with pytest.raises(ServiceError, match="is of another version"), nodes:
+            pass
+
+
+class TestWanted:
+    CPUS = (ClusterNode("a", 0, 8, None), ClusterNode("b", 0, 4, None))
+    GPUS = (ClusterNode("a", 4, 8, "H200"), ClusterNode("b", 1, 4, None))
+
+    @pytest.mark.parametrize(
+        ("options", "nodes", "gpus"),
+        [
+            ({}, CPUS, 0),
+            ({}, GPUS, 1),
+            ({"device": "cpu"}, GPUS, 0),
+            ({"device": "cuda"}, GPUS, 1),
+            ({"gpus": "2"}, GPUS, 2),
+            ({"gpus": "all"}, GPUS, 4),
+        ],
+    )
+    def test_options_say_how_many_gpus(
+        self, options: dict[str, str], nodes: tuple[ClusterNode, ...], gpus: int
+    ) -> None:
+        assert wanted_of(options, nodes) == Wanted(gpus)
+
+    def test_what_no_node_has_is_told_with_what_the_cluster_has(self) -> None:
+        with pytest.raises(DeviceError, match=r"no node .* has 1 GPU; it has a \(no GPU, 8 cores\), b \(no GPU, 4 co"):
+            wanted_of({"device": "cuda"}, self.CPUS)
+        with pytest.raises(DeviceError, match=r"has 5 GPUs; it has a \(4 H200\), b \(1 GPU\)"):
+            wanted_of({"gpus": "5"}, self.GPUS)
+
+    @pytest.mark.parametrize("options", [{"device": "cuda:1"}, {"gpus": "0,1"}, {"gpus": "0"}])
+    def test_which_gpu_is_not_asked_for(self, options: dict[str, str]) -> None:
+        with pytest.raises(InvalidRequestError, match="Ray chooses the GPU"):
+            wanted_of(options, self.GPUS)

@@ -1,0 +1,77 @@
+"""Test what is said about a Ray cluster before Ray is imported: its address, its token, that Ray is not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.execution import ray_cluster
+from autotune.execution.ray_cluster import RayCluster, check_address, find_token
+
+
+@pytest.fixture(autouse=True)
+def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this user's own clusters is seen."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(ray_cluster.WITHOUT_TOKEN_VARIABLE, raising=False)
+    monkeypatch.setattr(ray_cluster, "_TOKEN_FILE", tmp_path / "auth_token")
+
+
+@pytest.mark.parametrize("address", ["ray://auto", "ray://head:10001", "ray://10.0.0.1:6379", "ray://[::1]:10001"])
+def test_addresses_of_ray_are_taken(address: str) -> None:
+    assert check_address(f" {address} ") == address
+
+
+@pytest.mark.parametrize("address", ["auto", "head:10001", "ray://head", "ray://", "ray://a:b@head:1", "ray://h:1/x"])
+def test_another_address_is_refused_with_the_forms(address: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"is no address of a Ray cluster.*ray://HOST:10001.*ray://auto"):
+        RayCluster(address)
+
+
+def test_no_token_is_refused_before_anything_is_sent() -> None:
+    with (
+        pytest.raises(ServiceError, match=r"no token for the Ray cluster here.*RAY_AUTH_TOKEN"),
+        RayCluster("ray://h:1"),
+    ):
+        pass
+
+
+def test_a_mode_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    with pytest.raises(ServiceError, match="RAY_AUTH_MODE=disabled turns off the token"), RayCluster("ray://h:1"):
+        pass
+
+
+def test_a_token_is_found_in_the_environment_and_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_token() is None
+    (tmp_path / "auth_token").write_text("own\n")
+    found = find_token()
+    assert found is not None
+    assert (found.value, found.where) == ("own", str(tmp_path / "auth_token"))
+    (tmp_path / "named").write_text("named\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "named"))
+    assert getattr(find_token(), "value", None) == "named"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "first")
+    assert getattr(find_token(), "value", None) == "first"
+
+
+def test_a_token_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
+    with pytest.raises(ServiceError, match="RAY_AUTH_TOKEN_PATH=/nowhere/token: No such file"):
+        find_token()
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    for module in ("grpc", "ray"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with (
+        pytest.raises(InvalidRequestError, match=r"needs Ray, which is not installed.*\[ray\]"),
+        RayCluster("ray://h:1"),
+    ):
+        pass
