@@ -101,8 +101,7 @@ class Arm:
             words.append("pinned to one core")
         if self.strategy:
             words.append(f"{self.strategy} × {self.ranks}" if self.ranks > 1 else self.strategy)
-            words += [] if self.ddp_find_unused_parameters is None else ["no search for unused parameters"]
-            words += ["gradients reduced in each micro-step"] if self.sync_each_batch else []
+            words += ["sync each batch"] if self.sync_each_batch else []
         return ", ".join(words)
 
 

@@ -39,7 +39,7 @@ class LeftOut:
     """Arms that had no trial, for one reason."""
 
     arms: tuple[str, ...]
-    """Each as ``Arm.describe`` names it, or ``all fp16`` for every arm of a precision."""
+    """Each as ``Arm.describe`` names it, or ``all fp16`` for several that have it in common."""
     reason: str
 
     def describe(self) -> str:

@@ -24,6 +24,7 @@ from autotune.core.outcome import Measurement
 from autotune.core.statistics import quantile
 from autotune.core.stop import LeftOut
 from autotune.core.units import format_rate
+from autotune.estimate.arm_names import names_of_arms
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space
@@ -44,6 +45,7 @@ FAR_ENOUGH = 0.75
 # Two-sided confidence of the intervals in this module, so that a bound is exceeded in one case of ten.
 _CONFIDENCE = 0.8
 
+_NOTHING_FITS = "no batch of it fits"
 _NEVER_SLOWER = {"fp32": "tf32", "fp16": "bf16"}
 
 
@@ -329,16 +331,13 @@ class Speeds:
 
     def left_out_arms(self) -> tuple[LeftOut, ...]:
         """Return the arms without a trial, grouped by the reason."""
-        return tuple(LeftOut(tuple(self._arm_names(arms)), why) for why, arms in self._arms_without_trial().items())
-
-    def _arm_names(self, arms: list[Arm]) -> list[str]:
-        """Return names for some arms: ``all fp16`` where they are all arms of a precision, else each description."""
-        names: list[str] = []
-        for precision in dict.fromkeys(arm.precision for arm in arms):
-            of_it = [arm for arm in arms if arm.precision == precision]
-            is_all = len(of_it) > 1 and len(of_it) == sum(arm.precision == precision for arm in self._space.arms)
-            names += [f"all {precision}"] if is_all else [arm.describe() for arm in of_it]
-        return names
+        found = self._arms_without_trial()
+        others, named = list(self._space.arms), []
+        # What cannot fit first: the other reasons are then given for what is left.
+        for why, arms in sorted(found.items(), key=lambda item: item[0] != _NOTHING_FITS):
+            named.append(LeftOut(names_of_arms(arms, others, self._space.arms), why))
+            others = [arm for arm in others if arm not in arms]
+        return tuple(named)
 
     def _arms_without_trial(self) -> dict[str, list[Arm]]:
         found: dict[str, list[Arm]] = {}
@@ -356,7 +355,7 @@ class Speeds:
             return why
         in_reach = self._judge.batches_in_reach()
         if in_reach and not any(view.open(batch) for batch in in_reach):
-            return "no batch of it fits"
+            return _NOTHING_FITS
         if view.arm.gradient_checkpointing and self._is_beaten_throughout(view.arm):
             return "every batch that fits was measured without checkpointing, which is never slower"
         return "no candidate of it was expected to be faster"
