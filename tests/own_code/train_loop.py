@@ -13,6 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autotune
 
+TINY_BERT = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64,
+}  # fmt: skip
+
 
 def train(config: Any) -> None:
     """Tells random points apart; ``LENGTH`` samples, 96 by itself."""
@@ -37,6 +41,44 @@ def train(config: Any) -> None:
                 optimizer.zero_grad()
         with open("evaluated", "w"):
             pass
+
+
+def classify_texts(config: Any) -> None:
+    """Tells apart two kinds of random texts with a tiny BERT, as a loop on any device does."""
+    model, loader, device = _tiny_bert(config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number, (tokens, labels) in enumerate(autotune.steps(loader), start=1):
+        with config.autocast(device):
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
+        (loss / config.gradient_accumulation_steps).backward()
+        if number % config.gradient_accumulation_steps == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"loss {loss.item():.3f}")
+
+
+def classify_batches(config: Any) -> None:
+    """Does the same without accumulation, and frees the gradients before each forward pass."""
+    model, loader, device = _tiny_bert(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for tokens, labels in autotune.steps(loader):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bf16"):
+            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
+        loss.backward()
+        optimizer.step()
+
+
+def _tiny_bert(config: Any) -> tuple[Any, DataLoader[Any], str]:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **TINY_BERT)).to(device)
+    data = TensorDataset(torch.randint(5, 64, (96, 12)), torch.randint(0, 2, (96,)))
+    return model, DataLoader(data, batch_size=config.per_device_batch_size, shuffle=True), device
 
 
 def take_the_batch_alone(config: Any) -> None:

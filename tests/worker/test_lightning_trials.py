@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from own_memory import TINY_BERT, inspected, predicted
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -47,3 +48,18 @@ def test_a_lightning_script_is_measured_unmodified(
     assert "trains with 32-true, 2" in answer.log
     assert answer.completed.measurement.micro_steps_run == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lightning_module_is_traced(trial_server: ServerClient) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: make test-clients")
+    workload = Workload.of_source(find_script(["python", str(SCRIPT)]))
+    model = inspected(trial_server, workload, precisions=("bf16",))
+    assert "memory_unknown" not in model.interface
+    assert [trace.arm.gradient_checkpointing for trace in model.memory] == [False, True]
+    built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
+    for trace in model.memory:
+        own = predicted(trial_server, built_in, trace.arm, trace.step)
+        like = predicted(trial_server, built_in, dataclasses.replace(trace.arm, optim="adamw_torch"))
+        # Lightning frees the gradients of a step after the next forward pass: they are 56 KB here.
+        assert like[2][0] <= own[2][0] <= like[2][0] + 64 * 1024

@@ -8,45 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from own_memory import CHIP, OWN_CODE, TINY_BERT, inspected, predicted
 from recorded import ComputedRunner
 from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
 from server_client import ServerClient
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.inspection import ModelFacts
-from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Answer
-from autotune.core.placement import RankDevices
-from autotune.core.prediction import PredictionAnswer, PredictionWork
-from autotune.core.schema import decode
-from autotune.core.training_source import find_script, find_trainer
-from autotune.core.units import GIB, MIB
+from autotune.core.prediction import PredictionWork
+from autotune.core.training_source import find_loop, find_script, find_trainer
+from autotune.core.units import MIB
 from autotune.core.workload import Workload
-from autotune.devices.gpus import CHIPS
 from autotune.tuning.loop import Search
-from autotune.tuning.prepare import arms_to_trace, forecast_of, prepare
+from autotune.tuning.prepare import forecast_of, prepare
 from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
-
-OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
-CHIP = CHIPS["h200"].decisive()
-BATCHES = ((8, 1), (64, 1), (16, 4))
-
-
-def inspected(server: ServerClient, workload: Workload, **options: Any) -> ModelFacts:
-    """The facts of a model, with the traces of its arms."""
-    arms = dataclasses.replace(arms_to_trace(request(workload=workload, **options)), chip=CHIP)
-    answer = server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms))
-    found = answer.inspected.inspection
-    assert found is not None, answer.log
-    assert found.model is not None
-    return found.model
-
-
-def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> list[tuple[int, int]]:
-    """The peaks at each batch, allocated and reserved."""
-    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
-    answer = decode(server.run(workload, work).result, PredictionAnswer)
-    return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +110,37 @@ def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient
     assert own[1][0] == pytest.approx(like[1][0], rel=1e-3)
 
 
+# In the manner of transformers' examples, and of a loop that frees its gradients before the forward pass.
+@pytest.mark.parametrize(("function", "checkpointing"), [("classify_texts", "on"), ("classify_batches", "off")])
+def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, function: str, checkpointing: str) -> None:
+    workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:{function}"))
+    model = inspected(trial_server, workload, precisions=("bf16",), gradient_checkpointing=checkpointing)
+    assert "memory_unknown" not in model.interface
+    (trace,) = model.memory
+    assert trace.arm == Arm("bf16", gradient_checkpointing=checkpointing == "on", optim="own")
+    built_in = Workload("tiny", TINY_BERT, "sequence-classification", 12)
+    own = predicted(trial_server, built_in, trace.arm, trace.step)
+    like = predicted(trial_server, built_in, dataclasses.replace(trace.arm, optim="adamw_torch"))
+    # The loop holds its loss until the next one, and no inputs but those of one pass.
+    for (own_bytes, _), (like_bytes, _) in zip(own[::2], like[::2], strict=True):
+        assert like_bytes <= own_bytes <= like_bytes + 1024
+    if "accumulation" in model.interface["searched"]:
+        assert own[1][0] == pytest.approx(like[1][0], abs=8192)
+
+
 def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:
     workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'build_trainer.py'}:build_with_numpy"))
     model = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off")
     assert model.memory == ()
     assert "numpy" in model.interface["memory_unknown"]
+
+
+def test_a_loop_without_a_loader_is_not_traced(trial_server: ServerClient) -> None:
+    workload = Workload.of_source(find_loop(f"{OWN_CODE / 'train_loop.py'}:take_the_batch_alone"))
+    model = inspected(trial_server, workload, gradient_checkpointing="off")
+    assert model.memory == ()
+    assert model.interface["memory_unknown"] == "it goes over no loader with autotune.steps"
+    assert model.interface["searched"] == ["batch"]
 
 
 class TestBatchShapes:

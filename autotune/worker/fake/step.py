@@ -121,6 +121,16 @@ def _no_surprise_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def tracing(model: torch.nn.Module, chip: Chip, *, padded: bool) -> Iterator[StorageTracer]:
+    """Record the allocations of whatever is done within, with the model's parameters replaced by fake tensors."""
+    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+    tracer.has_padding = padded
+    with _fake(), _no_surprise_collection(), tracer:
+        _materialise(model, tracer)
+        yield tracer
+
+
 class Training(Protocol):
     """A training to trace: a model on any device, and how its batches, its loss and its optimizer are made."""
 

@@ -13,7 +13,7 @@ import enum
 import functools
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -63,7 +63,7 @@ class OwnStep(Training):
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Set the arm's precision and checkpointing; return the optimizer over the fake parameters."""
-        self._exchange_plain_tensors()
+        self.exchange_plain_tensors()
         self.model.train()
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             self.model.config.use_cache = False
@@ -84,7 +84,11 @@ class OwnStep(Training):
         """Return the optimizer, over the fake parameters."""
         raise NotImplementedError
 
-    def _exchange_plain_tensors(self) -> None:
+    def loss(self, batch: Any) -> Any:
+        """Return the loss of a batch."""
+        raise NotImplementedError
+
+    def exchange_plain_tensors(self) -> None:
         """Replace tensors that are neither parameters nor buffers, and may be on a GPU."""
         for module in self.model.modules():
             for name, value in list(vars(module).items()):
@@ -100,7 +104,19 @@ class OwnStep(Training):
                 exchanged[id(each)] if id(each) in exchanged else _fake(each) for each in group["params"]
             ]
         optimizer.state.clear()
+        update_as_on_gpu(optimizer)
         return optimizer
+
+
+def update_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer of torch's update all parameters at once where it would do so by default on a GPU.
+
+    Its temporary results are then as large as the parameters together (``_default_to_fused_or_foreach`` in
+    torch/optim/optimizer.py).
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _fake(parameter: torch.Tensor) -> torch.nn.Parameter:
@@ -246,46 +262,59 @@ def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make
 
     ``attention`` and ``optim`` are those of the user's code.
     """
-    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
-    arms = [
-        Arm(precision, checkpoints, attention, name)  # type: ignore[arg-type]
-        for name in (wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,))
-        for precision in halves
-        for checkpoints in wanted.checkpointing
-    ]
+    optims = wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,)
+    arms = arms_of(wanted.precisions, wanted.checkpointing, attention, optims)
     known = [arm for arm in arms if runs_plain_kernels(arm)]
     if not known:
         return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
     try:
         step = make()
     except Exception as error:
-        return Memory(unknown=_why(error))
+        return Memory(unknown=why_not(error))
+    return trace_in_forks({arm: functools.partial(_trace, step, arm, chip) for arm in known}, _MOST_SECONDS)
+
+
+def arms_of(
+    precisions: Iterable[str], checkpointing: Iterable[bool], attention: str, optims: Iterable[str]
+) -> list[Arm]:
+    """Return the arms whose steps take different memory: fp16 takes as much as bf16, tf32 as fp32."""
+    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in precisions)
+    checkpointing = tuple(checkpointing)
+    return [
+        Arm(precision, checkpoints, attention, name)  # type: ignore[arg-type]
+        for name in optims
+        for precision in halves
+        for checkpoints in checkpointing
+    ]
+
+
+def trace_in_forks(
+    traces: Mapping[Arm, Callable[[Callable[[Traced], NoReturn]], NoReturn]], limit_seconds: float
+) -> Memory:
+    """Call the function of each arm in a fork of this process; it sends the packed trace, or why there is none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     answers = in_forks(
-        _Traced,
-        [functools.partial(_trace, step, arm, chip) for arm in known],
-        at_once=max(1, min(cores, _MOST_AT_ONCE)),
-        limit_seconds=_MOST_SECONDS,
+        Traced, list(traces.values()), at_once=max(1, min(cores, _MOST_AT_ONCE)), limit_seconds=limit_seconds
     )
     ended = "its process ended"
     whys = [ended if answer is None else answer.why for answer in answers if answer is None or answer.why is not None]
     steps = tuple(
         TracedStep(arm, answer.step)
-        for arm, answer in zip(known, answers, strict=True)
+        for arm, answer in zip(traces, answers, strict=True)
         if answer is not None and answer.step is not None
     )
     return Memory(steps, whys[0] if whys else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Traced:
+class Traced:
     """What a fork answers: the packed step, or why there is none."""
 
     step: str | None = None
     why: str | None = None
 
 
-def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[_Traced], NoReturn]) -> NoReturn:
+def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoReturn]) -> NoReturn:
     """Trace the step in this process, a fork, and end it."""
     try:
         torch.set_num_threads(1)
@@ -299,14 +328,15 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[_Traced], NoRetu
         facts = config.to_dict() if hasattr(config, "to_dict") else {}
         batch = telling_batch([*numbers, *step.shapes.dimensions(), *numbers_of(facts)])
         trace, _ = trace_training(step, batch, chip, padded=step.shapes.is_padded)
-        answer = _Traced(packed(trace, batch, step.most_inputs))
+        answer = Traced(packed(trace, batch, step.most_inputs))
         del library
     except BaseException as error:
-        answer = _Traced(why=_why(error))
+        answer = Traced(why=why_not(error))
     send(answer)
 
 
-def _why(error: BaseException) -> str:
+def why_not(error: BaseException) -> str:
+    """Return why a step was not traced, and print the traceback of an error that nobody foresaw."""
     if isinstance(error, NotTraceableError):
         return str(error)
     # For whoever looks into the log.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,16 +11,20 @@ import torch
 
 from autotune.core import loop as loop_interface
 from autotune.core.inspection import InspectionAnswer
+from autotune.core.jobs import InspectionWork
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Failed, Measurement
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
+from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError, enter, load_function
+from autotune.worker.user.fake_loop import trace_loop
+from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard, watch_steps
 from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, problem_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
@@ -125,8 +130,30 @@ class _Announced:
 # What a process sees of the loop before the first trial
 
 
-def inspect(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
-    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read."""
+def inspect(
+    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
+) -> NoReturn:
+    """Run the loop with the default settings to the end of its first step, and say what it trains and what it read.
+
+    Where its memory is asked for, it runs in a fork, and is then run again for each arm, without a GPU.
+    """
+    if work.arms is None or work.arms.chip is None:
+        _run_one_step(source, scratch, finish)
+    began = time.monotonic()
+    answer = in_fork(InspectionAnswer, lambda send: _run_one_step(source, scratch, send))
+    if (found := answer.inspection) is not None and found.model is not None:
+        seconds = time.monotonic() - began
+        left_seconds = work.arms.within_seconds - seconds
+        memory = (
+            Memory(unknown="its code takes too long to be run once more for that")
+            if left_seconds < 2 * seconds
+            else trace_loop(source, scratch, found.model, work.arms, left_seconds)
+        )
+        answer = InspectionAnswer(dataclasses.replace(found, model=with_memory(found.model, memory)))
+    finish(answer)
+
+
+def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
     environment = inspect_environment()
     config, seen = LoopConfig(), SeenTraining()
 

@@ -50,6 +50,6 @@ def run_own(
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":
-        loop_trial.inspect(source, scratch, finish)
+        loop_trial.inspect(source, work, scratch, finish)
     else:
         trainer_trial.inspect(source, work, scratch, finish)

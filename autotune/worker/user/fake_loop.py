@@ -1,0 +1,265 @@
+"""Trace the memory of a step of the user's own loop, a function of a ``LoopConfig``, on fake tensors.
+
+The function itself runs, in a process without a GPU for each arm. Once it asks for its first batch, the parameters of
+all modules that there are become fake tensors, and so are the batches that it gets. What it does with them is recorded:
+
+1. A first micro-step leaves behind what a loop holds from one pass to the next, such as its loss.
+2. Two micro-steps and the optimizer's step are the traced ones; a loop that does not accumulate makes one of them.
+3. Before the next forward pass, the gradients may be freed. There the trace ends, and the process with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core import loop as loop_interface
+from autotune.core.candidate import OWN_OPTIM, Arm
+from autotune.core.chip import Chip
+from autotune.core.inspection import ModelFacts
+from autotune.core.loop import LoopConfig
+from autotune.core.prediction import ArmsToTrace
+from autotune.core.scratch import Scratch
+from autotune.core.training_source import TrainingSource
+from autotune.space.features import runs_plain_kernels
+from autotune.worker.fake.packing import packed
+from autotune.worker.fake.scaling import telling_batch
+from autotune.worker.fake.step import install_cuda_semantics, numbers_of, tracing
+from autotune.worker.fake.tracer import DEATH, StorageTracer
+from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
+from autotune.worker.user.code import UserCodeError, enter, load_function
+from autotune.worker.user.fake_steps import (
+    Memory,
+    OwnStep,
+    Traced,
+    arms_of,
+    trace_in_forks,
+    update_as_on_gpu,
+    why_not,
+)
+from autotune.worker.user.guard import Guard, forget_steps, watch_steps
+
+# The first micro-step is not traced, two are.
+_MICRO_STEPS = 3
+
+
+def trace_loop(
+    source: TrainingSource, scratch: Scratch, model: ModelFacts, wanted: ArmsToTrace, limit_seconds: float
+) -> Memory:
+    """Return the packed trace of a step of a loop, for each arm that may be searched. Raises nothing."""
+    assert wanted.chip is not None
+    searched = model.interface["searched"]
+    arms = arms_of(
+        wanted.precisions if "precision" in searched else ("fp32",),
+        wanted.checkpointing if "checkpointing" in searched else (False,),
+        model.attn_implementations[0],
+        (OWN_OPTIM,),
+    )
+    known = [arm for arm in arms if runs_plain_kernels(arm)]
+    accumulates = "accumulation" in searched
+    traces = {arm: functools.partial(_trace, source, scratch, arm, accumulates, wanted.chip) for arm in known}
+    if not traces:
+        return Memory(unknown=f"{arms[0].attn_implementation} attention has own kernels")
+    return trace_in_forks(traces, limit_seconds)
+
+
+def _trace(
+    source: TrainingSource,
+    scratch: Scratch,
+    arm: Arm,
+    accumulates: bool,
+    chip: Chip,
+    send: Callable[[Traced], NoReturn],
+) -> NoReturn:
+    """Run the function in this process, a fork, up to the end of the trace."""
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(1)
+        enter(source)
+        guard = Guard(source, lambda message, _: send(Traced(why=message)))
+        guard.install(scratch.stop_file)
+        accumulation = _MICRO_STEPS if accumulates else 1
+        config = LoopConfig(8, accumulation, arm.precision, arm.gradient_checkpointing)
+        loop_interface.listen(_TracedLoop(config, chip, guard.lift, send, accumulates=accumulates))
+        load_function(source)(config)
+        raise NotTraceableError("it ended before enough of its steps were seen")
+    except UserCodeError as error:
+        send(Traced(why=str(error)))
+    except BaseException as error:
+        send(Traced(why=why_not(error)))
+
+
+class _TracedLoop:
+    """Gives a loop fake batches, and records what it does with them."""
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        chip: Chip,
+        on_begin: Callable[[], None],
+        send: Callable[[Traced], NoReturn],
+        *,
+        accumulates: bool,
+    ) -> None:
+        self._config = config
+        self._chip = chip
+        self._on_begin = on_begin
+        self._send = send
+        self._accumulates = accumulates
+        self._stage = "before"
+        """Which micro-step this is: ``before`` the traced ones, ``first``, ``second``, or ``after`` them."""
+        self._has_stepped = False
+        self._optimizers: dict[int, Any] = {}
+        self._tracer: StorageTracer
+        self._model: torch.nn.Module
+
+    def micro_step(self) -> NoReturn:
+        """Refuse a loop whose batches are not known."""
+        raise NotTraceableError("it goes over no loader with autotune.steps")
+
+    def batches(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
+        """Give the loop its batches."""
+        shapes = of_loader(loader)
+        self._on_begin()
+        forget_steps(torch)
+        _autocast_on_cpu()
+        self._model = _trained_modules()
+        self._optimizers = {id(each): each for each in _alive(torch.optim.Optimizer)}
+        step = OwnStep(self._model, shapes)
+        size = _telling_batch(self._model, shapes)
+        library = install_cuda_semantics(self._chip, padded=shapes.is_padded)
+        self._config.set_batch(size)
+        with tracing(self._model, self._chip, padded=shapes.is_padded) as tracer:
+            self._tracer = tracer
+            step.exchange_plain_tensors()
+            for optimizer in self._optimizers.values():
+                step.over_fake_parameters(optimizer)
+            self._watch()
+            yield shapes.at(size)
+            self._forget_update()
+            tracer.enter("first inputs", "inputs")
+            first = shapes.at(size)
+            tracer.enter("second inputs", "inputs")
+            second = shapes.at(size)
+            tracer.enter("first micro-step", "activations")
+            self._stage = "first"
+            yield first
+            if self._accumulates:
+                tracer.enter("second micro-step", "activations")
+                self._stage = "second"
+                yield second
+            if not self._has_stepped:
+                raise NotTraceableError("its optimizer steps after another number of batches than it is told")
+            self._stage = "after"
+            gc.collect()
+            ended = len(tracer.trace.events)
+            more = shapes.at(size)
+            begun = len(tracer.trace.events)
+            self._finish = functools.partial(self._answer, size, ended, begun)
+            try:
+                yield more
+            finally:
+                # The next batch was asked for, or the loop was left.
+                self._finish()
+        del library
+
+    def _answer(self, size: int, ended: int, begun: int) -> NoReturn:
+        """Send the trace: up to its end, and what is freed before anything else is allocated."""
+        events = self._tracer.trace.events
+        freed = itertools.takewhile(lambda event: event[1] == DEATH, events[begun:])
+        trace = self._tracer.so_far()
+        born = {number for number, _ in events[:ended]}
+        trace.events = [*events[:ended], *(event for event in freed if event[0] in born)]
+        self._send(Traced(packed(trace, size, 1)))
+
+    def _watch(self) -> None:
+        """Mark the parts of the step where the loop reaches them."""
+        watch_steps(torch, lambda _: self._backward_begins(), lambda: None)
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def watched(*words: Any, **options: Any) -> None:
+            backward(*words, **options)
+            self._backward_ends()
+
+        torch.autograd.backward = watched
+        # torch.optim deletes the name of this module of its own.
+        optimizers: Any = sys.modules["torch.optim.optimizer"]
+        optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer_begins(optimizer))
+
+    def _backward_begins(self) -> None:
+        if self._stage == "after":
+            self._finish()
+
+    def _backward_ends(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self._tracer.see(parameter.grad, "gradients")
+        if self._stage == "first" and not self._accumulates:
+            self._tracer.enter("second micro-step", "activations")
+        if self._stage == ("second" if self._accumulates else "first"):
+            # Of several backward passes the last one counts.
+            self._tracer.enter("update", "workspaces")
+
+    def _optimizer_begins(self, optimizer: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        update_as_on_gpu(optimizer)
+        if self._accumulates and self._stage in ("before", "first"):
+            raise NotTraceableError("its optimizer steps after another number of batches than it is told")
+        if self._stage in ("first", "second"):
+            self._has_stepped = True
+            self._tracer.phase = "optimizer"
+
+    def _forget_update(self) -> None:
+        """Have gradients and the optimizers' state allocated by the traced steps, as in a training that begins."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+
+
+def _alive(kind: type) -> list[Any]:
+    """List the objects of a class, or of one derived from it, that are alive in this process."""
+    # Asking the type runs no code of the object's own.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _trained_modules() -> torch.nn.Module:
+    """Return one module of the outermost ones that have parameters."""
+    modules: list[torch.nn.Module] = _alive(torch.nn.Module)
+    inner = {id(part) for each in modules for part in each.modules() if part is not each}
+    outermost = [each for each in modules if id(each) not in inner and any(True for _ in each.parameters())]
+    if not outermost:
+        raise NotTraceableError("it has made no torch.nn.Module when it asks for its first batch")
+    return outermost[0] if len(outermost) == 1 else torch.nn.ModuleList(outermost)
+
+
+def _telling_batch(model: torch.nn.Module, shapes: BatchShapes) -> int:
+    tensors = (*model.parameters(), *model.buffers())
+    numbers = [dimension for tensor in tensors for dimension in tensor.shape]
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "to_dict"):
+            numbers += numbers_of(config.to_dict())
+    return telling_batch([*numbers, *shapes.dimensions()])
+
+
+def _autocast_on_cpu() -> None:
+    """Have autocast for a GPU, which is not at hand, be one for the CPU, where the tensors are."""
+    kind: Any = torch.autocast
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def __init__(context: Any, device_type: str, dtype: Any = None, *words: Any, **options: Any) -> None:  # noqa: N807
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        make(context, device_type, dtype, *words, **options)
+
+    kind.__init__ = __init__

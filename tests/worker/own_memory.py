@@ -1,0 +1,47 @@
+"""Asks a trial server for the traced steps of one's own code, and for the memory that is predicted from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from searching import request
+from server_client import ServerClient
+
+from autotune.core.candidate import Arm
+from autotune.core.inspection import ModelFacts
+from autotune.core.jobs import InspectionWork
+from autotune.core.placement import RankDevices
+from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.schema import decode
+from autotune.core.units import GIB
+from autotune.core.workload import Workload
+from autotune.devices.gpus import CHIPS
+from autotune.tuning.prepare import arms_to_trace
+
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+CHIP = CHIPS["h200"].decisive()
+TINY_BERT = {
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "vocab_size": 64,
+}  # fmt: skip
+"""What the loops of ``train_loop.py`` and ``lightning_loop.py`` train."""
+BATCHES = ((8, 1), (16, 4), (64, 1))
+
+
+def inspected(server: ServerClient, workload: Workload, **options: Any) -> ModelFacts:
+    """The facts of a model, with the traces of its arms."""
+    arms = dataclasses.replace(arms_to_trace(request(workload=workload, **options)), chip=CHIP)
+    answer = server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms))
+    found = answer.inspected.inspection
+    assert found is not None, answer.log
+    assert found.model is not None
+    return found.model
+
+
+def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> list[tuple[int, int]]:
+    """The peaks at each of ``BATCHES``, allocated and reserved."""
+    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
+    answer = decode(server.run(workload, work).result, PredictionAnswer)
+    return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
