@@ -9,7 +9,7 @@ that failed at several batches and completed at none is doubtful: its other batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.core.candidate import Arm, Candidate
@@ -52,7 +52,21 @@ class Judge:
         """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction."""
         if self._history.attempts(candidate) or self._history.is_ruled_out(candidate):
             return False
-        return not self._syncs_needlessly(candidate)
+        return not self._syncs_needlessly(candidate) and not self.offloads_needlessly(candidate)
+
+    def offloads_needlessly(self, candidate: Candidate) -> bool:
+        """Return whether a candidate keeps its optimizer state on the host although something else fits, or may fit.
+
+        The CPU's update and the copies over PCIe cost seconds a step.
+        """
+        if not candidate.arm.offloads_optimizer:
+            return False
+        others = [arm for arm in self._space.arms if not arm.offloads_optimizer]
+        fits = (t.candidate for t in self._history.believed() if not t.candidate.arm.offloads_optimizer)
+        if any(map(self._space.contains, fits)):
+            return True
+        multiples = self._space.batches.levels()
+        return any(self._may_fit_at(multiple, others) for multiple in multiples)
 
     def _syncs_needlessly(self, candidate: Candidate) -> bool:
         """Return whether a candidate reduces gradients in each micro-step although memory does not call for it.
@@ -95,16 +109,16 @@ class Judge:
                 break
         return sorted(found)
 
-    def _may_fit_at(self, multiple: int) -> bool:
+    def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
         pending = self._history.pending
         return any(
             candidate in pending or self.is_open(candidate)
-            for candidate in self._at(multiple)
+            for candidate in self._at(multiple, arms)
             if not self.is_doubtful(candidate.arm)
         )
 
-    def _at(self, multiple: int) -> Iterator[Candidate]:
-        for arm in self._space.arms:
+    def _at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
+        for arm in self._space.arms if arms is None else arms:
             if not self._space.is_last_resort(arm):
                 for batch in self._space.batches.at_level(multiple):
                     yield self._space.candidate(arm, batch)
@@ -122,7 +136,7 @@ class Judge:
         return next((c for c in left if not self.is_doubtful(c.arm) or self._has_tries_left(c.arm)), None)
 
     def _is_untested(self, candidate: Candidate) -> bool:
-        if self._syncs_needlessly(candidate):
+        if self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate):
             return False
         return not self._history.outcomes_of(candidate) and self._history.ruled_out_by(candidate) is None
 
@@ -143,6 +157,8 @@ class Judge:
             return Refusal("under way")
         if self._syncs_needlessly(candidate):
             return Refusal("gradients need not be reduced in each micro-step")
+        if self.offloads_needlessly(candidate):
+            return Refusal("the optimizer state stays on the GPU where that may fit")
         over = self._history.ruled_out_by(candidate)
         if over is not None:
             return Refusal("known not to fit", over.outcome)

@@ -175,7 +175,8 @@ class Speeds:
         """Return whether an arm that is never slower was measured at this batch or a larger one.
 
         That is the same arm without checkpointing, with torch's default allocator, in the faster of two precisions, or
-        with less communication. FSDP that frees weights after the forward pass gathers them a second time.
+        with less communication. FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3
+        gathers weights in both passes, and ZeRO-2 once after the update.
         """
         twins = [
             dataclasses.replace(view.arm, gradient_checkpointing=False),
@@ -183,6 +184,7 @@ class Speeds:
             self._faster_precision(view.arm) or view.arm,
             dataclasses.replace(view.arm, sync_each_batch=False),
             *([dataclasses.replace(view.arm, strategy="fsdp-keep")] if view.arm.strategy == "fsdp" else []),
+            *([dataclasses.replace(view.arm, strategy="zero2")] if view.arm.strategy == "zero3" else []),
         ]
         faster = [twin for twin in twins if twin != view.arm]
         return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())
@@ -343,6 +345,8 @@ class Speeds:
         found: dict[str, list[Arm]] = {}
         for arm in self._space.arms:
             view, in_reach = self.view(arm), self._judge.batches_in_reach()
+            if any(self._judge.offloads_needlessly(self._space.candidate(arm, batch)) for batch in in_reach[:1]):
+                continue
             has_a_trial = any(view.was_chosen(tried) for tried in view.tried.values())
             # The arm may have no batch but the baseline's.
             if not has_a_trial and not (in_reach and view.tried.keys() >= set(in_reach)):

@@ -19,7 +19,7 @@ from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
 from autotune.results.own_arguments import flags, hand_over, kind_of, own_arguments
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
-from autotune.space.features import allocator_variable
+from autotune.space.features import allocator_variable, offloading_threads
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
     data_arguments,
@@ -69,7 +69,7 @@ class Export:
     """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
 
     omp_threads: str | None = None
-    """``OMP_NUM_THREADS`` of several ranks; ``None`` for one."""
+    """``OMP_NUM_THREADS`` of several ranks, and of an optimizer on the CPU; ``None`` otherwise."""
 
     @property
     def ranks(self) -> int:
@@ -121,13 +121,21 @@ def make_export(report: Report) -> Export:
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
-        omp_threads=environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None,
+        omp_threads=_omp_threads(best.candidate.arm, environment),
         interface=interface,
         on_cpu=environment["device_kind"] == "cpu",
         is_script=is_script(report.workload),
         world_size=int(report.study.request.get("world_size") or 1),
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
+
+
+def _omp_threads(arm: Arm, environment: dict[str, Any]) -> str | None:
+    """Return the threads of each rank that were measured."""
+    cores = (environment.get("host") or {}).get("usable_cores")
+    if arm.offloads_optimizer and cores:
+        return str(offloading_threads(int(cores), arm.ranks))
+    return environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None
 
 
 # transformers 5.23.0, modeling_utils: checkpointing without kwargs has use_reentrant=False.
@@ -301,7 +309,9 @@ def _accelerate_config(export: Export) -> str:
         settings = {**fsdp_settings(arm), "transformer_layer_cls_to_wrap": arm.transformer_layer_cls_to_wrap}
         config["fsdp_config"] = {f"fsdp_{name}": value for name, value in settings.items()}
     if arm.zero_stage is not None:
-        config["deepspeed_config"] = _accelerate_deepspeed(export.candidate)
+        # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.
+        config["deepspeed_config"] = {"zero3_init_flag": arm.zero_stage == 3}
+        del config["mixed_precision"]
     comments = "".join(f"# {line}\n" for line in beside_lines(export))
     return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
 
@@ -310,23 +320,6 @@ def _distributed_type(arm: Arm, otherwise: str) -> str:
     if arm.zero_stage is not None:
         return "DEEPSPEED"
     return "FSDP" if arm.is_sharded else otherwise
-
-
-def _accelerate_deepspeed(candidate: Candidate) -> dict[str, Any]:
-    """Return DeepSpeed's part of accelerate's file, for code that has an ``Accelerator`` and no ``TrainingArguments``.
-
-    A ``Trainer`` with the argument ``deepspeed`` follows that.
-    """
-    arm = candidate.arm
-    return {
-        "deepspeed_config_file": None,
-        "zero_stage": arm.zero_stage,
-        "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-        "offload_optimizer_device": "cpu" if arm.offloads_optimizer else "none",
-        "offload_param_device": "none",
-        "zero3_init_flag": arm.zero_stage == 3,
-        "zero3_save_16bit_model": arm.zero_stage == 3,
-    }
 
 
 def _lora(export: Export) -> str:

@@ -60,6 +60,11 @@ def shards_with(optim: str) -> bool:
     return optim in _SHARDING_OPTIMS
 
 
+def offloading_threads(cores: int, ranks: int) -> int:
+    """Return the threads of each rank whose optimizer runs on the CPU."""
+    return max(1, cores // ranks)
+
+
 def packages_of(arm: Arm) -> tuple[str, ...]:
     """Return the optional packages that an arm needs."""
     needed = [optim_package(arm.optim)]

@@ -277,7 +277,11 @@ class Plan:
     def _next_pinned(self, best: Tried) -> Candidate | None:
         """Return the winner pinned to one core, once all else is done, if it is host-bound."""
         candidate = best.candidate
-        if not self._space.pins_winner or candidate.arm.cpu_affinity or not self.history.is_host_bound(candidate):
+        arm = candidate.arm
+        if not self._space.pins_winner or arm.cpu_affinity or arm.offloads_optimizer:
+            # An optimizer on the CPU needs all cores.
+            return None
+        if not self.history.is_host_bound(candidate):
             return None
         pinned = replace(candidate, arm=replace(candidate.arm, cpu_affinity=True))
         return pinned if not self.history.attempts(pinned) and self.done() else None

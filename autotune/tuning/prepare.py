@@ -34,7 +34,7 @@ from autotune.tuning.environment import (
 )
 from autotune.tuning.machine import Machine, ThisMachine
 from autotune.tuning.request import SearchRequest, differences
-from autotune.tuning.strategies import arms_of_ranks, least_share
+from autotune.tuning.strategies import arms_of_one, arms_of_ranks, least_share, may_offload
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class Prepared:
 # Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. The state of others, which
 # is smaller, is not counted, since a request may only be refused for what is certain.
 _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
+
+
+# Of each trained parameter in the host's memory with zero2-offload: the float32 weight and gradient, and two moments
+# (DeepSpeedZeroOptimizer with cpu_offload, in deepspeed/runtime/zero/stage_1_and_2.py).
+_HOST_BYTES = 16
 
 
 def _measurement_revision(request: SearchRequest) -> int:
@@ -123,7 +128,9 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
             f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
         )
     if request.ranks > 1:
-        arms = arms_of_ranks(arms, request, model)
+        arms = arms_of_ranks(arms, request, model, training_state_bytes(request, model))
+    else:
+        arms = arms_of_one(arms, request, training_state_bytes(request, model))
     space = Space(arms, _batches(request, model), _own_baseline(model), pins_winner=request.pins == "auto")
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     baseline = space.baseline(default_attention)
@@ -439,6 +446,22 @@ def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
     return trained * (2 + moments) * element_bytes + frozen * bits // 8
 
 
+def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
+    """Return the least memory of a step that keeps its optimizer state on the host: that of the model's weights.
+
+    Raises ``NothingFitsError`` where the host has too little memory for the rest.
+    """
+    host_bytes, free_bytes = _HOST_BYTES * model.trainable_parameters, host_memory().free_bytes
+    if free_bytes is not None and free_bytes < host_bytes:
+        raise NothingFitsError(
+            f"--strategy zero2-offload keeps {format_bytes(host_bytes)} of {request.workload.model} in the host's "
+            f"memory, where {format_bytes(free_bytes)} are free",
+            "use a smaller model, or leave it out",
+        )
+    is_half = {"bf16", "fp16"}.intersection(request.chosen_precisions)
+    return model.parameters * (2 if is_half else BYTES_PER_ELEMENT[request.workload.dtype])
+
+
 def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
     """Return the smallest memory limit whose line is not below the training state."""
     if headroom.size_bytes is not None:
@@ -448,10 +471,12 @@ def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> in
 
 def _check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
     device, limit_bytes = request.device, request.memory_limit_bytes
-    state_bytes = training_state_bytes(request, model) // least_share(request, model)
+    whole_bytes = training_state_bytes(request, model)
+    state_bytes = whole_bytes // least_share(request, model, whole_bytes)
+    if may_offload(request, whole_bytes):
+        state_bytes = min(state_bytes, _offloaded_bytes(request, model))
     least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
-    free_bytes = request.least_free_bytes
-    reachable_bytes = free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+    free_bytes, reachable_bytes = request.least_free_bytes, request.reachable_bytes
     if reachable_bytes >= least_bytes:
         return
     where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"

@@ -144,6 +144,12 @@ class SearchRequest:
         return min(slot.least_free_bytes for slot in self.slots)
 
     @property
+    def reachable_bytes(self) -> int:
+        """What a trial could have of each device: all that is free, or the limit."""
+        free_bytes, limit_bytes = self.least_free_bytes, self.memory_limit_bytes
+        return free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+
+    @property
     def most_trials(self) -> int | None:
         """The budget of trials. Optuna's samplers never finish by themselves, so they always have one."""
         return _FOREIGN_TRIALS if self.trials is None and self.sampler in ("tpe", "random") else self.trials

@@ -146,8 +146,9 @@ def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> 
 
     ``None`` where its optimizer was not timed separately, or the inputs of a micro-step were not counted.
     """
-    if measurement.ranks > 1:
-        # Of a step's micro-steps only the last exchanges gradients, so that times do not scale with their number.
+    if measurement.ranks > 1 or measured.arm.zero_stage is not None:
+        # DeepSpeed updates weights within the last micro-step. Of a step's micro-steps only the last exchanges
+        # gradients, so that times do not scale with their number.
         return None
     optimizer, micro_batch_bytes = measurement.optimizer_seconds, measurement.micro_batch_bytes
     if optimizer is None or not 0 <= optimizer < min(measurement.step_seconds_each, default=0.0):

@@ -8,16 +8,18 @@ from dataclasses import replace
 from autotune.core.candidate import STRATEGIES, Arm, Strategy
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
+from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
 from autotune.tuning.request import SearchRequest
 
 
-def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
+def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Arm, ...]:
     """Return the arms with every strategy that they can be trained with, those with the least communication first.
 
-    Raises ``InvalidRequestError`` for a strategy that was asked for and that the model cannot do.
+    ``state_bytes`` is what weights, gradients and optimizer state take together. Raises ``InvalidRequestError`` for a
+    strategy that was asked for and that the model cannot do.
     """
-    strategies = _strategies(request, model)
+    strategies = _strategies(request, model, state_bytes)
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
     # Without accumulation every micro-step reduces its gradients anyway.
@@ -31,19 +33,51 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts
     )
 
 
+def arms_of_one(arms: Sequence[Arm], request: SearchRequest, state_bytes: int) -> tuple[Arm, ...]:
+    """Return the arms of a single rank, with those that keep the optimizer state on the host where these may be needed.
+
+    ``state_bytes`` is what weights, gradients and optimizer state take together.
+    """
+    offloading = tuple(
+        replace(arm, strategy="zero2-offload", cpu_affinity=False)
+        for arm in arms
+        if shards_with(arm.optim) and not arm.torch_compile
+    )
+    if request.strategies is not None:
+        return offloading
+    return (*arms, *offloading) if may_offload(request, state_bytes) else tuple(arms)
+
+
+def may_offload(request: SearchRequest, state_bytes: int) -> bool:
+    """Return whether a search may keep the optimizer state on the host.
+
+    If that was not asked for, only where a rank's share of weights, gradients and optimizer state takes more than half
+    of the memory (with less, small batches fit), and the host has memory for all of it.
+    """
+    if request.strategies is not None:
+        return "zero2-offload" in request.strategies
+    if request.workload.source is not None or request.workload.quantize or request.workload.peft:
+        return False
+    if request.device.kind != "cuda" or version_of(DEEPSPEED) is None:
+        return False
+    host_bytes = host_memory().free_bytes
+    is_large = 2 * state_bytes // request.ranks > request.reachable_bytes
+    return is_large and (host_bytes is None or host_bytes > state_bytes)
+
+
 def is_zero(strategy: Strategy) -> bool:
     """Return whether a strategy is one of DeepSpeed's."""
     return Arm(strategy=strategy).zero_stage is not None
 
 
-def least_share(request: SearchRequest, model: ModelFacts) -> int:
+def least_share(request: SearchRequest, model: ModelFacts, state_bytes: int) -> int:
     """Return by how many ranks weights, gradients and optimizer state are divided at most; 1 where they are whole."""
-    if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model)):
+    if request.ranks == 1 or all(strategy == "ddp" for strategy in _strategies(request, model, state_bytes)):
         return 1
     return request.ranks
 
 
-def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
+def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
     asked = request.strategies
     has_layers = bool(model.layer_classes)
@@ -72,6 +106,8 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
         with_fsdp = has_layers and not model.sharding_error
         with_zero = version_of(DEEPSPEED) is not None
         found += [s for s in STRATEGIES if (Arm(strategy=s).is_sharded and with_fsdp) or (is_zero(s) and with_zero)]
+        if not may_offload(request, state_bytes):
+            found = [strategy for strategy in found if not Arm(strategy=strategy).offloads_optimizer]
     return tuple(found)
 
 

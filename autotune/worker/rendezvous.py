@@ -7,6 +7,9 @@ import json
 import os
 from typing import Any, TypeVar
 
+from autotune.space.dataloader import usable_cores
+from autotune.space.features import offloading_threads
+
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"
@@ -47,16 +50,21 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def prepare_deepspeed(device_kind: str, ranks: int) -> None:
+def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
     """Set what DeepSpeed reads in the environment of this process; must come before it is imported.
 
     It asks for a process group of one rank, too, as ``torchrun --nproc_per_node 1`` makes it. Port 0 has the store take
-    one that is free. On a CPU, DeepSpeed would choose a GPU that it finds.
+    one that is free. On a CPU, DeepSpeed would choose a GPU that it finds. An optimizer on the CPU gets its share of
+    the cores, since ranks have a single thread otherwise.
     """
     if ranks == 1 and "RANK" not in os.environ:
         os.environ.update({**rank_variables(0, 1, 0), "TORCHELASTIC_USE_AGENT_STORE": "False"})
     if device_kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if offloads:
+        import torch
+
+        torch.set_num_threads(offloading_threads(usable_cores(), ranks))
 
 
 class Ranks:

@@ -274,8 +274,12 @@ def test_a_loop_with_an_accelerator_gets_its_precision_from_a_file(tmp_path: Pat
 def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    alone = make_export(report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields))
+    report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
+    report.environment["host"] = {"usable_cores": 16}
+    alone = make_export(report)
     words = shlex.split(render_launch(alone, "torchrun"))
+    # The optimizer on the CPU uses all cores.
+    assert words[0] == "OMP_NUM_THREADS=16"
     assert words[words.index("--nproc_per_node") + 1] == "1"
     settings = json.loads(words[words.index("--deepspeed") + 1])
     assert settings == alone.arguments["deepspeed"]
@@ -285,8 +289,8 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
         path.write_text(render_launch(alone, "accelerate"))
         config = load_config_from_file(str(path))
     assert (config.distributed_type, config.num_processes) == ("DEEPSPEED", 1)
-    assert config.deepspeed_config["offload_optimizer_device"] == "cpu"
-    assert config.deepspeed_config["gradient_accumulation_steps"] == 2
+    # What the argument says is not said twice.
+    assert (config.deepspeed_config, config.mixed_precision) == ({"zero3_init_flag": False}, None)
     # ZeRO-3 shards a model while it is loaded, once transformers knows of it.
     script = render(
         make_export(report_of(Candidate(Arm("bf16", strategy="zero3", ranks=2), 4), "cuda", fields)), "python"

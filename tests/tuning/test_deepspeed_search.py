@@ -68,7 +68,7 @@ def test_a_search_over_ddp_and_zero_is_verified_by_a_stock_torchrun(cpu: Device,
     words = shlex.split(render_launch(export, "torchrun"))
     assert json.loads(words[words.index("--deepspeed") + 1]) == export.arguments["deepspeed"]
     config = yaml.safe_load(render_launch(export, "accelerate"))
-    assert (config["distributed_type"], config["deepspeed_config"]["zero_stage"]) == ("DEEPSPEED", 2)
+    assert (config["distributed_type"], config["num_processes"]) == ("DEEPSPEED", 2)
 
     # The exported line, with a script that takes TrainingArguments; the Accelerator's file with the same script.
     model = tmp_path / "model"

@@ -171,7 +171,7 @@ class Trial:
         )
         self._phases.enter("model")
         if arm.zero_stage is not None:
-            prepare_deepspeed(self._device_kind, self._ranks.count)
+            prepare_deepspeed(self._device_kind, self._ranks.count, offloads=arm.offloads_optimizer)
         # Once transformers knows of ZeRO-3, it shards a model while it builds it.
         arguments = make_arguments() if arm.zero_stage == 3 else None
         model = build_model(self._workload, arm.attn_implementation, meter.device)

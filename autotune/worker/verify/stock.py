@@ -157,7 +157,8 @@ def build_trainer(
         dataset = PreparedDataset(workload, work.data_folder)
         fixed |= dataset.arguments
     if "deepspeed" in work.arguments:
-        prepare_deepspeed(work.devices.kind, work.devices.ranks)
+        offloads = "offload_optimizer" in work.arguments["deepspeed"]["zero_optimization"]
+        prepare_deepspeed(work.devices.kind, work.devices.ranks, offloads=offloads)
     made = TrainingArguments(**{**work.arguments, **fixed})
     # After the arguments, as in scripts: ZeRO-3 then shards the model while it is built.
     model = build_model(workload, work.attn_implementation, meter.device)
