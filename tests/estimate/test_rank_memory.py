@@ -84,7 +84,7 @@ for strategy, checkpointing, syncs in (
         traced = training._sharded_trace(training._model(), 40, micro_steps=accumulation)
         direct, scaled = ScalableStep(traced, 40), step.of(accumulation)
         at = [s.at(40, chip, accumulation=accumulation) for s in (direct, scaled)]
-        held = [replay(events, stream_of=s.stream) for events, s in zip(at, (direct, scaled))]
+        held = [replay(events, stream_of=s.stream_of) for events, s in zip(at, (direct, scaled))]
         row[accumulation] = {
             "peaks": [h.peak_allocated_bytes for h in held],
             "reserved": [h.peak_reserved_bytes for h in held],

@@ -6,6 +6,7 @@ Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class CachingAllocator:
     def __init__(self, cap_bytes: int | None = None) -> None:
         self._cap = cap_bytes
         # A block is used again in the stream that it was allocated in.
-        self._free: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = {}
+        self._free: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
         self._alive: dict[int, _Block] = {}
         self._next_address = 0
         self.allocated_bytes = self.reserved_bytes = 0
@@ -53,14 +54,18 @@ class CachingAllocator:
 
     def allocate(self, number: int, size_bytes: int, stream: int = 0) -> None:
         """Serve a request from the cache or a new segment; raises ``OutOfCapError`` where neither is possible."""
-        size = max(BLOCK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES or BLOCK_BYTES
         small = size <= _SMALL
-        block = self._best_fit(size, small, stream) or self._new_segment(size, small, stream)
-        self._split(block, size)
+        free = self._free[stream, small]
+        at = bisect.bisect_left(free, (size, -1))
+        block = free.pop(at)[2] if at < len(free) else self._new_segment(size, small, stream)
+        if block.size != size:
+            self._split(block, size)
         block.free = False
         self._alive[number] = block
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
 
     def holds(self, number: int) -> bool:
         """Return whether an allocation exists; one of 0 bytes never does."""
@@ -75,15 +80,7 @@ class CachingAllocator:
             if neighbour is not None and neighbour.free:
                 self._forget(neighbour)
                 block = self._merge(block, neighbour)
-        bisect.insort(self._free_like(block), (block.size, block.address, block))
-
-    def _free_like(self, block: _Block) -> list[tuple[int, int, _Block]]:
-        return self._free.setdefault((block.stream, block.small), [])
-
-    def _best_fit(self, size: int, small: bool, stream: int) -> _Block | None:
-        free = self._free.get((stream, small), [])
-        at = bisect.bisect_left(free, (size, -1))
-        return free.pop(at)[2] if at < len(free) else None
+        bisect.insort(self._free[block.stream, block.small], (block.size, block.address, block))
 
     def _new_segment(self, size: int, small: bool, stream: int) -> _Block:
         if small:
@@ -117,10 +114,10 @@ class CachingAllocator:
         if block.next is not None:
             block.next.previous = rest
         block.next, block.size = rest, size
-        bisect.insort(self._free_like(rest), (rest.size, rest.address, rest))
+        bisect.insort(self._free[rest.stream, rest.small], (rest.size, rest.address, rest))
 
     def _forget(self, block: _Block) -> None:
-        free = self._free_like(block)
+        free = self._free[block.stream, block.small]
         free.pop(bisect.bisect_left(free, (block.size, block.address)))
 
     @staticmethod
@@ -135,16 +132,18 @@ class CachingAllocator:
 
 
 def replay(
-    events: Iterable[tuple[int, int]], cap_bytes: int | None = None, stream_of: Callable[[int], int] = lambda _: 0
+    events: Iterable[tuple[int, int]],
+    cap_bytes: int | None = None,
+    stream_of: Callable[[int], int] | None = None,
 ) -> CachingAllocator:
     """Serve allocations and releases in order; raises ``OutOfCapError`` when the cap is exceeded.
 
-    ``stream_of`` tells the CUDA stream of an allocation.
+    ``stream_of`` tells the CUDA stream of an allocation; ``None`` stands for the default stream.
     """
     allocator = CachingAllocator(cap_bytes)
     for number, size in events:
         if size > 0:
-            allocator.allocate(number, size, stream_of(number))
+            allocator.allocate(number, size, 0 if stream_of is None else stream_of(number))
         elif size == EMPTY_CACHE:
             allocator.empty_cache()
         elif size == DEATH and allocator.holds(number):

@@ -103,11 +103,11 @@ class Limits:
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""
-        free = replay(events, stream_of=step.stream)
+        free = replay(events, stream_of=step.stream_of)
         if free.peak_reserved_bytes <= self._cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
         try:
-            capped = replay(events, self._cap_bytes, step.stream)
+            capped = replay(events, self._cap_bytes, step.stream_of)
         except OutOfCapError:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)

@@ -6,7 +6,7 @@ then a multiple of it exactly when the size grows with the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from autotune.core.chip import Chip
@@ -88,7 +88,8 @@ class ScalableStep:
         self._begins = trace.parts["first inputs"]
         self._model_is_built = trace.parts.get("sharing", self._begins)
         self._inputs = _alive_after(trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]])
-        self._events: dict[int, list[_Event]] = {}
+        self._events: dict[int, list[tuple[int, int | None]]] = {}
+        """By accumulation, the numbers of allocations, each with its origin, or with ``None`` where it is released."""
 
     def of(self, accumulation: int) -> ScalableStep:
         """Return the step that is traced for so many micro-steps, which its labels and streams belong to."""
@@ -104,8 +105,9 @@ class ScalableStep:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
-            self._events[accumulation] = self._two_steps(accumulation)
-        events = [(e.number, DEATH if e.is_death else sizes[e.origin]) for e in self._events[accumulation]]
+            steps = self._two_steps(accumulation)
+            self._events[accumulation] = [(e.number, None if e.is_death else e.origin) for e in steps]
+        events = [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
         # A trial empties the cache once its model is built, before it measures.
         return [*events[: self._model_is_built], (0, EMPTY_CACHE), *events[self._model_is_built :]]
 
@@ -113,8 +115,15 @@ class ScalableStep:
         """Return what kind of allocation this is, in either step."""
         return self._trace.labels[number % self._shift]
 
-    def stream(self, number: int) -> int:
-        """Return the CUDA stream in which an allocation of either step is made; 0 is the default one."""
+    @property
+    def stream_of(self) -> Callable[[int], int] | None:
+        """The CUDA stream in which an allocation of either step is made, 0 for the default one.
+
+        ``None`` where all are in that.
+        """
+        return self._stream if self._trace.streams else None
+
+    def _stream(self, number: int) -> int:
         return self._trace.streams.get(number % self._shift, 0)
 
     def micro_batch_bytes(self, batch: int, chip: Chip) -> int:

@@ -77,6 +77,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations = operations
         """Where operations are counted; ``None`` where they are not."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave ``__torch_dispatch__`` as it is: torch else wraps it for compilers, a fifth of the time of a trace."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             # Three quarters of all calls. There is only one device.
