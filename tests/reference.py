@@ -7,10 +7,11 @@ compares the files with what this program would write.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args, get_type_hints
 
 import click
@@ -38,22 +39,11 @@ FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"
 
 
-def pages() -> dict[str, str]:
-    """Return every generated page by its file's name."""
-    return {
-        "cli.md": _command_line(),
-        "exit-codes.md": _exit_codes(),
-        "python.md": _python(),
-        "schemas.md": _schemas_page(),
-        **{f"schemas/{name}.json": _schema(*SCHEMAS[name][1]) for name in SCHEMAS},
-    }
-
-
 def main() -> None:
-    """Write them."""
-    for name, text in pages().items():
+    """Write every generated page."""
+    for name, write in PAGES.items():
         (FOLDER / name).parent.mkdir(exist_ok=True)
-        (FOLDER / name).write_text(text, encoding="utf-8")
+        (FOLDER / name).write_text(write(), encoding="utf-8")
 
 
 SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -278,8 +268,22 @@ def _field_doc(kind: type, name: str) -> str:
 
 def _docstring_of(kind: type, name: str) -> str:
     """Return the text under a field of a dataclass; empty where there is none."""
-    found = re.search(rf'^    {name}: [^\n]*\n    """(.+?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
+    found = re.search(rf'^    {name}: [^\n]*\n    """(.+?)"""', _source(kind), re.MULTILINE | re.DOTALL)
     return _cell(found[1]) if found else ""
+
+
+# Python parses the whole file to find a class in it.
+_source = functools.cache(inspect.getsource)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": _command_line,
+    "exit-codes.md": _exit_codes,
+    "python.md": _python,
+    "schemas.md": _schemas_page,
+    **{f"schemas/{name}.json": functools.partial(_schema, *kinds) for name, (_, kinds) in SCHEMAS.items()},
+}
+"""What returns the text of each generated page, by the name of its file."""
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,9 @@ _HEAD = struct.Struct("!Q")
 # Above every number that a test passes on, so that moving descriptors to their places overwrites none of them.
 _HIGH_FD = 500
 _MOST_FDS = 32
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+"""From linux/mman.h."""
 _ALWAYS_READ = {"sitecustomize", "usercustomize"}
 _STREAMS = (
     (0, "stdin", "rb", "strict"),
@@ -133,15 +137,32 @@ def main(fd: int) -> None:
     with contextlib.suppress(ImportError):
         # What it needs need not be installed.
         importlib.import_module("autotune.service.server")
+    # A fork would run the finalizers of what was imported at its end: 8,000 pages copied for nothing.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     # What imports needed and freed would else be there for a trial's tensors, beside the limit on its memory.
     ctypes.CDLL(None).malloc_trim(0)
+    _use_huge_pages()
     # A fork copies one thread only. Arrow's allocator has one of its own, and knows of forks.
     others = [int(number) for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
     names = [Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in others]
     assert set(names) <= {"jemalloc_bg_thd"}, names
     serve(Connection(socket.socket(fileno=fd)), base, variables)
+
+
+def _use_huge_pages() -> None:
+    """Put what this process wrote into large pages, of which a fork copies fewer entries: 13 ms in place of 32."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, inode, *name = line.split()
+        if access != "rw-p" or inode != "0" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in span.split("-"))
+        for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+            # Kernels before 6.1 refuse, and all refuse a range without a page.
+            madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
 
 
 def serve(connection: Connection, base: list[str], variables: dict[str, str]) -> NoReturn:
