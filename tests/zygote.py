@@ -160,7 +160,8 @@ def _use_huge_pages() -> None:
         if access != "rw-p" or inode != "0" or name not in ([], ["[heap]"]):
             continue
         start, end = (int(address, 16) for address in span.split("-"))
-        for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
+        first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        for page in range(first, end - _HUGE_PAGE_BYTES + 1, _HUGE_PAGE_BYTES):
             # Kernels before 6.1 refuse, and all refuse a range without a page.
             madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
 
