@@ -273,7 +273,9 @@ class TrialServer:
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
-        """Hand trials the workload as its inspection has shown it."""
+        """Hand trials the workload as its inspection has shown it, this one or an earlier one that is remembered."""
+        # Where it is remembered, the process that inspects the GPU may still run. It would disturb the first trial.
+        self._gpu.close()
         self._process.workload = workload
 
     def discard_data(self) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
+from processes import children, processes_named, wait_until
+from tiny import tiny_workload
 
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
 from autotune.devices import Device
-from autotune.execution import WarmServer
+from autotune.execution import TrialServer, WarmServer
 from autotune.execution.gpu_inspection import GpuInspection, merged
 
 GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
@@ -86,3 +89,17 @@ def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
     inspection.begin(tmp_path)
     assert inspection.finish() is None
     assert not list(tmp_path.iterdir())
+
+
+def test_no_trial_runs_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the answer is remembered, the process has ended before there are trials."""
+    (tmp_path / "tells_of_gpu.py").write_text("import sys, time; sys.stdin.readline(); time.sleep(60)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    with WarmServer() as warm:
+        inspection = warm.inspection(GPU, convolves=False)
+        server = TrialServer(GPU, tiny_workload("bert-tiny"), tmp_path / "logs", lambda: None, warm)
+        inspection.begin(tmp_path)
+        assert wait_until(lambda: bool(processes_named("tells_of_gpu", children(os.getpid()))))
+        server.run_as_inspected(tiny_workload("bert-tiny"))
+        assert not processes_named("tells_of_gpu", children(os.getpid()))
