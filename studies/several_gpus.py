@@ -1,9 +1,9 @@
-"""Compare predicted with measured steps of several ranks that train with DDP on one host.
+"""Compare predicted with measured steps of several ranks that train together on one host.
 
     python studies/several_gpus.py
 
-Steps of two H200 were measured with this project. Speed-ups over one GPU are compared with what Lambda published for
-eight other GPUs. All are in ``studies/landscapes/several_gpus.json``.
+Steps of two H200 were measured with this project, with DDP and with FSDP. Speed-ups over one GPU with DDP are compared
+with what Lambda published for eight other GPUs (``studies/landscapes/several_gpus.json``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime, StepTimeModel
 
 SEVERAL = LANDSCAPES / "several_gpus.json"
+SHARDED = LANDSCAPES / "bert-large-uncased_2xh200_cap23.5GiB.jsonl"
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,27 @@ def several() -> list[Ranks]:
     return found
 
 
+def sharded() -> list[Ranks]:
+    """Return the measured steps of ranks that keep a part of the model each."""
+    operations = {key: decode(traced, Operations) for key, traced in recorded_operations().items()}
+    found = []
+    meta, *cells = map(json.loads, SHARDED.read_text(encoding="utf-8").splitlines())
+    meta, model = meta["meta"], StepTimeModel(CHIPS["h200"])
+    for cell in cells:
+        one = Candidate.from_parameters({"precision": meta["precision"], **{**cell, "strategy": None}})
+        arm = dataclasses.replace(one.arm, strategy=cell["strategy"], ranks=meta["ranks"])
+        if arm.is_sharded:
+            of_step = operations[operations_key(Subject(meta["model"], meta["seq_len"]), one.arm)]
+            candidate = dataclasses.replace(one, arm=arm)
+            predicted = model.predict(of_step, candidate), model.predict(of_step, one)
+            found.append(Ranks("h200", candidate, cell["samples_per_second"], None, *predicted, meta["model"]))
+    return found
+
+
 def main() -> None:
     """Print the comparison."""
     print(f"{'GPU':<14}{'model':<20}{'candidate':<30}{'measured':>9}{'predicted':>10}{'error':>7}  interval")
-    every = several()
+    every = [*several(), *sharded()]
     for known in every:
         expected, low, high = known.expected
         told = f"{known.gpu:<14}{known.model:<20}{known.candidate.describe()[:28]:<30}{known.measured:>9.2f}"

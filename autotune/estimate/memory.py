@@ -259,10 +259,15 @@ class MemoryModel:
             self._operations[of_class] = answer.operations
 
     def operations(self, arm: Arm) -> Operations | None:
-        """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels."""
-        if arm.ranks > 1 or not is_predictable(arm):
-            # What several ranks spend on communication is not predicted.
+        """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels.
+
+        A rank that keeps a part of the model computes what one with all of it does.
+        """
+        if not is_predictable(arm):
             return None
+        if arm.is_sharded:
+            whole = {"strategy": "ddp", "transformer_layer_cls_to_wrap": None, "sync_each_batch": False}
+            arm = dataclasses.replace(arm, **whole)  # type: ignore[arg-type]
         return self._operations.get(prediction_class(arm))
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:

@@ -47,7 +47,7 @@ class StepForecast:
         """
         if candidate not in self._known:
             operations = self._memory.operations(candidate.arm)
-            if operations is None:
+            if operations is None or not self._model.knows(candidate.arm):
                 return None
             self._known[candidate] = self._model.predict(operations, candidate)
         return self._known[candidate]
@@ -68,13 +68,15 @@ class StepForecast:
     def _correction(self, step: StepTime) -> tuple[float | None, float]:
         """Return the factor for a step and what it leaves open; ``None`` where nothing alike was measured.
 
-        Steps are alike that the GPU limits, or that the host does.
+        Steps are alike that the GPU limits, or that the host does, of ranks that share the model in the same way.
         """
         arm, waits = step.candidate.arm, step.limited_by == "host"
         alike = [
             (candidate.arm, ratio)
             for candidate, ratio in self._ratios.items()
-            if (known := self.predicted(candidate)) is not None and (known.limited_by == "host") == waits
+            if (known := self.predicted(candidate)) is not None
+            and (known.limited_by == "host") == waits
+            and candidate.arm.strategy == arm.strategy
         ]
         of_arm = [ratio for other, ratio in alike if other == arm]
         of_precision = [ratio for other, ratio in alike if other.precision == arm.precision]
@@ -82,7 +84,8 @@ class StepForecast:
         found = of_arm or of_precision or every
         if not found:
             return None, 1.0
-        if waits:
+        if waits or arm.ranks > 1:
+            # Of several ranks too few steps were recorded to know better.
             spread = _OF_HOST
         elif not self._is_fitted:
             spread = _OF_OTHER_CHIPS

@@ -12,11 +12,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune.core.candidate import Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.chip import Chip, Rates
 from autotune.core.device import Precision
 from autotune.core.prediction import Operations
-from autotune.estimate.data_parallel import Case, exchange
+from autotune.estimate.data_parallel import Case, exchange, gathering
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, GpuTime, gpu_time
 
 Limiter = Literal["matrix products", "memory traffic", "host", "network"]
@@ -43,13 +43,16 @@ class HostSpeed:
     step_seconds: float = 1.1e-3
     tensor_seconds: float = 2.7e-5
     """Seconds for each trained tensor, in clipping and in the optimizer."""
+    sharding_seconds: float = 0.0
+    """Seconds in each micro-step for gathering weights and reducing gradients; half of them in the forward pass."""
 
     def micro_step(self, operations: Operations) -> tuple[float, float]:
         """Return the seconds that the host takes to issue the forward and the backward pass."""
         dispatched = operations.dispatched
         backward = self.backward_seconds * dispatched["backward"]
         backward += self.recomputation_seconds * dispatched["recomputation"]
-        return self.forward_seconds * dispatched["forward"], backward
+        half = self.sharding_seconds / 2
+        return self.forward_seconds * dispatched["forward"] + half, backward + half
 
     def seconds(self, operations: Operations, accumulation: int) -> float:
         """Return the seconds that the host takes to issue a whole step."""
@@ -65,6 +68,7 @@ class HostSpeed:
             self.micro_step_seconds * factor,
             self.step_seconds * factor,
             self.tensor_seconds * factor,
+            self.sharding_seconds * factor,
         )
 
 
@@ -89,6 +93,10 @@ _CASES: tuple[Case, ...] = ("best", "usual", "worst")
 # the host, and the exchange takes multiprocessors. The usual one is from two H200, 5 to 6 % slower than predicted where
 # the GPU limits; the worst one holds 27 of 30 recorded and published cells of nine GPUs (studies/several_gpus.py).
 _RANKS_USUAL, _RANKS_WORST = 1.05, 1.3
+
+# FSDP2 computes in 16 bits throughout, without the casts of autocast, which are predicted to take 13 % of the GPU's
+# time with BERT-large in bf16 and 22 % with GPT-2 medium.
+_SHARDED_BEST = 0.8
 
 _CORNER = 7.8
 """Exponent of the p-norm that combines the three limits of a micro-step."""
@@ -161,20 +169,31 @@ class StepTimeModel:
         self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == _FITTED_CHIP else OTHER_CHIP)
         self._models: dict[Precision, GpuModel] = {}
 
+    def knows(self, arm: Arm) -> bool:
+        """Return whether steps of an arm can be predicted: not of several chips that have no link in one host."""
+        return arm.ranks == 1 or self._rates.link is not None
+
     def predict(self, operations: Operations, candidate: Candidate) -> StepTime:
-        """Return the predicted step of a candidate with these operations."""
+        """Return the predicted step of a candidate with these operations; see ``knows``."""
         precision = candidate.arm.precision
         if precision not in self._models:
             self._models[precision] = GpuModel(self._rates, precision, EFFICIENCIES)
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
+        ranks = candidate.arm.ranks
+        host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
-            step_seconds(operations, _scaled(gpu, gpu_factor), self._host.scaled(host_factor), accumulation)
+            step_seconds(operations, _scaled(gpu, gpu_factor), host.scaled(host_factor), accumulation)
             for gpu_factor, host_factor in zip(self._doubt.gpu, self._doubt.host, strict=True)
         )
-        seconds, exchanged = step_seconds(operations, gpu, self._host, accumulation), 0.0
-        ranks = candidate.arm.ranks
-        if ranks > 1:
+        seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
+        if candidate.arm.is_sharded:
+            fast, expected, slow = (gathering(operations, self._chip, candidate, case) for case in _CASES)
+            low = low * _SHARDED_BEST + fast.added_seconds(low)
+            seconds = seconds * _RANKS_USUAL + expected.added_seconds(seconds)
+            high = high * _RANKS_WORST + slow.added_seconds(0.0, overlaps=False)
+            exchanged = expected.exchanged
+        elif ranks > 1:
             best, usual, worst = (exchange(operations, self._chip, ranks, case) for case in _CASES)
             backward = max(gpu.backward, self._host.micro_step(operations)[1])
             low += best.added_seconds(backward * self._doubt.gpu[0])
@@ -187,11 +206,20 @@ class StepTimeModel:
             seconds,
             (low, high),
             gpu.of_step(accumulation),
-            self._host.seconds(operations, accumulation),
+            host.seconds(operations, accumulation),
             gpu.by_kind,
             accumulation * operations.product_flops(batch),
             peak_flops(self._rates, precision),
             exchanged,
+        )
+
+    def _sharding_host(self, operations: Operations, candidate: Candidate) -> HostSpeed:
+        """Return a host that issues what FSDP does besides."""
+        more, tensors = gathering(operations, self._chip, candidate), max(1, operations.gradient_tensors)
+        return replace(
+            self._host,
+            sharding_seconds=more.host_micro_step,
+            tensor_seconds=self._host.tensor_seconds + more.host_step / tensors,
         )
 
 

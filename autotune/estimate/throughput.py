@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.core.candidate import Arm
@@ -157,6 +157,7 @@ class Speeds:
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
         self._judge = Judge(space, history)
+        self._twins: dict[Arm, frozenset[Arm]] = {}
 
     def view(self, arm: Arm) -> ArmView:
         """Return the trials of an arm."""
@@ -176,18 +177,29 @@ class Speeds:
 
         That is the same arm without checkpointing, with torch's default allocator, in the faster of two precisions, or
         with less communication. FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3
-        gathers weights in both passes, and ZeRO-2 once after the update.
+        gathers weights in both passes, and ZeRO-2 once after the update. An arm that differs in several of these is
+        never slower either.
         """
-        twins = [
-            dataclasses.replace(view.arm, gradient_checkpointing=False),
-            dataclasses.replace(view.arm, expandable_segments=False),
-            self._faster_precision(view.arm) or view.arm,
-            dataclasses.replace(view.arm, sync_each_batch=False),
-            *([dataclasses.replace(view.arm, strategy="fsdp-keep")] if view.arm.strategy == "fsdp" else []),
-            *([dataclasses.replace(view.arm, strategy="zero2")] if view.arm.strategy == "zero3" else []),
-        ]
-        faster = [twin for twin in twins if twin != view.arm]
+        faster = self._never_slower(view.arm)
         return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())
+
+    def _never_slower(self, arm: Arm) -> frozenset[Arm]:
+        """Return the arms that are never slower than another one at the same batch, that arm left out."""
+        if arm in self._twins:
+            return self._twins[arm]
+        found = {arm}
+        ways: tuple[Callable[[Arm], Arm], ...] = (
+            lambda one: dataclasses.replace(one, gradient_checkpointing=False),
+            lambda one: dataclasses.replace(one, expandable_segments=False),
+            lambda one: dataclasses.replace(one, sync_each_batch=False),
+            lambda one: dataclasses.replace(one, strategy="fsdp-keep") if one.strategy == "fsdp" else one,
+            lambda one: dataclasses.replace(one, strategy="zero2") if one.strategy == "zero3" else one,
+            lambda one: self._faster_precision(one) or one,
+        )
+        for changed in ways:
+            found |= {changed(one) for one in found}
+        self._twins[arm] = frozenset(found - {arm})
+        return self._twins[arm]
 
     def _faster_precision(self, arm: Arm) -> Arm | None:
         """Return the same arm in a precision that is never slower; ``None`` where there is none in the space."""

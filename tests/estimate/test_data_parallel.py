@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 from recorded_steps import Subject, operations_key, recorded_operations
-from several_gpus import several
+from several_gpus import several, sharded
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import STRATEGIES, Arm, Candidate, Strategy
 from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.data_parallel import exchange
+from autotune.estimate.data_parallel import exchange, gathering
 from autotune.estimate.step_time import StepTimeModel
 
 
@@ -23,8 +23,8 @@ def traced() -> Operations:
     return decode(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), arm)], Operations)
 
 
-def candidate(ranks: int, batch: int = 16, accumulation: int = 1) -> Candidate:
-    return Candidate(Arm("bf16", strategy="ddp", ranks=ranks), batch, accumulation)
+def candidate(ranks: int, batch: int = 16, accumulation: int = 1, strategy: Strategy = "ddp") -> Candidate:
+    return Candidate(Arm("bf16", strategy=strategy, ranks=ranks), batch, accumulation)
 
 
 def test_recorded_and_published_steps_of_several_gpus_are_in_their_intervals() -> None:
@@ -65,9 +65,42 @@ def test_several_ranks_train_more_samples_and_are_known_less_well(traced: Operat
     assert two.interval_seconds[1] / two.interval_seconds[0] > one.interval_seconds[1] / one.interval_seconds[0]
 
 
+def test_recorded_steps_of_ranks_with_parts_of_the_model_are_in_their_intervals() -> None:
+    every = sharded()
+    assert {known.candidate.arm.strategy for known in every} == {"fsdp", "fsdp-keep"}
+    assert all(known.is_inside for known in every)
+
+
+def test_strategies_are_predicted_in_the_order_that_was_measured(traced: Operations) -> None:
+    model = StepTimeModel(CHIPS["h200"])
+    speeds = [model.predict(traced, candidate(2, 32, 1, strategy)).samples_per_second for strategy in STRATEGIES[:3]]
+    # 536, 371 and 327 samples a second on two H200.
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > 1.2 * speeds[1]
+
+
+def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(traced: Operations) -> None:
+    def seconds(strategy: Strategy, accumulation: int, **changes: bool) -> float:
+        one = candidate(2, 8, accumulation, strategy)
+        return gathering(traced, CHIPS["rtx-4090"], replace(one, arm=replace(one.arm, **changes))).exchanged
+
+    once = seconds("fsdp-keep", 1) / 2
+    assert seconds("fsdp", 1) == pytest.approx(3 * once)
+    assert seconds("fsdp", 4) == pytest.approx(9 * once)
+    assert seconds("fsdp", 4, sync_each_batch=True) == pytest.approx(12 * once)
+    # 0.67 GB of bf16 weights, of which the other rank has half.
+    link = CHIPS["rtx-4090"].rates.link  # type: ignore[union-attr]
+    assert link is not None
+    assert once == pytest.approx(0.335e9 / (link.bytes_per_second * link.shares[1]), rel=0.1)
+    known = gathering(traced, CHIPS["rtx-4090"], candidate(2, 8, 1, "fsdp"))
+    assert known.added_seconds(10.0) == known.shown < known.added_seconds(0.0) == known.exchanged
+
+
 def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> None:
     chip = CHIPS["gh200-96gb"]
     with pytest.raises(InvalidRequestError, match="gh200"):
         exchange(traced, chip, 2)
+    model = StepTimeModel(chip)
+    assert (model.knows(Arm()), model.knows(candidate(2).arm)) == (True, False)
     assert chip.rates is not None
     assert exchange(traced, replace(chip, rates=replace(chip.rates, link=CHIPS["h200"].rates.link)), 2).all_reduce > 0  # type: ignore[union-attr]

@@ -156,8 +156,10 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
     operations = Operations((), {}, 0, 0)
     for arm in (one, two):
         model.add(Question(arm, ((8, 1),), None), PredictionAnswer((), None, operations))
-    # What several ranks spend on communication is not known.
-    assert (model.operations(one), model.operations(two)) == (operations, None)
+    # A rank that has a part of the model computes what one with all of it does.
+    part = dataclasses.replace(two, strategy="fsdp", transformer_layer_cls_to_wrap="BertLayer", sync_each_batch=True)
+    assert [model.operations(arm) for arm in (one, two, part)] == [operations] * 3
+    assert model.operations(dataclasses.replace(part, gradient_checkpointing=True)) is None
 
 
 @pytest.mark.whole

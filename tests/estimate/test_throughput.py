@@ -104,6 +104,18 @@ def test_recomputing_is_beaten_at_a_batch_that_was_measured_without() -> None:
     assert not found.is_beaten(view, 64)
 
 
+def test_an_arm_that_differs_in_several_ways_that_cost_time_is_beaten() -> None:
+    keeps = Arm("bf16", strategy="fsdp-keep", ranks=2)
+    worst = Arm("bf16", gradient_checkpointing=True, strategy="fsdp", ranks=2, sync_each_batch=True)
+    found = speeds((keeps, 16, 0.1), arms=(keeps, worst))
+    assert found.is_beaten(found.view(worst), 16)
+    assert not found.is_beaten(found.view(worst), 32)
+    ddp = Arm("bf16", strategy="ddp", ranks=2)
+    found = speeds((ddp, 16, 0.1), arms=(ddp, worst))
+    # Nothing says that DDP is never slower than FSDP.
+    assert not found.is_beaten(found.view(worst), 16)
+
+
 @pytest.mark.parametrize("seconds", [0.05, 0.2])
 def test_checkpointing_is_left_out_without_a_gpu_time_where_the_plain_arm_is_far_behind(seconds: float) -> None:
     """On a CPU no GPU time is measured. bf16 at 16 samples in 50 ms is nearly as fast as fp32, in 200 ms it is not."""
