@@ -15,6 +15,7 @@ from autotune.cli.predictions import (
     known_chips,
     of_ranks,
     predictions,
+    told_unknown,
 )
 from autotune.cli.table import print_table
 from autotune.core.schema import encode
@@ -281,6 +282,10 @@ def _print(offers: list[Offer], workload: Workload, effective_batch: int, sample
     head = ["rank", "GPU", "best", "samples/s", "interval", "grade", "limited by", "hours", "cost", "interval of cost"]
     print_table(head, rows)
     click.echo("* none is both as fast and as cheap. GPUs of one rank may cost the same: their intervals overlap.")
+    steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
+    if steps:
+        most = max(steps, key=lambda step: step.unknown_share)
+        click.echo(told_unknown(most.unknown_operations, most.unknown_share))
     told = {
         "measured": "in a study in --storage on that GPU",
         "scaled": "predicted from specified rates, times what a measurement in --storage says of the prediction",

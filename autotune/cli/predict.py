@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, table_options
 from autotune.cli.output import print_json
-from autotune.cli.predictions import batches_of, find_named, known_chips, predictions
+from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, told_unknown
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import encode
@@ -240,6 +240,8 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
         click.echo("At the moment of the peak: without accumulation that is often before there are gradients.")
     if best is not None:
         click.echo(_choice(best, document["arms"]))
+        if best.get("unknown_operations"):
+            click.echo(told_unknown(best["unknown_operations"], best["unknown_operations_share"]))
         if anatomy:
             click.echo(_time_anatomy(best))
     if ranks > 1:

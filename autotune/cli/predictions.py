@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # One host has no more. A choice.
 _MOST_RANKS = 64
+_MOST_NAMED = 4
 
 
 def known_chips(spec: str | None) -> dict[str, Chip]:
@@ -94,6 +95,17 @@ def predictions(
             # Last, since making a database takes a second in which others could be predicting.
             answers.keep(key, facts)
     return list(zip(every, forecast.models, strict=True))
+
+
+def told_unknown(calls: dict[str, int], share: float) -> str:
+    """Return a sentence about operations of which only the memory traffic is predicted."""
+    most = sorted(calls, key=lambda name: -calls[name])
+    names = ", ".join(f"{name} ({calls[name]} ×)" for name in most[:_MOST_NAMED])
+    more = f" and {len(most) - _MOST_NAMED} more" if len(most) > _MOST_NAMED else ""
+    return (
+        f"Too fast, perhaps: how long {names}{more} take is not known. Their memory traffic is counted, {share:.1%} of "
+        "the GPU time, and nothing else of them."
+    )
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:

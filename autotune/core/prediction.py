@@ -5,7 +5,7 @@ A process with torch predicts on fake tensors. Its answers are sent and stored a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
@@ -100,6 +100,8 @@ class Operations:
     """Number of operations that the host issues in each part, including views."""
     gradient_tensors: int
     gradient_bytes: int
+    unknown: dict[str, int] = field(default_factory=dict)
+    """How often each operation runs whose class is not known, by name. Only its memory traffic is in ``rows``."""
 
     def product_flops(self, batch: int) -> float:
         """Return the floating-point operations of matrix products, attention and convolutions in a micro-step.

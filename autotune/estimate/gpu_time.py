@@ -124,7 +124,7 @@ class GpuModel:
     def _share(self, kind: str) -> float:
         if kind == "fused_update":
             return self._efficiencies.update
-        if kind == "fill":
+        if kind in ("fill", "unknown"):
             return self._efficiencies.elementwise
         share: float = getattr(self._efficiencies, kind)
         return share

@@ -9,7 +9,7 @@ operations. A p-norm smooths the transition between them. Several ranks exchange
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
@@ -120,6 +120,13 @@ class StepTime:
     """The specified rate of the chip in this precision."""
     exchange_seconds: float = 0.0
     """Seconds for which gradients are exchanged between ranks, hidden behind the backward pass or not."""
+    unknown_operations: dict[str, int] = field(default_factory=dict)
+    """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
+
+    @property
+    def unknown_share(self) -> float:
+        """Return the share of the GPU time that is the memory traffic of unknown operations."""
+        return self.gpu_seconds_by_kind.get("unknown", 0.0) / self.gpu_seconds if self.gpu_seconds else 0.0
 
     @property
     def samples_per_second(self) -> float:
@@ -211,6 +218,7 @@ class StepTimeModel:
             accumulation * operations.product_flops(batch),
             peak_flops(self._rates, precision),
             exchanged,
+            operations.unknown,
         )
 
     def _sharding_host(self, operations: Operations, candidate: Candidate) -> HostSpeed:

@@ -23,6 +23,10 @@ class SpeedDocument:
     limited_by: Limiter
     gpu_seconds_by_kind: dict[str, float]
     """GPU time of a step by kind of operation."""
+    unknown_operations: dict[str, int]
+    """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
+    unknown_operations_share: float
+    """Share of the GPU time that is this traffic; what else these operations take is left out."""
 
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
@@ -37,6 +41,8 @@ def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
         predicted.utilisation,
         predicted.limited_by,
         predicted.gpu_seconds_by_kind,
+        predicted.unknown_operations,
+        predicted.unknown_share,
     )
 
 

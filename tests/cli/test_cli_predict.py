@@ -14,7 +14,7 @@ import pytest
 from command_line import COLD, ROOT, Run, run_process
 
 from autotune.cli.predict import _best, _print
-from autotune.cli.predictions import find_named, known_chips
+from autotune.cli.predictions import find_named, known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
 from autotune.store import open_store
@@ -324,3 +324,11 @@ def test_a_model_has_to_be_named(run: Run) -> None:
     ran = run("predict", "--memory-limit", "8GiB")
     assert ran.code == 2
     assert "--model" in ran.stderr
+
+
+def test_operations_of_no_known_kind_are_named_the_most_frequent_first() -> None:
+    told = told_unknown({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
+    assert told == (
+        "Too fast, perhaps: how long aten::_fft_r2c (12 ×), notes::scan (2 ×), a::b (1 ×), a::c (1 ×) and 1 more take "
+        "is not known. Their memory traffic is counted, 3.1% of the GPU time, and nothing else of them."
+    )

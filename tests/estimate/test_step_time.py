@@ -164,3 +164,15 @@ def test_rates_decide_nothing_about_memory() -> None:
     chip = CHIPS["rtx-3090"]
     assert chip.decisive().rates is None
     assert replace(chip, rates=None).decisive() == chip.decisive()
+
+
+def test_the_share_of_operations_of_no_known_kind_is_told(bert_large: Operations) -> None:
+    candidate = Candidate(BF16, 16, 4)
+    plain = StepTimeModel(H200).predict(bert_large, candidate)
+    assert plain.unknown_operations == {}
+    assert plain.unknown_share == 0
+    scan = Operation("forward", "unknown", "float32", (0, 0), (2**24, 0), (), 24)
+    traced = replace(bert_large, rows=(*bert_large.rows, scan), unknown={"notes::scan": 24})
+    step = StepTimeModel(H200).predict(traced, candidate)
+    assert step.unknown_operations == {"notes::scan": 24}
+    assert step.unknown_share == pytest.approx(1 - plain.gpu_seconds / step.gpu_seconds)

@@ -38,6 +38,41 @@ tally.counts_as = "micro_step"
 tokens, experts = torch.empty((61 * 4, 16), dtype=torch.bfloat16), torch.empty((2, 16, 24), dtype=torch.bfloat16)
 tally.add(torch.ops.aten._grouped_mm.default, (tokens, experts), torch.empty((61 * 4, 24), dtype=torch.bfloat16))
 found["experts"] = {"documents": [encode(tally.operations([]))]}
+
+# A model with an operation of its own library.
+from autotune.worker.fake.step import trace_training
+
+
+@torch.library.custom_op("notes::scan", mutates_args=())
+def scan(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1)
+
+
+@scan.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+scan.register_autograd(lambda ctx, gradient: scan(gradient), setup_context=lambda ctx, inputs, output: None)
+
+
+class Scanning:
+    max_grad_norm, keeps_gradients = 1.0, False
+    with torch.device("meta"):
+        model = torch.nn.Linear(16, 24)
+
+    def begin(self, batch_size):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def batch(self, size):
+        return torch.empty((size, 8, 16))
+
+    def loss(self, batch):
+        return torch.fft.rfft(scan(self.model(batch))).abs().sum()
+
+
+_, operations = trace_training(Scanning(), 61, CHIPS["h200"], padded=False)
+found["scanning"] = {"documents": [encode(operations)]}
 print(json.dumps(found))
 """
 
@@ -64,7 +99,7 @@ def flops(document: dict[str, Any], kind: str, part: str) -> list[int]:
 
 def test_operations_are_the_same_whatever_the_batch_of_the_trace(traced: dict[str, Any]) -> None:
     for name, found in traced.items():
-        if name == "experts":
+        if name in ("experts", "scanning"):
             continue
         first, second = found["documents"]
         assert in_order(first) == in_order(second)
@@ -110,3 +145,18 @@ def test_the_products_of_experts_have_the_operations_of_their_tokens(traced: dic
     (row,) = traced["experts"]["documents"][0]["rows"]
     assert row["kind"] == "matrix_product"
     assert row["flops"] == [2 * 4 * 16 * 24, 0]
+
+
+def test_operations_of_no_known_kind_are_named_and_their_traffic_is_counted(traced: dict[str, Any]) -> None:
+    document = traced["scanning"]["documents"][0]
+    assert document["unknown"]["notes::scan"] == 2
+    assert {"aten::_fft_r2c", "aten::_fft_c2r"} & set(document["unknown"])
+    forward = [row for row in document["rows"] if row["kind"] == "unknown" and row["part"] == "forward"]
+    # The scan reads and writes 8 × 24 numbers of 4 bytes for each sample.
+    assert [2 * 8 * 24 * 4, 0] in [list(row["bytes"]) for row in forward]
+
+
+def test_every_operation_of_known_models_has_a_kind(traced: dict[str, Any]) -> None:
+    for name, found in traced.items():
+        if name != "scanning":
+            assert all(not document.get("unknown") for document in found["documents"]), name

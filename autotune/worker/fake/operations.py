@@ -76,12 +76,15 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         *("scatter_add_", "gather_backward", "index_add", "index_add_", "take_along_dim", "nonzero"),
         *("masked_select", "sort", "topk"),
     ),
+    "elementwise": ("native_dropout", "masked_fill_", "tril", "triu", "tril_", "triu_"),
     "nothing": (
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"),
         *("lift_fresh", "sym_size", "sym_numel", "sym_stride", "device", "_local_scalar_dense", "is_pinned"),
     ),
 }
 _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
+_OF_NO_KERNEL = ("prim", "profiler")
+"""Namespaces of operations that the GPU does not run."""
 
 Row = tuple[str, str, Size, Size, tuple[Size, ...]]
 """The kind, dtype, operations, bytes and shape of an ``Operation``."""
@@ -96,6 +99,7 @@ class OperationTally:
         self._batch = batch
         self._counts: dict[tuple[str, Row], int] = {}
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
+        self._unknown: dict[str, int] = {}
         self._kinds: dict[Any, tuple[str, str]] = {}
 
     def add(self, func: Any, args: Sequence[Any], out: Any) -> None:
@@ -107,6 +111,8 @@ class OperationTally:
         self._dispatched[part] += 1
         if kind == "nothing":
             return
+        if kind == "unknown":
+            self._unknown[name] = self._unknown.get(name, 0) + 1
         if kind == "matrix_product":
             row = self._matrix_product(name, args)
         elif kind in ("attention", "attention_backward"):
@@ -127,18 +133,13 @@ class OperationTally:
             dict(self._dispatched),
             len(parameters),
             sum(parameter.nbytes for parameter in parameters),
+            dict(self._unknown),
         )
 
     def _kind_of(self, func: Any) -> tuple[str, str]:
         known = self._kinds.get(func)
         if known is None:
-            name = func._schema.name.partition("::")[2]
-            kind = "matrix_product" if name in _MATRIX_PRODUCTS else _KINDS.get(name, "elementwise")
-            if func.is_view:
-                kind = "nothing"
-            elif name.startswith(("_fused_ad", "_fused_sgd", "_foreach_")):
-                kind = "fused_update"
-            known = self._kinds[func] = name, kind
+            known = self._kinds[func] = _name_and_kind(func)
         return known
 
     def _split(self, number: int) -> Size:
@@ -229,6 +230,23 @@ class OperationTally:
         elif kind == "elementwise" and _mixes_dtypes(read, written):
             kind = "elementwise_cast"
         return kind, dtype, (0, 0), self._bytes(touched), shape
+
+
+def _name_and_kind(func: Any) -> tuple[str, str]:
+    """Return the name of an operation and its kind; of one of no known kind, with the library that defines it."""
+    library, _, name = func._schema.name.partition("::")
+    if func.is_view or library in _OF_NO_KERNEL:
+        return name, "nothing"
+    if library == "aten":
+        if name in _MATRIX_PRODUCTS:
+            return name, "matrix_product"
+        if name in _KINDS:
+            return name, _KINDS[name]
+        if name.startswith(("_fused_ad", "_fused_sgd", "_foreach_")):
+            return name, "fused_update"
+        if torch.Tag.pointwise in func.tags:
+            return name, "elementwise"
+    return func._schema.name, "unknown"
 
 
 def _part_of_micro_step() -> str:
