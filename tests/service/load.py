@@ -1,22 +1,24 @@
-"""Measure a service under load: many agents and clients, jobs of a stand-in trial, all over HTTP.
+"""Measure a service under load: agents and clients that speak HTTP, jobs of a stand-in trial, both databases.
 
-``python tests/service/load.py --agents 50 --jobs 5000 --listeners 200`` prints what was found. The agents do
-everything that real ones do but search.
+``python tests/service/load.py`` runs 5,000 jobs with 50 agents and 200 listeners, on SQLite and on PostgreSQL, and
+prints what was found beside the aims. The agents do everything that real ones do but search. They are tasks of one
+process, so that they leave the cores to the service.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,154 +35,207 @@ from autotune.service.searches import Searches  # noqa: E402
 from autotune.service.tokens import add_token  # noqa: E402
 from autotune.store import open_store  # noqa: E402
 
+ASKED = {"model": "bert-tiny", "effective_batch": 16}
+ANSWERED = {"model": "bert-large-uncased", "effective_batch": 64}
+# Each may submit 1,200 searches a minute.
+TOKENS = 10
+AIMS = {
+    "jobs lost": 0,
+    "jobs doubled": 0,
+    "claim, median (ms)": 50,
+    "first page, median (ms)": 200,
+    "submit to first event, worst of 5 (ms)": 1000,
+    "a request that was answered before, median (ms)": 100,
+}
+"""What a machine that does nothing else must reach."""
+
 
 class Caller:
     """One client with a connection that is kept open."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._host = urlsplit(url).netloc
+        self._token = token
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
 
-    def call(self, method: str, path: str, document: Any = None) -> Any:
-        """Send a request and return the answer's JSON."""
-        body = None if document is None else json.dumps(document)
-        self._connection.request(method, path, body, self._headers)
-        answer = self._connection.getresponse()
-        data = answer.read()
-        if answer.status >= 400:
-            raise RuntimeError(f"{method} {path}: {answer.status} {data[:200]!r}")
-        return json.loads(data) if data and answer.headers.get_content_type() == "application/json" else data
+    async def call(self, method: str, path: str, document: Any = None) -> Any:
+        """Send a request and return the answer's JSON, or its bytes."""
+        reader = await self.ask(method, path, document)
+        status, headers = await read_head(reader)
+        data = await reader.readexactly(int(headers.get(b"content-length", b"0")))
+        if status >= 400:
+            raise RuntimeError(f"{method} {path}: {status} {data[:200]!r}")
+        return json.loads(data) if headers.get(b"content-type") == b"application/json" else data
+
+    async def ask(self, method: str, path: str, document: Any = None) -> asyncio.StreamReader:
+        """Send a request; return what the answer is read from."""
+        if self._reader is None or self._writer is None:
+            host, _, port = self._host.partition(":")
+            self._reader, self._writer = await asyncio.open_connection(host, int(port))
+        body = b"" if document is None else json.dumps(document).encode()
+        self._writer.write(
+            f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: Bearer {self._token}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        return self._reader
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._writer is not None:
+            self._writer.close()
 
 
-def percentile(values: list[float], share: float) -> float:
+async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+    """Read an answer's status and headers."""
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).rstrip().split(b"\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.lower()] = value.strip()
+    return int(first.split()[1]), headers
+
+
+def percentile(seconds: list[float], share: float) -> float:
     """Return a percentile of some seconds, in milliseconds."""
-    ordered = sorted(values)
+    ordered = sorted(seconds)
     return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
 
 
+@dataclass
 class Load:
     """The load on one service, and what was measured of it."""
 
-    def __init__(self, url: str, tokens: list[str], trial_seconds: float) -> None:
-        self.url, self.token, self.tokens, self.trial_seconds = url, tokens[0], tokens, trial_seconds
-        self.claim_seconds: list[float] = []
-        self.submit_seconds: list[float] = []
-        self.page_seconds: list[float] = []
-        self.ran: list[str] = []
-        self.heard = 0
-        self.is_over = False
+    url: str
+    tokens: list[str]
+    trial_seconds: float
+    claim_seconds: list[float] = field(default_factory=list)
+    submit_seconds: list[float] = field(default_factory=list)
+    page_seconds: list[float] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    heard: int = 0
 
     def caller(self) -> Caller:
         """Return a new client."""
-        return Caller(self.url, self.token)
+        return Caller(self.url, self.tokens[0])
 
-    def agent(self, number: int) -> None:
-        """Run jobs until none is left: claim, two events, the end."""
+    async def submit(self, token: str, numbers: range) -> list[str]:
+        """Submit searches one after another; return their ids."""
+        caller, ids = Caller(self.url, token), []
+        for number in numbers:
+            begun = time.monotonic()
+            ids.append((await caller.call("POST", "/v1/searches", {**ASKED, "study": f"load-{number}"}))["id"])
+            self.submit_seconds.append(time.monotonic() - begun)
+        caller.close()
+        return ids
+
+    async def run_agent(self, number: int) -> None:
+        """Run jobs until none is left: claim, heartbeat, two events, the end."""
         caller = self.caller()
         told = {"name": f"stand-in {number}", "host": "load", "version": __version__}
-        agent = caller.call("POST", "/v1/agents", {**told, "device": find_device("cpu").document()})["id"]
-        while not self.is_over:
+        agent = (await caller.call("POST", "/v1/agents", {**told, "device": find_device("cpu").document()}))["id"]
+        # They do not all begin at once.
+        await asyncio.sleep(random.uniform(0, self.trial_seconds))
+        while True:
             started = time.monotonic()
-            job = caller.call("POST", f"/v1/agents/{agent}/claim", {})["job"]
+            job = (await caller.call("POST", f"/v1/agents/{agent}/claim", {}))["job"]
             if job is None:
                 break
             self.claim_seconds.append(time.monotonic() - started)
             path, lease = f"/v1/agents/{agent}/jobs/{job['id']}", {"lease_token": job["lease_token"]}
-            # As long as a trial lasts the agent asks for nothing; they do not all begin at once.
-            time.sleep(self.trial_seconds * random.uniform(0.5, 1.5))
+            await caller.call("POST", f"{path}/heartbeat", {**lease, "status": {"running": "trial 0"}})
+            await asyncio.sleep(self.trial_seconds * random.uniform(0.5, 1.5))
             event = {"kind": "trial", "document": {"number": 0, "state": "completed"}}
-            caller.call("POST", f"{path}/events", {**lease, "events": [event, event]})
-            caller.call("POST", f"{path}/end", {**lease, "state": "finished"})
+            await caller.call("POST", f"{path}/events", {**lease, "events": [event, event]})
+            await caller.call("POST", f"{path}/end", {**lease, "state": "finished"})
             self.ran.append(job["id"])
+        caller.close()
 
-    def listen(self) -> None:
+    async def listen(self) -> None:
         """Follow the changes of the queue."""
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=120)
-        connection.request("GET", "/v1/events", headers={"Authorization": f"Bearer {self.token}"})
-        answer = connection.getresponse()
-        while not self.is_over and answer.readline():
-            self.heard += 1
-        connection.close()
+        caller = self.caller()
+        reader = await caller.ask("GET", "/v1/events")
+        while data := await reader.read(65536):
+            self.heard += data.count(b"event:")
 
-    def look(self) -> None:
+    async def look(self) -> None:
         """Ask for the first page again and again."""
         caller = self.caller()
-        while not self.is_over:
+        while True:
             started = time.monotonic()
-            caller.call("GET", "/parts/home")
+            await caller.call("GET", "/")
             self.page_seconds.append(time.monotonic() - started)
-            time.sleep(0.5)
+            await asyncio.sleep(0.5)
 
-    def first_event(self, study: str) -> float:
+    async def time_first_event(self, study: str) -> float:
         """Return the seconds from submitting a search to its first event."""
+        caller, listener = self.caller(), self.caller()
         started = time.monotonic()
-        asked = {"model": "bert-tiny", "effective_batch": 16, "study": study}
-        search = self.caller().call("POST", "/v1/searches", asked)["id"]
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
-        connection.request("GET", f"/v1/searches/{search}/events", headers={"Authorization": f"Bearer {self.token}"})
-        answer = connection.getresponse()
-        while not answer.readline().startswith(b"event:"):
-            pass
+        search = (await caller.call("POST", "/v1/searches", {**ASKED, "study": study}))["id"]
+        reader = await listener.ask("GET", f"/v1/searches/{search}/events")
+        await reader.readuntil(b"event:")
         seconds = time.monotonic() - started
-        connection.close()
+        await caller.call("DELETE", f"/v1/searches/{search}")
+        for client in (caller, listener):
+            client.close()
         return seconds
 
-    def repeat(self) -> float:
+    async def time_repeats(self, times: int) -> list[float]:
         """Return the seconds that the answer to a request takes that was answered before."""
-        caller = self.caller()
-        started = time.monotonic()
-        told = caller.call("POST", "/v1/searches", ANSWERED)
-        seconds = time.monotonic() - started
-        if told["state"] != "finished":
-            raise RuntimeError(f"it was not answered from the store: {told['state']}")
-        return seconds
+        caller, found = self.caller(), []
+        for _ in range(times):
+            started = time.monotonic()
+            told = await caller.call("POST", "/v1/searches", ANSWERED)
+            found.append(time.monotonic() - started)
+            if told["state"] != "finished":
+                raise RuntimeError(f"it was not answered from the store: {told['state']}")
+        caller.close()
+        return found
 
-    def run(self, agents: int, jobs: int, listeners: int) -> dict[str, Any]:
+    async def finished(self) -> set[str]:
+        """Return the ids of all searches that the service says are finished."""
+        caller, found = self.caller(), set()
+        query = "state=finished&limit=1000"
+        while page := (await caller.call("GET", f"/v1/searches?{query}"))["searches"]:
+            found |= {search["id"] for search in page}
+            query = f"state=finished&limit=1000&before={page[-1]['number']}"
+        caller.close()
+        return found
+
+    async def run(self, agents: int, jobs: int, listeners: int) -> dict[str, float]:
         """Submit the jobs, run them, and return what was found."""
+        started = time.monotonic()
         # One token alone may not submit so fast.
-        submitters = [Caller(self.url, token) for token in self.tokens]
+        shares = [range(place, jobs, len(self.tokens)) for place in range(len(self.tokens))]
+        submitted = await asyncio.gather(*map(self.submit, self.tokens, shares))
+        ids = {search for found in submitted for search in found}
+        submitting_seconds = time.monotonic() - started
+        beside = [asyncio.create_task(self.listen()) for _ in range(listeners)]
+        beside.append(asyncio.create_task(self.look()))
         started = time.monotonic()
-        ids = []
-        for number in range(jobs):
-            asked = {"model": "bert-tiny", "effective_batch": 16, "study": f"load-{number}"}
-            begun = time.monotonic()
-            ids.append(submitters[number % len(submitters)].call("POST", "/v1/searches", asked)["id"])
-            self.submit_seconds.append(time.monotonic() - begun)
-        submitted = time.monotonic() - started
-        beside = [threading.Thread(target=self.listen, daemon=True) for _ in range(listeners)]
-        beside.append(threading.Thread(target=self.look, daemon=True))
-        workers = [threading.Thread(target=self.agent, args=(number,)) for number in range(agents)]
-        started = time.monotonic()
-        for thread in (*beside, *workers):
-            thread.start()
-        for thread in workers:
-            thread.join()
-        seconds = time.monotonic() - started
+        await asyncio.gather(*(self.run_agent(number) for number in range(agents)))
+        running_seconds = time.monotonic() - started
         # Still with all listeners.
-        first_event = [self.first_event(f"event-{number}") for number in range(5)]
-        self.is_over = True
-        repeated = [self.repeat() for _ in range(20)]
+        first_event = [await self.time_first_event(f"event-{number}") for number in range(5)]
+        for task in beside:
+            task.cancel()
+        repeated, finished = await self.time_repeats(20), await self.finished()
         return {
-            "agents": agents,
             "jobs": jobs,
-            "listeners": listeners,
-            "trial_seconds": self.trial_seconds,
-            "lost": len(set(ids) - set(self.ran)),
-            "doubled": len(self.ran) - len(set(self.ran)),
-            "submitted_per_second": round(jobs / submitted, 1),
-            "ran_per_second": round(jobs / seconds, 1),
-            "submit_ms_median": percentile(self.submit_seconds, 0.5),
-            "first_event_ms_worst": percentile(first_event, 1.0),
-            "repeated_request_ms_median": percentile(repeated, 0.5),
-            "claim_ms_median": percentile(self.claim_seconds, 0.5),
-            "claim_ms_p95": percentile(self.claim_seconds, 0.95),
-            "page_ms_median": round(1000 * statistics.median(self.page_seconds), 1),
-            "page_ms_p95": percentile(self.page_seconds, 0.95),
-            "events_heard": self.heard,
+            "jobs lost": len(ids - (set(self.ran) & finished)),
+            "jobs doubled": len(self.ran) - len(set(self.ran)),
+            "claim, median (ms)": percentile(self.claim_seconds, 0.5),
+            "claim, 95th percentile (ms)": percentile(self.claim_seconds, 0.95),
+            "first page, median (ms)": percentile(self.page_seconds, 0.5),
+            "first page, 95th percentile (ms)": percentile(self.page_seconds, 0.95),
+            "submit, median (ms)": percentile(self.submit_seconds, 0.5),
+            "submit to first event, worst of 5 (ms)": percentile(first_event, 1.0),
+            "a request that was answered before, median (ms)": percentile(repeated, 0.5),
+            "submitted a second": round(jobs / submitting_seconds, 1),
+            "run a second": round(jobs / running_seconds, 1),
+            "events that the listeners heard": self.heard,
         }
-
-
-ANSWERED = {"model": "bert-large-uncased", "effective_batch": 64}
 
 
 def answer_once(storage: str) -> None:
@@ -199,31 +254,104 @@ def answer_once(storage: str) -> None:
             client.delete(f"/v1/agents/{agent.id}")
 
 
-def measure(agents: int, jobs: int, listeners: int, trial_seconds: float, storage: str | None = None) -> dict[str, Any]:
-    """Start a service on a new database, or an empty one at ``storage``, load it and end it; return what was found."""
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor time of a process and of those that it has started."""
+    seconds = 0.0
+    for each in (process, *process.children(recursive=True)):
+        times = each.cpu_times()
+        seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
+def busy_seconds() -> float:
+    """Return the processor time of all processes of this machine."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def measure(
+    storage: str, agents: int = 50, jobs: int = 5000, listeners: int = 200, trial_seconds: float = 1.0,
+    database: psutil.Process | None = None,
+) -> dict[str, float]:
+    """Start a service on an empty database, load it and end it; return what was found."""  # fmt: skip
+    answer_once(storage)
+    with open_store(storage) as store:
+        tokens = [add_token(store.queue, f"client {number}", "run") for number in range(TOKENS)]
+    service = subprocess.Popen(
+        [sys.executable, "-m", "autotune", "serve", "--port", "0", "--no-agent", "--storage", storage],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert service.stdout is not None
+        url = service.stdout.readline().strip()
+        watched = [psutil.Process(), psutil.Process(service.pid), *([database] if database else [])]
+        started, busy, before = time.monotonic(), busy_seconds(), [cpu_seconds(process) for process in watched]
+        told = asyncio.run(Load(url, tokens, trial_seconds).run(agents, jobs, listeners))
+        seconds = time.monotonic() - started
+        used = [cpu_seconds(process) - then for process, then in zip(watched, before, strict=True)]
+        # The service is a child of this process.
+        used[0] -= used[1] + (used[2] if database else 0)
+        return {
+            **told,
+            # What the service costs where other programs share the cores with it.
+            "processor time of the service for a job (ms)": round(1000 * used[1] / jobs, 1),
+            "processor time of the database server for a job (ms)": round(1000 * used[2] / jobs, 1) if database else 0,
+            "processor time of the clients for a job (ms)": round(1000 * used[0] / jobs, 1),
+            "seconds": round(seconds),
+            "cores used by other programs": round((busy_seconds() - busy - sum(used)) / seconds, 2),
+            "load average": round(os.getloadavg()[0], 1),
+        }
+    finally:
+        service.terminate()
+        service.wait(30)
+
+
+@contextmanager
+def databases(names: list[str]) -> Iterator[dict[str, tuple[str, psutil.Process | None]]]:
+    """Yield an empty database of each kind: its URL, and the process of its server.
+
+    The PostgreSQL server waits for the disk at each commit, as it does by default.
+    """
+    from postgres import NoPostgresError, PostgresServer
+
     with tempfile.TemporaryDirectory() as folder:
-        storage = storage or f"{folder}/a.db"
-        answer_once(storage)
-        with open_store(storage) as store:
-            tokens = [add_token(store.queue, f"client {number}", "run") for number in range(10)]
-        service = subprocess.Popen(
-            [sys.executable, "-m", "autotune", "serve", "--port", "0", "--no-agent", "--storage", storage],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-        )
+        found: dict[str, tuple[str, psutil.Process | None]] = {}
+        server = None
         try:
-            assert service.stdout is not None
-            url = service.stdout.readline().strip()
-            told = Load(url, tokens, trial_seconds).run(agents, jobs, listeners)
-            times = psutil.Process(service.pid).cpu_times()
-            # Says what the service costs where other processes share the cores with it.
-            cpu_ms = 1000 * (times.user + times.system) / jobs
-            return {**told, "service_cpu_ms_a_job": round(cpu_ms, 1), "load_average": os.getloadavg()[0]}
+            if "sqlite" in names:
+                found["sqlite"] = (f"{folder}/a.db", None)
+            if "postgresql" in names:
+                try:
+                    server = PostgresServer.make(durable=True)
+                    server.start()
+                    server.make_template()
+                    assert server.process is not None
+                    url = server.url(server.new_database())
+                    found["postgresql"] = (url, psutil.Process(server.process.pid))
+                except NoPostgresError as error:
+                    print(f"PostgreSQL is left out: {error}", file=sys.stderr)
+            yield found
         finally:
-            service.terminate()
-            service.wait(30)
+            if server is not None:
+                server.close()
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """Return the figures of each database beside the aims, as lines."""
+    rows = [("", *found, "aim", "")]
+    for name in next(iter(found.values())):
+        told, aim = [figures[name] for figures in found.values()], AIMS.get(name)
+        verdict = "" if aim is None else "reached" if max(told) <= aim else "MISSED"
+        rows.append((name, *map(str, told), "" if aim is None else f"at most {aim}" if aim else "0", verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if place == 0 else cell.rjust(width)
+                  for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -231,13 +359,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("agents", 50), ("jobs", 5000), ("listeners", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--trial-seconds", type=float, default=2.0, help="How long a stand-in trial lasts on average.")
-    parser.add_argument("--storage", help="An empty database, such as postgresql+psycopg://… [default: a SQLite file].")
+    parser.add_argument("--trial-seconds", type=float, default=1.0, help="How long a stand-in trial lasts on average.")
+    parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
     given = parser.parse_args()
-    told = measure(given.agents, given.jobs, given.listeners, given.trial_seconds, given.storage)
-    print("\n".join(f"{name:<28} {value}" for name, value in told.items()))
-    # What must be reached, on a machine that does nothing else.
-    raise SystemExit(bool(told["lost"] or told["doubled"]))
+    with databases(given.database or ["sqlite", "postgresql"]) as places:
+        found = {
+            name: measure(url, given.agents, given.jobs, given.listeners, given.trial_seconds, server)
+            for name, (url, server) in places.items()
+        }
+    print(table(found))
+    raise SystemExit(any(told["jobs lost"] or told["jobs doubled"] for told in found.values()))
 
 
 if __name__ == "__main__":
