@@ -19,6 +19,10 @@ COOKIE = "autotune_token"
 # So many wrong tokens from one address in a minute are refused without a look.
 _MOST_GUESSES = 20
 _GUESS_SECONDS = 60.0
+# A token that was found is believed for so long, so that not every request asks the database; a token that the operator
+# removes is refused after that at the latest.
+_BELIEVED_SECONDS = 1.0
+_MOST_BELIEVED = 1000
 MOST_SUBMISSIONS = 1200
 """What one token may submit in a minute: no person needs more, and a loop gone wild is stopped before the queue is
 full."""
@@ -31,24 +35,40 @@ class Access:
     searches: Searches
     own: dict[str, TokenRecord] = field(default_factory=dict)
     """By digest."""
+    _found: dict[str, tuple[float, TokenRecord]] = field(default_factory=dict)
+    """Tokens that were found, by digest, and when."""
     _guesses: dict[str, list[float]] = field(default_factory=dict)
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
     def identify(self, request: Request) -> TokenRecord | None:
         """Return the token of a request, from its header or from the page's cookie."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        token = given.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
-        return self.check(token, request.client.host if request.client else "")
+        return self.check(_token_of(request), request.client.host if request.client else "")
+
+    async def identify_soon(self, request: Request) -> TokenRecord | None:
+        """Return the token of a request; mostly without a thread, since it was just looked up."""
+        return self._believed(digest(_token_of(request))) or await run_in_threadpool(self.identify, request)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
         """Return the record of a token; ``ServiceError`` for an address that has guessed too often."""
         if not token:
             return None
         key = digest(token)
-        found = self.own.get(key) or self.searches.store.queue.token(key)
+        if (believed := self._believed(key)) is not None:
+            return believed
+        found = self.searches.store.queue.token(key)
         if found is None:
             self._count_guess(address)
+            return None
+        if len(self._found) >= _MOST_BELIEVED:
+            self._found.clear()
+        self._found[key] = time.monotonic(), found
         return found
+
+    def _believed(self, key: str) -> TokenRecord | None:
+        if (own := self.own.get(key)) is not None:
+            return own
+        then, found = self._found.get(key, (-_BELIEVED_SECONDS, None))
+        return found if time.monotonic() - then < _BELIEVED_SECONDS else None
 
     def count_submission(self, token: TokenRecord) -> None:
         """Count what a token submits; ``ServiceError`` where that is too much in a minute."""
@@ -73,6 +93,11 @@ class Access:
             raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
 
 
+def _token_of(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
+
+
 def access_of(request: Request) -> Access:
     """Return the access rules of the application that serves a request."""
     return cast(Access, request.app.state.access)
@@ -91,7 +116,7 @@ async def _known(request: Request) -> Searches:
 
 
 async def _reader(request: Request) -> TokenRecord:
-    token = await run_in_threadpool(access_of(request).identify, request)
+    token = await access_of(request).identify_soon(request)
     if token is None:
         raise ServiceError(
             "this needs a token", "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN", status=401

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
 from autotune.service.access import Access
+from autotune.service.feeds import Feeds
 from autotune.service.guard import Guard
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
@@ -76,6 +77,7 @@ def make_app(
     )
     app.state.searches = searches
     app.state.predictions = Predictions(predict, searches.data_folders)
+    app.state.feeds = Feeds(searches)
     app.state.access = Access(searches, dict(own_tokens or {}))
     for kind in (AutotuneError, LeaseLostError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 
 NEW_JOB = "a job waits"
 ANY_CHANGE = "the queue changed"
@@ -15,6 +16,9 @@ class Bell:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: dict[str, asyncio.Event] = {}
+        self._guard = threading.Lock()
+        self.rings = 0
+        """Counts the changes: as long as it stays, so does what a page shows of the queue."""
 
     def attach(self) -> None:
         """Belong to the running event loop."""
@@ -29,9 +33,10 @@ class Bell:
 
     def ring(self, key: str) -> None:
         """Wake all who have a ticket for this key, and those who wait for any change."""
+        with self._guard:
+            self.rings += 1
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ring, key)
-            self._loop.call_soon_threadsafe(self._ring, ANY_CHANGE)
 
     def ring_all(self) -> None:
         """Wake everybody, as at the end of the process."""
@@ -39,9 +44,10 @@ class Bell:
             self.ring(key)
 
     def _ring(self, key: str) -> None:
-        event = self._events.pop(key, None)
-        if event is not None:
-            event.set()
+        for each in (key, ANY_CHANGE):
+            event = self._events.pop(each, None)
+            if event is not None:
+                event.set()
 
 
 async def wait_for(ticket: asyncio.Event, seconds: float) -> None:

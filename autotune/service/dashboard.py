@@ -35,7 +35,7 @@ class WithDashboard:
             return
         request = Request({**scope, "app": self._app})
         try:
-            token = await run_in_threadpool(access_of(request).identify, request)
+            token = await access_of(request).identify_soon(request)
         except ServiceError as error:
             await problem_response(error)(scope, receive, send)
             return

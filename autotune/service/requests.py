@@ -81,7 +81,9 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
         if isinstance(options.get(name), str):
             check_path(name, options[name], data_folders)
     needs = read_needs(document.get("needs"), options.pop("device", None), options.get("gpus"))
-    return Submission({name: json_value(value) for name, value in options.items()}, needs, read_priority(document))
+    # In one order, whatever the client's: the same request is then the same text in the database.
+    ordered = {name: json_value(options[name]) for name in sorted(options)}
+    return Submission(ordered, needs, read_priority(document))
 
 
 def read_priority(document: Document) -> int:

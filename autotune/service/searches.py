@@ -31,7 +31,6 @@ from autotune.service.requests import (
 )
 from autotune.service.verifications import VERIFIES, check_can_be_exported, needs_of_study, read_verification
 from autotune.store import Store, new_id
-from autotune.store.engine import sync
 from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
 from autotune.store.transfer import read_study, related_studies, take_in
 from autotune.tuning.run import log_folder
@@ -43,7 +42,7 @@ MOST_QUEUED = 10_000
 _TOO_MANY = f"{MOST_QUEUED} searches wait already"
 AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""
-_MOST_COMPARED = 1000
+_MOST_COMPARED = 20
 _CLAIM_POLL_SECONDS = 5.0
 _SEEN_SECONDS = 5.0
 _ALIVE = timedelta(seconds=LEASE_SECONDS)
@@ -71,7 +70,7 @@ class Searches:
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
-    _result_lines: dict[str, str] = field(default_factory=dict)
+    _result_lines: dict[str, str | None] = field(default_factory=dict)
     """By job: a list of many is shown often."""
 
     # Taking in
@@ -89,8 +88,7 @@ class Searches:
         fitting = [agent for agent in agents if offer_of(agent.device).meets(submission.needs)]
         check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)], self.codes)
         queue = self.store.queue
-        if queue.counts().get("queued", 0) >= MOST_QUEUED:
-            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
+        self._check_length()
         study = choose_study(submission, self._is_taken)
         job, is_new = queue.submit(
             study,
@@ -106,7 +104,7 @@ class Searches:
             )
         if is_new:
             # What was accepted is not lost, whatever happens.
-            sync(self.store.engine)
+            self.store.sync()
             _note("search submitted", search=job.id, study=job.study, by=by, priority=job.priority)
             self.bell.ring(NEW_JOB)
         return job, is_new
@@ -118,8 +116,7 @@ class Searches:
         submission = read_verification(document)
         report = load_report(self.store, submission.study)
         check_can_be_exported(report)
-        if self.store.queue.counts().get("queued", 0) >= MOST_QUEUED:
-            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
+        self._check_length()
         job, is_new = self.store.queue.submit(
             f"verify {submission.study}",
             submission.options,
@@ -130,9 +127,13 @@ class Searches:
         )
         if is_new:
             # What was accepted is not lost, whatever happens.
-            sync(self.store.engine)
+            self.store.sync()
             self.bell.ring(NEW_JOB)
         return job, is_new
+
+    def _check_length(self) -> None:
+        if self.store.queue.count_queued() >= MOST_QUEUED:
+            raise ServiceError(_TOO_MANY, "cancel some of them, or try again later", status=429)
 
     def verification(self, job: JobRecord) -> Document | None:
         """Return what a verification has shown: its document, and the problem where a promise was missed."""
@@ -143,10 +144,9 @@ class Searches:
         """Return the finished job that has answered the same request by the same autotune."""
         if submission.fresh or submission.code is not None or submission.options.get("dataset") is not None:
             return None
-        wanted = canonical(submission.options)
-        model = submission.options.get("model")
-        for job in self.store.queue.jobs(states=["finished"], model=model, most=_MOST_COMPARED):
-            if canonical(job.request) == wanted and job.needs == submission.needs:
+        # Options are recorded in one order, so that the database finds the same request as text.
+        for job in self.store.queue.jobs(states=["finished"], request=submission.options, most=_MOST_COMPARED):
+            if job.needs == submission.needs:
                 study = self.store.study(job.study)
                 if study is not None and study.state == "finished" and study.autotune_version == __version__:
                     return job
@@ -180,14 +180,17 @@ class Searches:
             verdict = shown.get("verdict")
             return "cannot tell" if verdict == "cannot_tell" else f"the promise is {verdict}" if verdict else None
         if job.id not in self._result_lines:
-            if self.store.study(job.study) is None:
-                # Its agent recorded nothing.
-                return None
-            report = self.report(job)
-            speed = report.speed(report.best)
-            told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
-            self._result_lines[job.id] = told + report.best.candidate.describe() if report.best else "no result"
+            self._result_lines[job.id] = self._line_of(job)
         return self._result_lines[job.id]
+
+    def _line_of(self, job: JobRecord) -> str | None:
+        if self.store.study(job.study) is None:
+            # Its agent recorded nothing.
+            return None
+        report = self.report(job)
+        speed = report.speed(report.best)
+        told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
+        return told + report.best.candidate.describe() if report.best else "no result"
 
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials, as ``--json`` has them."""
@@ -201,8 +204,21 @@ class Searches:
         queue = self.store.queue
         return queue.agents(queue.clock() - _ALIVE)
 
-    def describe(self, job: JobRecord, agents: Sequence[AgentRecord] | None = None) -> Document:
-        """Return a job as the API shows it; ``waits_for`` says why it does not run yet."""
+    def describe_all(self, jobs: Sequence[JobRecord]) -> list[Document]:
+        """Return jobs as the API shows them; ``waits_for`` says why one does not run yet."""
+        queued = [job for job in jobs if job.state == "queued"]
+        agents = self.agents() if queued else []
+        ahead = self.store.queue.ahead_of(queued)
+        return [
+            self._describe(job, waits_for(job, agents, ahead[job.id]) if job.state == "queued" else None)
+            for job in jobs
+        ]
+
+    def describe(self, job: JobRecord) -> Document:
+        """Return a job as the API shows it."""
+        return self.describe_all([job])[0]
+
+    def _describe(self, job: JobRecord, told: str | None) -> Document:
         path = f"/v1/searches/{job.id}"
         return {
             "id": job.id,
@@ -217,7 +233,7 @@ class Searches:
                 "count": job.needs.count,
             },
             "priority": job.priority,
-            "waits_for": self.waits_for(job, agents) if job.state == "queued" else None,
+            "waits_for": told,
             "cancel_asked": job.is_cancel_asked,
             "agent": job.owner,
             "attempts": job.attempts,
@@ -237,12 +253,9 @@ class Searches:
             },
         }
 
-    def waits_for(self, job: JobRecord, agents: Sequence[AgentRecord] | None = None) -> str:
+    def waits_for(self, job: JobRecord) -> str:
         """Say what a queued job waits for."""
-        if (told := _unmet(job.needs, self.agents() if agents is None else agents)) is not None:
-            return told
-        ahead = self.store.queue.ahead_of(job)
-        return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
+        return waits_for(job, self.agents(), self.store.queue.ahead_of([job])[job.id])
 
     def unmet(self, document: Document) -> str | None:
         """Say what a request would wait for, beyond its turn; ``None`` where an agent fits."""
@@ -360,11 +373,12 @@ class Searches:
     def say(self, agent_id: str, job_id: str, document: Document) -> Document:
         """Record events of a search, and what an agent with a database of its own has recorded of it."""
         changes = {"status": document["status"]} if isinstance(document.get("status"), dict) else {}
-        records, study = document.get("records") or (), self.job(job_id).study
+        records, logs = document.get("records") or (), document.get("logs") or {}
+        study = self.job(job_id).study if records or logs else ""
         with self.store.queue.writing(job_id, _lease(document), _events_of(document), **changes) as connection:
             for record in records:
                 take_in(connection, record, study)
-        for number, text in (document.get("logs") or {}).items():
+        for number, text in logs.items():
             self._keep_log(study, number, text)
         self.bell.ring(job_id)
         return {}
@@ -406,7 +420,7 @@ class Searches:
             raise InvalidRequestError(
                 f"{state!r:.40} is no state that ends a search", f"send one of {', '.join(ENDED)}"
             )
-        sync(self.store.engine)
+        self.store.sync()
         self.bell.ring(job_id)
         return {}
 
@@ -422,6 +436,13 @@ class Searches:
 def _note(message: str, **fields: object) -> None:
     """Log an event with its fields; none of them holds a token."""
     log.info(message, extra={"fields": fields})
+
+
+def waits_for(job: JobRecord, agents: Sequence[AgentRecord], ahead: int) -> str:
+    """Say what a queued job waits for: an agent, or its turn after those ``ahead`` of it."""
+    if (told := _unmet(job.needs, agents)) is not None:
+        return told
+    return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
 
 
 def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sqlite3
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -200,7 +203,7 @@ def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
 def leave_syncing_to_checkpoints(engine: Engine) -> None:
     """Have commits not wait for the disk, where the file has a write-ahead log; for a service with many small ones.
 
-    A process that is killed loses nothing by it. After a power failure what was committed since the last ``sync`` may
+    A process that is killed loses nothing by it. After a power failure what was committed since then may
     be missing, and the file is whole (https://www.sqlite.org/pragma.html#pragma_synchronous).
     """
     if engine.dialect.name != "sqlite":
@@ -215,12 +218,40 @@ def leave_syncing_to_checkpoints(engine: Engine) -> None:
     engine.dispose()
 
 
-def sync(engine: Engine) -> None:
-    """Wait until the disk has what was committed; after ``leave_syncing_to_checkpoints``.
+class Syncing:
+    """Waits until the disk has what was committed; after ``leave_syncing_to_checkpoints``.
 
-    Where the disk is full it stays in the write-ahead log.
+    Threads that ask at the same time share one wait.
     """
-    if engine.dialect.name == "sqlite":
-        with engine.connect() as connection, contextlib.suppress(sqlite3.Error):
-            dbapi_connection: Any = connection.connection.dbapi_connection
-            dbapi_connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def __init__(self, path: Path | None) -> None:
+        self._wal = path.with_name(path.name + "-wal") if path is not None else None
+        self._guard = threading.Lock()
+        self._turn = threading.Lock()
+        self._begun = self._ended = 0
+
+    def __call__(self) -> None:
+        """Have the disk write what is in the write-ahead log; a server does so at each commit.
+
+        A checkpoint would do as well, and have the next writer wait for the disk another time, to begin the log anew.
+        SQLite holds no lock on the log's file, so that it may be opened and closed here.
+        """
+        if self._wal is None:
+            return
+        with self._guard:
+            # One that is under way may have begun before this thread's commit.
+            wanted = self._begun + 1
+        with self._turn:
+            if self._ended >= wanted:
+                return
+            with self._guard:
+                self._begun += 1
+                number = self._begun
+            # No file: it has been written into the database, and that to the disk.
+            with contextlib.suppress(OSError):
+                file = os.open(self._wal, os.O_RDONLY)
+                try:
+                    os.fdatasync(file)
+                finally:
+                    os.close(file)
+            self._ended = number

@@ -6,14 +6,34 @@ heartbeats move on. Every write of an agent names the token, and a write whose l
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, get_args
 
-from sqlalchemy import Connection, Engine, Row, and_, delete, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Integer,
+    Row,
+    String,
+    Text,
+    Update,
+    and_,
+    bindparam,
+    cast,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    update,
+)  # fmt: skip
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -21,6 +41,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
 from autotune.store.engine import storage_errors, transaction
 from autotune.store.records import new_id, now
+from autotune.store.strict_json import write_strict_json
 from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, AgentRow, JobEventRow, JobRow, TokenRow
 from autotune.store.turns import Turns
 
@@ -142,6 +163,11 @@ class TokenRecord:
     created_at: datetime
 
 
+_JOB, _EVENT, _AGENT, _TOKEN = (
+    row.metadata.tables[row.__tablename__] for row in (JobRow, JobEventRow, AgentRow, TokenRow)
+)
+
+
 class LeaseLostError(Exception):
     """The job went back to the queue, was cancelled, or belongs to another agent."""
 
@@ -160,6 +186,8 @@ class Queue:
         self._label = label
         self.clock = clock
         self._turns = Turns(1 if engine.dialect.name == "sqlite" else _WRITERS_TO_A_SERVER)
+        # On a server a claim that finds nothing takes no lock. In a file it would keep all others from writing.
+        self._looks_first = self._is_file = engine.dialect.name == "sqlite"
 
     # Submitting and looking
 
@@ -198,9 +226,9 @@ class Queue:
                 known = self._with_key(connection, idempotency_key)
                 if known is not None:
                     return known, False
-                connection.execute(insert(JobRow).values(**values))
+                job = _job(connection.execute(_ADD_JOB, values).one())
                 self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
-                return _job(connection.execute(_JOBS.where(JobRow.id == job_id)).one()), True
+                return job, True
         except StorageError as error:
             if not isinstance(error.__cause__, IntegrityError):
                 raise
@@ -215,14 +243,13 @@ class Queue:
     def _with_key(connection: Connection, idempotency_key: str | None) -> JobRecord | None:
         if idempotency_key is None:
             return None
-        row = connection.execute(_JOBS.where(JobRow.idempotency_key == idempotency_key)).first()
+        row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
         return None if row is None else _job(row)
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job of this id, or the latest one of a study of this name."""
-        query = _JOBS.where(or_(JobRow.id == job_id, JobRow.study == job_id)).order_by(JobRow.number.desc())
         with self._transaction() as connection:
-            row = connection.execute(query.limit(1)).first()
+            row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
         return None if row is None else _job(row)
 
     def jobs(
@@ -230,98 +257,98 @@ class Queue:
         *,
         states: Sequence[JobState] = (),
         study: str | None = None,
-        model: str | None = None,
+        request: Document | None = None,
         before: int | None = None,
         most: int = 100,
     ) -> list[JobRecord]:
-        """Return jobs, the newest first; those below the number ``before``."""
-        query = _JOBS.order_by(JobRow.number.desc()).limit(most)
-        if states:
-            query = query.where(JobRow.state.in_(states))
+        """Return jobs, the newest first; those below the number ``before``, and those with just this ``request``."""
+        query = _JOBS.order_by(_JOB.c.number.desc()).limit(most)
         if study is not None:
-            query = query.where(JobRow.study == study)
-        if model is not None:
-            query = query.where(JobRow.request["model"].as_string() == model)
+            query = query.where(_JOB.c.study == study)
+        if request is not None:
+            query = query.where(cast(_JOB.c.request, Text) == write_strict_json(request))
         if before is not None:
-            query = query.where(JobRow.number < before)
+            query = query.where(_JOB.c.number < before)
+        # State by state, in the order of their index; with IN all jobs of the states would be read and sorted.
+        queries = [query.where(_JOB.c.state == state) for state in states] or [query]
         with self._transaction() as connection:
-            return [_job(row) for row in connection.execute(query)]
+            found = [_job(row) for each in queries for row in connection.execute(each)]
+        return sorted(found, key=lambda job: -job.number)[:most]
+
+    def next_jobs(self, most: int) -> list[JobRecord]:
+        """Return the queued jobs that are claimed next, in the order of their turns."""
+        with self._transaction() as connection:
+            return [_job(row) for row in connection.execute(_IN_TURN, {"most": most})]
 
     def counts(self) -> dict[str, int]:
         """Return how many jobs are in each state."""
-        query = select(JobRow.state, func.count()).group_by(JobRow.state)
+        query = select(_JOB.c.state, func.count()).group_by(_JOB.c.state)
         with self._transaction() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
-    def ahead_of(self, job: JobRecord) -> int:
-        """Return how many queued jobs come before this one."""
-        place = JobRow.number - PLACES_PER_PRIORITY * JobRow.priority
-        own = job.number - PLACES_PER_PRIORITY * job.priority
-        query = select(func.count()).select_from(JobRow).where(JobRow.state == "queued", place < own)
+    def count_queued(self) -> int:
+        """Return how many jobs wait."""
         with self._transaction() as connection:
-            return int(connection.execute(query).scalar_one())
+            return int(connection.execute(_COUNT_QUEUED).scalar_one())
+
+    def ahead_of(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
+        """Return how many queued jobs come before each of these, by their ids."""
+        if not jobs:
+            return {}
+        places = {job.id: job.number - PLACES_PER_PRIORITY * job.priority for job in jobs}
+        first, last = min(places.values()), max(places.values())
+        with self._transaction() as connection:
+            before = int(connection.execute(_COUNT_BEFORE, {"place": first}).scalar_one())
+            between = [row[0] for row in connection.execute(_PLACES_BETWEEN, {"first": first, "last": last})]
+        return {job_id: before + bisect.bisect_left(between, place) for job_id, place in places.items()}
 
     def events(self, job_id: str, after: int = 0, most: int = 1000) -> list[JobEvent]:
         """Return what happened to a job since the event number ``after``, in order."""
-        query = (
-            select(JobEventRow.number, JobEventRow.kind, JobEventRow.document, JobEventRow.created_at)
-            .where(JobEventRow.job_id == job_id, JobEventRow.number > after)
-            .order_by(JobEventRow.number)
-            .limit(most)
-        )
+        asked = {"job_id": job_id, "after": after, "most": most}
         with self._transaction() as connection:
-            return [JobEvent(*row) for row in connection.execute(query)]
+            return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
         """Cancel a job: at once where it is queued, through its agent where it runs; return it as it is then."""
         moment = self.clock()
         with self._transaction(writes=True) as connection:
-            queued = and_(JobRow.id == job_id, JobRow.state == "queued")
-            ended = {"state": "cancelled", "is_cancel_asked": True, "ended_at": moment, "events": JobRow.events + 1}
-            row = connection.execute(update(JobRow).where(queued).values(**ended).returning(JobRow.events)).first()
+            queued = and_(_JOB.c.id == job_id, _JOB.c.state == "queued")
+            ended = {"state": "cancelled", "is_cancel_asked": True, "ended_at": moment, "events": _JOB.c.events + 1}
+            row = connection.execute(update(_JOB).where(queued).values(**ended).returning(_JOB.c.events)).first()
             if row is not None:
                 self._insert_events(connection, job_id, row[0], [("state", {"state": "cancelled"})])
-            running = and_(JobRow.id == job_id, JobRow.state == "running")
-            connection.execute(update(JobRow).where(running).values(is_cancel_asked=True))
-            found = connection.execute(_JOBS.where(JobRow.id == job_id)).first()
+            running = and_(_JOB.c.id == job_id, _JOB.c.state == "running")
+            connection.execute(update(_JOB).where(running).values(is_cancel_asked=True))
+            found = connection.execute(_JOBS.where(_JOB.c.id == job_id)).first()
         return None if found is None else _job(found)
 
     # Agents at work
 
     def claim(self, agent: str, offer: Offer, lease_seconds: float = LEASE_SECONDS) -> JobRecord | None:
         """Give the next job that fits to an agent, under a new lease; ``None`` where none waits."""
-        moment, token = self.clock(), new_id()
-        waiting = (
-            select(JobRow.number)
-            .where(JobRow.state == "queued", _fits(offer))
-            .order_by(PLACE_IN_QUEUE)
-            .limit(1)
-            # Ignored by SQLite, where one writer at a time is in.
-            .with_for_update(skip_locked=True)
-        )
-        taken = {
-            "state": "running",
-            "owner": agent,
-            "lease_token": token,
-            "lease_expires_at": moment + timedelta(seconds=lease_seconds),
-            "attempts": JobRow.attempts + 1,
-            "started_at": func.coalesce(JobRow.started_at, moment),
-            "events": JobRow.events + 1,
+        moment = self.clock()
+        offered = {
+            "device_kind": offer.device_kind,
+            "device_name": offer.device_name.lower(),
+            "memory_bytes": offer.memory_bytes,
+            "device_count": offer.count,
         }
-        statement = (
-            update(JobRow)
-            .where(JobRow.number == waiting.scalar_subquery())
-            .values(**taken)
-            .returning(*JobRow.__table__.columns)
-        )
-        # Most agents find nothing most of the time, and that needs no lock. On a server the claim itself takes none.
-        if self._engine.dialect.name == "sqlite":
+        taken = {
+            "agent": agent,
+            "new_token": new_id(),
+            "expiry": moment + timedelta(seconds=lease_seconds),
+            "moment": moment,
+        }
+        # Most agents find nothing most of the time, and that needs no lock; as long as they find something, a look
+        # before each claim would be wasted.
+        if self._looks_first:
             with self._transaction() as connection:
-                if connection.execute(waiting).first() is None:
+                if connection.execute(_NEXT, offered).first() is None:
                     return None
         # Before other writes: a device is idle until its agent has a job.
         with self._transaction(writes=True, is_urgent=True) as connection:
-            row = connection.execute(statement).first()
+            row = connection.execute(_TAKE_NEXT, {**offered, **taken}).first()
+            self._looks_first = self._is_file and row is None
             if row is None:
                 return None
             job = _job(row)
@@ -334,12 +361,12 @@ class Queue:
         ``status`` is what runs now. ``LeaseLostError`` where the lease is lost.
         """
         expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        values: dict[str, Any] = {"lease_expires_at": expiry}
-        if status is not None:
-            values["status"] = status
-        statement = update(JobRow).where(_held(job_id, token)).values(**values).returning(JobRow.is_cancel_asked)
+        given: dict[str, Any] = {"job_id": job_id, "token": token, "expiry": expiry}
         with self._transaction(writes=True) as connection:
-            row = connection.execute(statement).first()
+            if status is None:
+                row = connection.execute(_RENEW, given).first()
+            else:
+                row = connection.execute(_RENEW_AND_SHOW, {**given, "shown": status}).first()
         if row is None:
             raise LeaseLostError(job_id)
         return bool(row[0])
@@ -351,10 +378,11 @@ class Queue:
         ``LeaseLostError`` where the lease is lost; nothing is written then.
         """
         expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        values = {"lease_expires_at": expiry, **changes, "events": JobRow.events + len(events)}
-        statement = update(JobRow).where(_held(job_id, token)).values(**values).returning(JobRow.events)
+        values = {"lease_expires_at": expiry, **changes}
+        given = {"job_id": job_id, "token": token, "added": len(events)}
+        given |= {f"new_{name}": value for name, value in values.items()}
         with self._transaction(writes=True) as connection:
-            row = connection.execute(statement).first()
+            row = connection.execute(_write_held(tuple(values)), given).first()
             if row is None:
                 raise LeaseLostError(job_id)
             self._insert_events(connection, job_id, row[0], events)
@@ -375,9 +403,10 @@ class Queue:
     def put_back(self, job_id: str, token: str, why: str) -> None:
         """Put a job back into the queue, where its agent ends; ``LeaseLostError`` where the lease is lost."""
         event = ("state", {"state": "queued", "why": why})
-        waiting = {"state": "queued", "attempts": JobRow.attempts - 1, "lease_token": None, "status": None}
-        with self.writing(job_id, token, [event], **waiting, lease_expires_at=None):
-            pass
+        waiting = {"state": "queued", "lease_token": None, "status": None, "lease_expires_at": None}
+        with self.writing(job_id, token, [event], **waiting) as connection:
+            # It was not lost by the agent, which would count against the job.
+            connection.execute(update(_JOB).where(_JOB.c.id == job_id).values(attempts=_JOB.c.attempts - 1))
 
     def sweep(self) -> list[tuple[str, str]]:
         """Put the jobs of agents that fell silent back into the queue; return their ids, each with its state now.
@@ -385,14 +414,14 @@ class Queue:
         A job that is to be cancelled is cancelled then; one that lost its agent too often has failed.
         """
         moment = self.clock()
-        silent = and_(JobRow.state == "running", JobRow.lease_expires_at < moment)
+        silent = and_(_JOB.c.state == "running", _JOB.c.lease_expires_at < moment)
         with self._transaction() as connection:
-            if connection.execute(select(JobRow.id).where(silent).limit(1)).first() is None:
+            if connection.execute(select(_JOB.c.id).where(silent).limit(1)).first() is None:
                 return []
         found = []
         with self._transaction(writes=True) as connection:
             # In one order, so that two that sweep at once do not wait for each other's rows.
-            for job in [_job(row) for row in connection.execute(_JOBS.where(silent).order_by(JobRow.number))]:
+            for job in [_job(row) for row in connection.execute(_JOBS.where(silent).order_by(_JOB.c.number))]:
                 values: dict[str, Any] = {"lease_token": None, "lease_expires_at": None, "status": None}
                 event: Document = {"state": "queued", "why": "its agent fell silent"}
                 if job.is_cancel_asked:
@@ -407,10 +436,10 @@ class Queue:
                     values["problem"] = problem
                 if event["state"] != "queued":
                     values["ended_at"] = moment
-                values |= {"state": event["state"], "events": JobRow.events + 1}
-                still = and_(JobRow.id == job.id, JobRow.lease_token == job.lease_token)
+                values |= {"state": event["state"], "events": _JOB.c.events + 1}
+                still = and_(_JOB.c.id == job.id, _JOB.c.lease_token == job.lease_token)
                 row = connection.execute(
-                    update(JobRow).where(still, silent).values(**values).returning(JobRow.events)
+                    update(_JOB).where(still, silent).values(**values).returning(_JOB.c.events)
                 ).first()
                 if row is not None:
                     self._insert_events(connection, job.id, row[0], [("state", event)])
@@ -421,29 +450,29 @@ class Queue:
         """Renew every lease: while a service was down, no heartbeat could reach it."""
         expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
         with self._transaction(writes=True) as connection:
-            connection.execute(update(JobRow).where(JobRow.state == "running").values(lease_expires_at=expiry))
+            connection.execute(update(_JOB).where(_JOB.c.state == "running").values(lease_expires_at=expiry))
 
     # Agents
 
     def register(self, agent: AgentRecord) -> None:
         """Record an agent that has started."""
         with self._transaction(writes=True) as connection:
-            connection.execute(insert(AgentRow).values(**_fields(agent)))
+            connection.execute(insert(_AGENT).values(**_fields(agent)))
 
     def saw_agent(self, agent_id: str, *, leaves: bool = False) -> bool:
         """Record a heartbeat of an agent, or that it ended; return whether it is known."""
         moment = self.clock()
         values = {"heartbeat_at": moment, "gone_at": moment if leaves else None}
         with self._transaction(writes=True) as connection:
-            return connection.execute(update(AgentRow).where(AgentRow.id == agent_id).values(**values)).rowcount > 0
+            return connection.execute(update(_AGENT).where(_AGENT.c.id == agent_id).values(**values)).rowcount > 0
 
     def agents(self, seen_since: datetime | None = None) -> list[AgentRecord]:
         """Return the agents that have not ended and were heard of since then, the newest first."""
-        query = select(*(getattr(AgentRow, name) for name in _AGENT_FIELDS)).where(AgentRow.gone_at.is_(None))
+        query = select(*(_AGENT.c[name] for name in _AGENT_FIELDS)).where(_AGENT.c.gone_at.is_(None))
         if seen_since is not None:
-            query = query.where(AgentRow.heartbeat_at >= seen_since)
+            query = query.where(_AGENT.c.heartbeat_at >= seen_since)
         with self._transaction() as connection:
-            return [AgentRecord(*row) for row in connection.execute(query.order_by(AgentRow.started_at.desc()))]
+            return [AgentRecord(*row) for row in connection.execute(query.order_by(_AGENT.c.started_at.desc()))]
 
     # Tokens
 
@@ -451,26 +480,24 @@ class Queue:
         """Record a token by its digest."""
         token = TokenRecord(new_id(), name, role, self.clock())
         with self._transaction(writes=True) as connection:
-            connection.execute(insert(TokenRow).values(**_fields(token), digest=digest))
+            connection.execute(insert(_TOKEN).values(**_fields(token), digest=digest))
         return token
 
     def token(self, digest: str) -> TokenRecord | None:
         """Return the token of this digest."""
-        query = select(TokenRow.id, TokenRow.name, TokenRow.role, TokenRow.created_at).where(TokenRow.digest == digest)
         with self._transaction() as connection:
-            row = connection.execute(query).first()
+            row = connection.execute(_TOKENS.where(_TOKEN.c.digest == digest)).first()
         return None if row is None else _token(row)
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
-        query = select(TokenRow.id, TokenRow.name, TokenRow.role, TokenRow.created_at).order_by(TokenRow.created_at)
         with self._transaction() as connection:
-            return [_token(row) for row in connection.execute(query)]
+            return [_token(row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
 
     def remove_token(self, name: str) -> bool:
         """Remove the tokens of this name; return whether there was one."""
         with self._transaction(writes=True) as connection:
-            return connection.execute(delete(TokenRow).where(TokenRow.name == name)).rowcount > 0
+            return connection.execute(delete(_TOKEN).where(_TOKEN.c.name == name)).rowcount > 0
 
     # Within
 
@@ -490,28 +517,88 @@ class Queue:
             {"job_id": job_id, "number": first + place, "kind": kind, "document": document, "created_at": moment}
             for place, (kind, document) in enumerate(events)
         ]
-        connection.execute(insert(JobEventRow), rows)
+        connection.execute(_ADD_EVENTS, rows)
 
 
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(JobRecord))
 _AGENT_FIELDS = tuple(field.name for field in dataclasses.fields(AgentRecord))
-_JOBS = select(JobRow.__table__)
 
 
-def _fits(offer: Offer) -> ColumnElement[bool]:
-    """Whether a job's needs are met by an offer, as ``Offer.meets`` says."""
-    name = literal(offer.device_name.lower())
-    return and_(
-        or_(JobRow.needs_kind.is_(None), JobRow.needs_kind == offer.device_kind),
-        or_(JobRow.needs_gpu.is_(None), name.contains(JobRow.needs_gpu)),
-        or_(JobRow.needs_memory_bytes.is_(None), JobRow.needs_memory_bytes <= offer.memory_bytes),
-        JobRow.needs_count <= offer.count,
-    )
-
-
-def _held(job_id: str, token: str) -> ColumnElement[bool]:
+def _held(job_id: Any, token: Any) -> ColumnElement[bool]:
     """Whether the job runs under the lease with this token. An expired one holds until another agent claims the job."""
-    return and_(JobRow.id == job_id, JobRow.state == "running", JobRow.lease_token == token)
+    return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.lease_token == token)
+
+
+# Statements that run with every request are made once: to make one takes as long as to run it.
+_JOBS = select(_JOB)
+_JOB_NAMED = (
+    _JOBS.where(or_(_JOB.c.id == bindparam("name"), _JOB.c.study == bindparam("name")))
+    .order_by(_JOB.c.number.desc())
+    .limit(1)
+)
+_place: ColumnElement[int] = literal_column(PLACE_IN_QUEUE.text, Integer)
+_QUEUED = _JOB.c.state == literal_column("'queued'")
+_IN_TURN = _JOBS.where(_QUEUED).order_by(_place).limit(bindparam("most", type_=Integer))
+_COUNT_QUEUED = select(func.count()).select_from(_JOB).where(_QUEUED)
+_COUNT_BEFORE = _COUNT_QUEUED.where(bindparam("place", type_=Integer) > _place)
+_PLACES_BETWEEN = (
+    select(_place)
+    .where(_QUEUED, _place >= bindparam("first", type_=Integer), _place <= bindparam("last", type_=Integer))
+    .order_by(_place)
+)
+# Whether a job's needs are met by an offer, as ``Offer.meets`` says.
+_FITS = and_(
+    or_(_JOB.c.needs_kind.is_(None), _JOB.c.needs_kind == bindparam("device_kind")),
+    or_(_JOB.c.needs_gpu.is_(None), bindparam("device_name", type_=String).contains(_JOB.c.needs_gpu)),
+    or_(_JOB.c.needs_memory_bytes.is_(None), _JOB.c.needs_memory_bytes <= bindparam("memory_bytes")),
+    _JOB.c.needs_count <= bindparam("device_count"),
+)
+_NEXT = (
+    select(_JOB.c.number)
+    .where(_QUEUED, _FITS)
+    .order_by(_place)
+    .limit(1)
+    # Ignored by SQLite, where one writer at a time is in.
+    .with_for_update(skip_locked=True)
+)
+_TAKE_NEXT = (
+    update(_JOB)
+    .where(_JOB.c.number == _NEXT.scalar_subquery())
+    .values(
+        state="running",
+        owner=bindparam("agent"),
+        lease_token=bindparam("new_token"),
+        lease_expires_at=bindparam("expiry"),
+        attempts=_JOB.c.attempts + 1,
+        started_at=func.coalesce(_JOB.c.started_at, bindparam("moment", type_=_JOB.c.started_at.type)),
+        events=_JOB.c.events + 1,
+    )
+    .returning(*_JOB.c)
+)
+_RENEW = (
+    update(_JOB)
+    .where(_held(bindparam("job_id"), bindparam("token")))
+    .values(lease_expires_at=bindparam("expiry"))
+    .returning(_JOB.c.is_cancel_asked)
+)
+_RENEW_AND_SHOW = _RENEW.values(status=bindparam("shown"))
+_EVENTS = (
+    select(_EVENT.c.number, _EVENT.c.kind, _EVENT.c.document, _EVENT.c.created_at)
+    .where(_EVENT.c.job_id == bindparam("job_id"), _EVENT.c.number > bindparam("after"))
+    .order_by(_EVENT.c.number)
+    .limit(bindparam("most", type_=Integer))
+)
+_ADD_EVENTS = insert(_EVENT)
+_ADD_JOB = insert(_JOB).returning(*_JOB.c)
+_TOKENS = select(_TOKEN.c.id, _TOKEN.c.name, _TOKEN.c.role, _TOKEN.c.created_at)
+
+
+@functools.cache
+def _write_held(names: tuple[str, ...]) -> Update:
+    """Return the statement that writes these columns of a job whose lease is held, and counts its new events."""
+    values = {name: bindparam(f"new_{name}", type_=_JOB.c[name].type) for name in names}
+    statement = update(_JOB).where(_held(bindparam("job_id"), bindparam("token"))).values(**values)
+    return statement.values(events=_JOB.c.events + bindparam("added", type_=Integer)).returning(_JOB.c.events)
 
 
 def _job(row: Row[Any]) -> JobRecord:

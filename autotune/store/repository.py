@@ -19,7 +19,7 @@ from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_fro
 from autotune.core.schema import decode
 from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
-from autotune.store.engine import storage_errors, transaction
+from autotune.store.engine import Syncing, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
@@ -46,6 +46,8 @@ class Store:
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
         """The jobs of a service, its agents and its tokens."""
+        self.sync = Syncing(location.path)
+        """Waits until the disk has what was committed, where commits do not (``leave_syncing_to_checkpoints``)."""
         self.leases = Leases(engine, location.label)
         """Who works on which study."""
         self._held: tuple[str, str] | None = None

@@ -270,7 +270,11 @@ def busy_seconds() -> float:
 
 
 def measure(
-    storage: str, agents: int = 50, jobs: int = 5000, listeners: int = 200, trial_seconds: float = 1.0,
+    storage: str,
+    agents: int = 50,
+    jobs: int = 5000,
+    listeners: int = 200,
+    trial_seconds: float = 1.0,
     database: psutil.Process | None = None,
 ) -> dict[str, float]:
     """Start a service on an empty database, load it and end it; return what was found."""  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from serving import Agent, with_token
 from starlette.testclient import TestClient
 
 from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
 from autotune.service.server import Settings
 from autotune.service.tokens import add_token, digest, new_token
@@ -62,10 +64,12 @@ def test_a_guessed_token_is_refused_and_guessing_is_stopped(server: TestClient) 
     assert codes[-1] == 429
 
 
-def test_a_removed_token_is_refused(server: TestClient, store: Store) -> None:
+def test_a_removed_token_is_refused_soon(server: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_BELIEVED_SECONDS", 0.1)
     client = with_token(server, add_token(store.queue, "gone", "run"))
     assert client.get("/v1/searches").status_code == 200
     store.queue.remove_token("gone")
+    time.sleep(0.1)
     assert client.get("/v1/searches").status_code == 401
 
 

@@ -84,9 +84,11 @@ def test_an_urgent_job_goes_first_but_overtakes_only_so_many(queue: Queue) -> No
 
 def test_a_job_with_a_higher_priority_is_counted_ahead(queue: Queue) -> None:
     waiting = submit(queue, "waiting")
-    assert queue.ahead_of(waiting) == 0
-    submit(queue, "urgent", priority=1)
-    assert queue.ahead_of(waiting) == 1
+    assert queue.ahead_of([waiting]) == {waiting.id: 0}
+    urgent, last = submit(queue, "urgent", priority=1), submit(queue, "last")
+    assert queue.ahead_of([waiting, urgent, last]) == {urgent.id: 0, waiting.id: 1, last.id: 2}
+    assert [job.study for job in queue.next_jobs(2)] == ["urgent", "waiting"]
+    assert queue.count_queued() == 3
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def sign_in_page(error: AutotuneError | None = None) -> HTMLResponse:
     )
 
 
-def _visitor(request: Request) -> TokenRecord | None:
-    return access_of(request).identify(request)
+async def _visitor(request: Request) -> TokenRecord | None:
+    return await access_of(request).identify_soon(request)
 
 
 Visitor = Annotated[TokenRecord | None, Depends(_visitor)]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_bytes
-from autotune.results.html.markup import Child, Markup, element, joined
+from autotune.results.html.markup import Child, Markup, element
 from autotune.service.access import Known, Reader, Writer
-from autotune.service.bell import ANY_CHANGE, wait_for
+from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FieldError, command_of, read_form, render_form
 from autotune.service.pages.frame import Visitor, badge, error_box, form_fields, page, sign_in_page, table
+from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
-from autotune.service.searches import Searches, describe_agent
+from autotune.service.searches import Searches, describe_agent, waits_for
 from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
-from autotune.store.queue import ENDED, AgentRecord, JobRecord, TokenRecord
+from autotune.store.queue import ENDED, JobRecord, TokenRecord
 
-_POLL_SECONDS = 5.0
-_PAUSE_SECONDS = 0.3
 _MOST_SHOWN = 30
+_MOST_RUNNING = 1000
 # What a request names as its training, in this order.
 _WHAT = ("model", "code", VERIFIES)
 
@@ -35,11 +33,12 @@ router = APIRouter()
 
 
 @router.get("/", include_in_schema=False)
-def home(request: Request, visitor: Visitor, searches: Known) -> Response:
+async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
     """Show the page, or ask for a token."""
     if visitor is None:
         return sign_in_page()
-    return _home(searches, visitor, request.query_params, None)
+    parts = await _rendered_parts(request, searches)
+    return await run_in_threadpool(_home, searches, visitor, request.query_params, parts)
 
 
 @router.post("/searches", include_in_schema=False)
@@ -49,7 +48,8 @@ async def submit(request: Request, token: Writer, searches: Known) -> Response:
     try:
         job, _ = await run_in_threadpool(lambda: searches.submit(read_form(form), by=token.name))
     except AutotuneError as error:
-        return await run_in_threadpool(_home, searches, token, form, error)
+        parts = await _rendered_parts(request, searches)
+        return await run_in_threadpool(_home, searches, token, form, parts, error)
     return RedirectResponse(f"/searches/{job.id}", 303)
 
 
@@ -73,24 +73,27 @@ def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
 
 
 @router.get("/parts/home", include_in_schema=False)
-def home_parts(token: Reader, searches: Known) -> HTMLResponse:
+async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLResponse:
     """Return what changes of the page."""
-    return HTMLResponse(joined(_parts(searches)))
+    return HTMLResponse(await _rendered_parts(request, searches))
 
 
-@router.get("/v1/events", tags=["searches"], response_class=EventSourceResponse)
-async def changes(token: Reader, searches: Known) -> AsyncIterator[ServerSentEvent]:
+@router.get("/v1/events", tags=["searches"], response_class=EventStream)
+async def changes(request: Request, token: Reader) -> Response:
     """Stream an event ``changed`` whenever the queue or the agents changed."""
-    while not searches.is_closing:
-        ticket = searches.bell.ticket(ANY_CHANGE)
-        yield ServerSentEvent(event="changed", data={})
-        # A busy queue changes more often than anybody wants to look.
-        await asyncio.sleep(_PAUSE_SECONDS)
-        await wait_for(ticket, _POLL_SECONDS)
+    return EventStream(feeds_of(request).changes())
+
+
+async def _rendered_parts(request: Request, searches: Searches) -> Markup:
+    return await rendered_of(request).get("home", lambda: _parts(searches))
 
 
 def _home(
-    searches: Searches, token: TokenRecord, asked: Mapping[str, str], error: AutotuneError | None
+    searches: Searches,
+    token: TokenRecord,
+    asked: Mapping[str, str],
+    parts: Markup,
+    error: AutotuneError | None = None,
 ) -> HTMLResponse:
     told = "Your token may read; it starts no search. Ask the operator for one with the role run."
     return page(
@@ -100,7 +103,7 @@ def _home(
         render_form(asked, searches.agents(), searches.codes)
         if may_write(token)
         else element("p", told, class_="empty"),
-        element("div", _parts(searches), data_part="/parts/home", data_events="/v1/events"),
+        element("div", parts, data_part="/parts/home", data_events="/v1/events"),
         token=token,
         current="/",
         status=problem_document(error)[0] if error else 200,
@@ -110,24 +113,30 @@ def _home(
 def _parts(searches: Searches) -> list[Child]:
     queue = searches.store.queue
     agents = searches.agents()
-    open_jobs = queue.jobs(states=["queued", "running"], most=_MOST_SHOWN)
+    running = queue.jobs(states=["running"], most=_MOST_RUNNING)
+    waiting = queue.next_jobs(_MOST_SHOWN)
     ended = queue.jobs(states=ENDED, most=_MOST_SHOWN)
-    running = queue.jobs(states=["running"], most=1000)
+    told = {job.id: waits_for(job, agents, ahead) for ahead, job in enumerate(waiting)}
+    names = {agent.id: agent.name for agent in agents}
+    told |= {job.id: _what_runs(job, names) for job in running}
+    shown = [*running[:_MOST_SHOWN], *waiting]
     counts = queue.counts()
-    more = counts.get("queued", 0) + counts.get("running", 0) - len(open_jobs)
+    more = counts.get("queued", 0) + counts.get("running", 0) - len(shown)
     none = "No search waits or runs. Ask for one above, or with autotune search --server."
     return [
         _section(
             "Queue",
-            _searches_table("searches that wait or run", "what it does, or waits for", searches, open_jobs, agents)
-            if open_jobs
+            _searches_table("searches that run or wait, in their turns", "what it does, or waits for", shown, told)
+            if shown
             else element("p", none, class_="empty"),
-            element("p", f"and {more} more, submitted earlier", class_="soft") if more > 0 else None,
+            element("p", f"and {more} more", class_="soft") if more > 0 else None,
         ),
         _section("Agents", _agents_table([describe_agent(agent, running) for agent in agents], queue.clock())),
         _section(
             "Ended",
-            _searches_table("searches that have ended", "result", searches, ended, agents)
+            _searches_table(
+                "searches that have ended", "result", ended, {job.id: _how_it_ended(searches, job) for job in ended}
+            )
             if ended
             else element("p", "No search has ended yet.", class_="empty"),
         ),
@@ -138,29 +147,27 @@ def _section(title: str, *children: Child) -> Markup:
     return element("section", element("h2", title), children)
 
 
-def _searches_table(
-    what: str, told: str, searches: Searches, jobs: Sequence[JobRecord], agents: Sequence[AgentRecord]
-) -> Markup:
+def _searches_table(what: str, last: str, jobs: Sequence[JobRecord], told: Mapping[str, str]) -> Markup:
     rows = [
         element(
             "tr",
             element("td", element("a", job.study, href=f"/searches/{job.id}")),
             element("td", badge(job.state)),
             element("td", str(next((job.request[name] for name in _WHAT if job.request.get(name)), ""))),
-            element("td", _what_it_does(searches, job, agents), class_="told"),
+            element("td", told[job.id], class_="told"),
             element("td", f"{job.submitted_at:%Y-%m-%d %H:%M}", class_="nowrap"),
         )
         for job in jobs
     ]
-    return table(what, ("search", "state", "model", told, "submitted (UTC)"), rows)
+    return table(what, ("search", "state", "model", last, "submitted (UTC)"), rows)
 
 
-def _what_it_does(searches: Searches, job: JobRecord, agents: Sequence[AgentRecord]) -> str:
-    if job.state == "queued":
-        return searches.waits_for(job, agents)
-    if job.state == "running":
-        name = next((agent.name for agent in agents if agent.id == job.owner), None)
-        return str((job.status or {}).get("running") or (f"starts on {name}" if name else "starts"))
+def _what_runs(job: JobRecord, agents: Mapping[str, str]) -> str:
+    name = agents.get(job.owner or "")
+    return str((job.status or {}).get("running") or (f"starts on {name}" if name else "starts"))
+
+
+def _how_it_ended(searches: Searches, job: JobRecord) -> str:
     if job.problem is not None:
         return str(job.problem.get("message") or "")
     return searches.result_line(job) or ""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from urllib.parse import quote
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from autotune.core.errors import AutotuneError
 from autotune.results.export import Format, beside_lines, make_export, render
-from autotune.results.html.markup import Child, Markup, element, joined
+from autotune.results.html.markup import Child, Markup, element
 from autotune.results.html.page import report_sections
 from autotune.results.report import Report
 from autotune.service.access import Known, Reader, Writer
 from autotune.service.pages.frame import Visitor, badge, error_box, error_page, page, sign_in_page
 from autotune.service.pages.proof import proof_section, verification_result
+from autotune.service.pages.rendered import rendered_of
 from autotune.service.searches import Searches
 from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
@@ -52,9 +53,11 @@ def verify(search: str, token: Writer, searches: Known) -> Response:
 
 
 @router.get("/parts/searches/{search}")
-def parts(search: str, token: Reader, searches: Known) -> HTMLResponse:
+async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
     """Return what changes of the page."""
-    return HTMLResponse(joined(_parts(searches, searches.job(search), token)))
+    # Whoever may start searches sees buttons that others do not.
+    key = f"{token.role} {search}"
+    return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token)))
 
 
 def _search_page(searches: Searches, job: JobRecord, token: TokenRecord) -> HTMLResponse:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from autotune.core.candidate import Document
@@ -19,13 +17,11 @@ from autotune.results.export import Format, LaunchFormat, beside_lines, make_exp
 from autotune.results.html.page import html_page
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
-from autotune.service.bell import wait_for
+from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.requests import OPTION_NAMES
 from autotune.service.searches import Searches
-from autotune.store.queue import ENDED, JOB_STATES, JobState
+from autotune.store.queue import JOB_STATES, JobState
 
-# A listener asks the database anew after so long, for what happened without a ring: another process's writes.
-_POLL_SECONDS = 2.0
 _MOST_LOG_BYTES = 64 * 1024
 
 router = APIRouter(tags=["searches"])
@@ -70,10 +66,15 @@ async def submit(
         document = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("the body is no JSON", "send the options of a search as a JSON object") from error
-    job, is_new = await run_in_threadpool(searches.submit, document, by=token.name, idempotency_key=idempotency_key)
+
+    def queue() -> tuple[Document, bool]:
+        job, is_new = searches.submit(document, by=token.name, idempotency_key=idempotency_key)
+        return searches.describe(job), is_new
+
+    told, is_new = await run_in_threadpool(queue)
     response.status_code = 202 if is_new else 200
-    response.headers["Location"] = f"/v1/searches/{job.id}"
-    return await run_in_threadpool(searches.describe, job)
+    response.headers["Location"] = told["links"]["self"]
+    return told
 
 
 @router.get("/v1/searches")
@@ -86,8 +87,7 @@ def list_searches(
 ) -> Document:  # fmt: skip
     """List searches, the newest first."""
     jobs = searches.store.queue.jobs(states=state or (), study=study, before=before, most=limit)
-    agents = searches.agents()
-    return {"searches": [searches.describe(job, agents) for job in jobs]}
+    return {"searches": searches.describe_all(jobs)}
 
 
 @router.get("/v1/searches/{search}")
@@ -143,40 +143,19 @@ def export(
     return PlainTextResponse(text, headers=notes)
 
 
-@router.get("/v1/searches/{search}/events", response_class=EventSourceResponse)
+@router.get("/v1/searches/{search}/events", response_class=EventStream)
 async def events(
-    search: str, token: Reader, searches: Known,
+    request: Request, search: str, token: Reader, searches: Known,
     last_event_id: Annotated[int | None, Header(ge=0)] = None,
     after: Annotated[int, Query(ge=0, description="As Last-Event-ID, for clients that cannot set it.")] = 0,
-) -> AsyncIterator[ServerSentEvent]:  # fmt: skip
+) -> Response:  # fmt: skip
     """Stream what happens to a search, from the event after Last-Event-ID on, to its end.
 
     ``status`` events, of what runs now, have no id and are not kept.
     """
-    async for event in _events(searches, search, after if last_event_id is None else last_event_id):
-        yield event
-
-
-async def _events(searches: Searches, search: str, after: int) -> AsyncIterator[ServerSentEvent]:
     job = await run_in_threadpool(searches.job, search)
-    queue, status = searches.store.queue, None
-    while True:
-        ticket = searches.bell.ticket(job.id)
-        job = await run_in_threadpool(searches.job, job.id)
-        found = await run_in_threadpool(queue.events, job.id, after)
-        for event in found:
-            after = event.number
-            data = {**event.document, "at": event.created_at.isoformat()}
-            yield ServerSentEvent(event=event.kind, id=str(event.number), data=data)
-        if job.status is not None and job.status != status:
-            status = job.status
-            yield ServerSentEvent(event="status", data=status)
-        if job.state in ENDED and after >= job.events:
-            return
-        if searches.is_closing:
-            return
-        if not found:
-            await wait_for(ticket, _POLL_SECONDS)
+    messages = feeds_of(request).search(job.id, after if last_event_id is None else last_event_id)
+    return EventStream(messages)
 
 
 def trial_log(searches: Searches, search: str, number: int) -> str:

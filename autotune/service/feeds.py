@@ -1,0 +1,198 @@
+"""Stream what happens to all who listen: one look at the database for any number of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import cast
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from autotune.core.candidate import Document
+from autotune.service.bell import ANY_CHANGE, wait_for
+from autotune.service.searches import Searches
+from autotune.store.queue import ENDED, JobEvent, JobRecord
+
+# After so long the database is asked anew, for what happened without a ring: another process's writes.
+_POLL_SECONDS = 2.0
+_CHANGES_POLL_SECONDS = 5.0
+# A busy queue changes more often than anybody wants to look.
+_PAUSE_SECONDS = 0.5
+# A comment after so long keeps a connection open that a proxy would close.
+_SILENCE_SECONDS = 15.0
+_MOST_AT_ONCE = 1000
+_COMMENT = b": nothing new\n\n"
+_CHANGED = b"event: changed\ndata: {}\n\n"
+
+log = logging.getLogger("autotune.service")
+
+
+class EventStream(StreamingResponse):
+    """The answer that carries server-sent events; FastAPI's own runs three tasks for each listener."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, messages: AsyncIterator[bytes], status_code: int = 200) -> None:
+        # Nothing between the service and who listens may keep events back.
+        super().__init__(messages, status_code, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+
+def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
+    """Return an event as it is sent; its JSON holds no line break."""
+    head = f"id: {number}\n" if number is not None else ""
+    return f"{head}event: {kind}\ndata: {json.dumps(document)}\n\n".encode()
+
+
+class _Shared:
+    """A task that runs as long as somebody listens to what it finds."""
+
+    def __init__(self, searches: Searches) -> None:
+        self.searches = searches
+        self.is_over = False
+        self._listeners = 0
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def _follow(self) -> None:
+        raise NotImplementedError
+
+    async def _run(self) -> None:
+        try:
+            await self._follow()
+        except Exception:
+            # Who listens connects again, and is told then what is wrong.
+            log.exception("following what happens failed")
+        finally:
+            self.is_over = True
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake all who listen."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def begin(self) -> None:
+        """Count one who listens."""
+        self._listeners += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    def end(self) -> bool:
+        """Count one less; return whether nobody is left, which ends the task."""
+        self._listeners -= 1
+        if self._listeners == 0 and self._task is not None:
+            self._task.cancel()
+        return self._listeners == 0
+
+
+class _Changes(_Shared):
+    """Tells that the queue or the agents changed."""
+
+    async def _follow(self) -> None:
+        while not self.searches.is_closing:
+            ticket = self.searches.bell.ticket(ANY_CHANGE)
+            self._tell()
+            await asyncio.sleep(_PAUSE_SECONDS)
+            await wait_for(ticket, _CHANGES_POLL_SECONDS)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Yield what is sent to one who listens."""
+        while not self.is_over:
+            news = self._news
+            yield _CHANGED
+            await news.wait()
+
+
+class _Search(_Shared):
+    """Tells what happens to one search."""
+
+    def __init__(self, searches: Searches, job_id: str) -> None:
+        super().__init__(searches)
+        self.job_id = job_id
+        # The event of number 1 first.
+        self._events: list[bytes] = []
+        self._status: Document | None = None
+
+    async def _follow(self) -> None:
+        while not self.searches.is_closing:
+            ticket = self.searches.bell.ticket(self.job_id)
+            job, found = await run_in_threadpool(self._look)
+            for event in found:
+                data = {**event.document, "at": event.created_at.isoformat()}
+                self._events.append(encoded(event.kind, data, event.number))
+            self._status = job.status
+            if job.state in ENDED and len(self._events) >= job.events:
+                return
+            self._tell()
+            if not found:
+                await wait_for(ticket, _POLL_SECONDS)
+
+    def _look(self) -> tuple[JobRecord, list[JobEvent]]:
+        job = self.searches.job(self.job_id)
+        return job, self.searches.store.queue.events(self.job_id, len(self._events), _MOST_AT_ONCE)
+
+    async def messages(self, after: int) -> AsyncIterator[bytes]:
+        """Yield what is sent to one who listens: the events after this number, and what runs now."""
+        status: Document | None = None
+        sent_at = time.monotonic()
+        while True:
+            # Before looking: else news that come between would be missed.
+            news, is_over = self._news, self.is_over
+            message = b"".join(self._events[after:])
+            after = max(after, len(self._events))
+            if self._status is not None and self._status != status:
+                status = self._status
+                message += encoded("status", status)
+            if not message and time.monotonic() - sent_at >= _SILENCE_SECONDS:
+                message = _COMMENT
+            if message:
+                sent_at = time.monotonic()
+                yield message
+            if is_over:
+                return
+            await news.wait()
+
+
+class Feeds:
+    """What is followed now, for those who listen."""
+
+    def __init__(self, searches: Searches) -> None:
+        self._searches = searches
+        self._changes: _Changes | None = None
+        self._of_searches: dict[str, _Search] = {}
+
+    async def changes(self) -> AsyncIterator[bytes]:
+        """Yield a message at once, and whenever the queue or the agents changed."""
+        if self._changes is None or self._changes.is_over:
+            self._changes = _Changes(self._searches)
+        feed = self._changes
+        feed.begin()
+        try:
+            async for message in feed.messages():
+                yield message
+        finally:
+            if feed.end() and self._changes is feed:
+                self._changes = None
+
+    async def search(self, job_id: str, after: int) -> AsyncIterator[bytes]:
+        """Yield messages of what happens to a search, from the event after this number on, to its end."""
+        feed = self._of_searches.get(job_id)
+        if feed is None or feed.is_over:
+            feed = self._of_searches[job_id] = _Search(self._searches, job_id)
+        feed.begin()
+        try:
+            async for message in feed.messages(after):
+                yield message
+        finally:
+            if feed.end() and self._of_searches.get(job_id) is feed:
+                del self._of_searches[job_id]
+
+
+def feeds_of(request: Request) -> Feeds:
+    """Return the feeds of the application that serves a request."""
+    return cast(Feeds, request.app.state.feeds)

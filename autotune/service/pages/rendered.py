@@ -1,0 +1,79 @@
+"""Render a part of a page once for all who ask for it at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from fastapi import Request
+from starlette.concurrency import run_in_threadpool
+
+from autotune.results.html.markup import Child, Markup, joined
+from autotune.service.bell import Bell
+
+# What changes without a ring of the bell, such as how long ago an agent was heard of, may be so old.
+_OLD_SECONDS = 1.0
+# However many ask, and however often the queue changes, rendering takes at most this share of a core.
+_SHARE = 0.2
+_MOST_KEPT = 100
+
+
+@dataclass
+class _Part:
+    """A part as it was rendered last."""
+
+    html: Markup = field(default_factory=Markup)
+    rings: int = -1
+    """What the bell counted when rendering began."""
+    began: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time that rendering took."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def is_current(self, rings: int) -> bool:
+        """Return whether it shows every change up to this count of rings."""
+        return self.rings >= rings and time.monotonic() - self.began < _OLD_SECONDS
+
+
+class Rendered:
+    """The parts of pages that were asked for lately."""
+
+    def __init__(self, bell: Bell) -> None:
+        self._bell = bell
+        self._parts: dict[str, _Part] = {}
+
+    async def get(self, key: str, render: Callable[[], list[Child]]) -> Markup:
+        """Return a part that shows all that had happened when it was asked for."""
+        asked = self._bell.rings
+        part = self._parts.setdefault(key, _Part())
+        if not part.is_current(asked):
+            async with part.turn:
+                # Another has rendered it while this one waited for the turn.
+                if not part.is_current(asked):
+                    await self._render(part, render)
+        if len(self._parts) > _MOST_KEPT:
+            self._parts.pop(next(iter(self._parts)), None)
+        return part.html
+
+    async def _render(self, part: _Part, render: Callable[[], list[Child]]) -> None:
+        pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        rings, began = self._bell.rings, time.monotonic()
+        html, cpu_seconds = await run_in_threadpool(_timed, render)
+        part.html, part.rings, part.began, part.cpu_seconds = html, rings, began, cpu_seconds
+
+
+def _timed(render: Callable[[], list[Child]]) -> tuple[Markup, float]:
+    """Return what was rendered, and the processor time that it took."""
+    began = time.thread_time()
+    html = joined(render())
+    return html, time.thread_time() - began
+
+
+def rendered_of(request: Request) -> Rendered:
+    """Return the rendered parts of the application that serves a request."""
+    return cast(Rendered, request.app.state.rendered)

@@ -1,0 +1,108 @@
+"""Test what many listeners and many visitors share: events, and the parts of pages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from searching import write_empty_database
+
+from autotune.results.html.markup import Child
+from autotune.service import feeds
+from autotune.service.bell import Bell
+from autotune.service.feeds import Feeds
+from autotune.service.pages.rendered import Rendered
+from autotune.service.searches import Searches
+from autotune.store import Store, open_store
+from autotune.store.queue import JobEvent, Needs, Offer
+
+LIMIT_SECONDS = 20
+
+
+async def heard(feed: Feeds, job_id: str, after: int) -> bytes:
+    """Listen to a search to its end."""
+    return b"".join([message async for message in feed.search(job_id, after)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty database."""
+    write_empty_database(tmp_path / "a.db")
+    return open_store(str(tmp_path / "a.db"))
+
+
+def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store) -> None:
+    looks: list[int] = []
+    look = store.queue.events
+
+    def counted(job_id: str, after: int = 0, most: int = 1000) -> list[JobEvent]:
+        looks.append(after)
+        return look(job_id, after, most)
+
+    store.queue.events = counted  # type: ignore[method-assign]
+
+    async def run() -> list[bytes]:
+        searches = Searches(store, "a.db")
+        searches.bell.attach()
+        job, _ = store.queue.submit("a", {}, Needs())
+        feed = Feeds(searches)
+        listeners = [asyncio.create_task(heard(feed, job.id, after)) for after in (*[0] * 50, 2)]
+        await asyncio.sleep(0)
+        claimed = store.queue.claim("agent", Offer("cpu", "cpu", 1))
+        assert claimed is not None
+        token = str(claimed.lease_token)
+        searches.bell.ring(job.id)
+        store.queue.add_events(job.id, token, [("line", {"text": "one"})])
+        store.queue.end(job.id, token, "finished")
+        searches.bell.ring(job.id)
+        return await asyncio.gather(*listeners)
+
+    told = asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    assert len(set(told[:50])) == 1
+    numbers = [line for line in told[0].splitlines() if line.startswith(b"id: ")]
+    assert numbers == [b"id: 1", b"id: 2", b"id: 3", b"id: 4"]
+    # Whoever has the first two is not sent them again, as after a restart of the service.
+    assert told[0].endswith(told[50])
+    assert told[50].startswith(b"id: 3\nevent: line\n")
+    assert len(looks) <= 4
+    store.close()
+
+
+def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "_PAUSE_SECONDS", 0.0)
+
+    async def run() -> None:
+        searches = Searches(store, "a.db")
+        searches.bell.attach()
+        feed = Feeds(searches)
+        first, second = feed.changes(), feed.changes()
+        assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"
+        await first.aclose()  # type: ignore[attr-defined]
+        waiting = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        searches.bell.ring("x")
+        assert await waiting == b"event: changed\ndata: {}\n\n"
+        await second.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    store.close()
+
+
+def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before() -> None:
+    bell, renderings = Bell(), []
+
+    def render() -> list[Child]:
+        renderings.append(bell.rings)
+        return [str(bell.rings)]
+
+    async def run() -> None:
+        rendered = Rendered(bell)
+        assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"0"}
+        assert await rendered.get("home", render) == "0"
+        assert len(renderings) == 1
+        bell.ring("x")
+        assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"1"}
+        assert renderings == [0, 1]
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
