@@ -300,7 +300,7 @@ def test_metrics(writer: TestClient, agent: Agent) -> None:
 
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:
     of_search = {option.name for option in OPTIONS if "search" in option.commands}
-    left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "parallel"}
+    left_out = {"storage", "wait", "as_json", "trainer", "loop", "script", "server", "priority", "parallel", "executor"}
     assert of_search - set(OPTION_NAMES) == left_out
 
 
