@@ -116,6 +116,8 @@ class Inspection:
     """``None`` on a CPU, and where it could not be measured."""
     written: tuple[str, ...] = ()
     """The first files that the user's own code wrote."""
+    made: tuple[str, ...] = ()
+    """Files and folders that it made, in order; a folder's path ends with a slash. They are removed with the search."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.core.errors import AutotuneError
@@ -38,6 +39,11 @@ class Scratch:
         return os.path.join(self.path, "cache_files")
 
     @property
+    def made_list(self) -> str:
+        """Where a job lists the files and folders that it makes elsewhere; a folder's path ends with a slash."""
+        return os.path.join(self.path, "made")
+
+    @property
     def temporary(self) -> str:
         """The ``TMPDIR`` of the job: sockets of data loader workers, compiled kernels and the like."""
         return os.path.join(self.path, "tmp")
@@ -49,12 +55,28 @@ class Scratch:
         tempfile.tempdir = None
 
     def remove(self) -> None:
-        """Remove the folder and the cache files listed in it. No process may be writing to it any more."""
-        with contextlib.suppress(OSError), open(self.cache_list, encoding="utf-8") as listed:
-            for line in listed:
-                with contextlib.suppress(OSError):
-                    os.unlink(line.rstrip("\n"))
+        """Remove the folder and the files listed in it. No process may be writing to it any more."""
+        for listed in (self.cache_list, self.made_list):
+            with contextlib.suppress(OSError), open(listed, encoding="utf-8") as lines:
+                remove_made(lines.read().splitlines())
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def take_made(self) -> tuple[str, ...]:
+        """Return what the job made elsewhere, which ``remove`` then leaves there."""
+        try:
+            with open(self.made_list, encoding="utf-8") as lines:
+                made = tuple(lines.read().splitlines())
+            os.unlink(self.made_list)
+        except OSError:
+            return ()
+        return made
+
+
+def remove_made(paths: Sequence[str]) -> None:
+    """Remove files, and folders that are empty then; a folder's path ends with a slash."""
+    for path in reversed(paths):
+        with contextlib.suppress(OSError):
+            os.rmdir(path) if path.endswith(os.sep) else os.unlink(path)
 
 
 def make_scratch(prefix: str) -> Scratch:

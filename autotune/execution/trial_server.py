@@ -19,6 +19,7 @@ from autotune.core.messages import Answer, DataAnswer, Progress
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.schema import decode
+from autotune.core.scratch import remove_made
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
@@ -69,6 +70,8 @@ class TrialServer:
         self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
+        self._made: tuple[str, ...] = ()
+        """What the inspection of the user's own code made, which trials may read."""
         self._gpu = (
             warm.inspection(self.placement, convolves=not workload.is_text)
             if warm is not None
@@ -91,6 +94,7 @@ class TrialServer:
         if self._data is not None:
             self._data.release()
             self._data = None
+        remove_made(self._made)
 
     @property
     def server_log(self) -> Path:
@@ -329,6 +333,8 @@ class TrialServer:
             told = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:
             raise self._not_inspected(str(error), log_path) from error
+        if told.inspection is not None:
+            self._made = told.inspection.made
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, told.problem, log_path, timeout_seconds)
         if told.inspection is None:

@@ -222,7 +222,8 @@ def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Insp
     observer.note(f"running {source.name} up to its training …")
     facts = server.inspect(request.trial_timeout_seconds, arms_to_trace(request))
     if facts.written:
-        observer.note(f"{source.name} itself wrote {', '.join(facts.written)}; each trial of it may do so, too")
+        wrote = ", ".join(facts.written)
+        observer.note(f"{source.name} itself wrote {wrote}; what was not there before is removed in the end")
     model = facts.model
     if model is not None and (unknown := model.interface.get("memory_unknown")):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")

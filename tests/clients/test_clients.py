@@ -37,7 +37,7 @@ CLIENTS = {
     "trl": Client("tune_with_trl.py", "trl", ("--output_dir", "out", "--max_length", "32", "--bf16", "false")),
     "peft": Client("tune_with_peft.py", "peft", ("--output_dir", "out")),
     "sentence-transformers": Client("tune_sentence_transformer.py", "sentence_transformers", ("out",), "code"),
-    "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out")),
+    "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out", "--log_dir", "logs")),
     "lightning": Client("lightning_loop.py", "lightning"),
     "pytorch-lightning": Client("lightning_loop.py", "pytorch_lightning", ("--package", "pytorch_lightning")),
     "plain PyTorch": Client("train_images.py", "torch", after="settings"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from typing import Any
 
@@ -21,6 +22,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max_train_steps", type=int, default=None)
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--output_dir", type=str, default=None)
+    parser.add_argument("--log_dir", type=str, default=None)
     parser.add_argument("--own_modulo", action="store_true")
     return parser.parse_args()
 
@@ -28,6 +30,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Load, train, evaluate, save."""
     args = parse_args()
+    if args.log_dir:
+        os.makedirs(args.log_dir, exist_ok=True)
+        logging.basicConfig(filename=os.path.join(args.log_dir, "train.log"), force=True)
     own = {} if args.own_modulo else {"gradient_accumulation_steps": args.gradient_accumulation_steps}
     accelerator = Accelerator(log_with="all", project_dir=args.output_dir, **own)
     os.makedirs(args.output_dir, exist_ok=True)

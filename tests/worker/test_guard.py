@@ -20,7 +20,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
     loss = model(torch.ones(4, 2)).mean()
     loss.backward()
-    open("trained", "w").close()
+    print("has trained", flush=True)
     optimizer.step()
 """
 STARTS = "import subprocess, sys\nsubprocess.run([sys.executable, 'loop.py'], check=True)\n"
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 """
 LAUNCHES = "import os\nos.system('torchrun --nproc-per-node 1 loop.py --lr 1')\n"
 BECOMES = "import os, sys\nos.execv(sys.executable, [sys.executable, 'loop.py'])\n"
-FORKS = "import os\npid = os.fork()\nif not pid:\n    import loop\nos.waitpid(pid, 0)\nopen('trained', 'w').close()\n"
+FORKS = "import os\npid = os.fork()\nif not pid:\n    import loop\nos.waitpid(pid, 0)\nprint('has trained', flush=True)\n"
 STEPS_ALONE = (
     "import torch\np = torch.nn.Parameter(torch.ones(1))\np.grad = p.detach()\ntorch.optim.SGD([p], 1).step()\n"
 )
@@ -43,7 +43,7 @@ import torch
 class Rollouts(Trainer):
     def train(self):
         torch.nn.Linear(2, 1)(torch.ones(4, 2)).sum().backward()
-        open("trained", "w").close()
+        print("has trained", flush=True)
 Rollouts(torch.nn.Linear(2, 1), TrainingArguments("out")).train()
 """
 
@@ -79,6 +79,7 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     answer = trial_server.inspection(workload)
     assert answer.problem.message.startswith(message)
     assert hint in answer.problem.hint
+    assert "has trained" not in answer.log
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"loop.py", "run.py"}
     if text in (LOOP, STARTS):
         outcome = trial_server.trial(workload, Candidate(Arm(), 8)).outcome

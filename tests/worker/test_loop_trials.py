@@ -47,6 +47,7 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
     assert math.isfinite(measured.train_loss or math.nan)
     precision, checkpointing = candidate.arm.precision, candidate.arm.gradient_checkpointing
     assert f"precision='{precision}', gradient_checkpointing={checkpointing})" in answer.log
+    assert "evaluates" not in answer.log
     assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "loop", "train"]
     assert list(folder.iterdir()) == []
 

@@ -17,6 +17,7 @@ from tiny import QUICK
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, Failed, OutOfMemory
+from autotune.core.scratch import remove_made
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
@@ -251,10 +252,10 @@ def test_a_script_that_cannot_be_measured_says_why(
 def test_a_script_that_catches_everything_is_stopped_all_the_same(
     trial_server: ServerClient, folder: Path, kind: str
 ) -> None:
-    text = f"try:\n    trainer().train()\n{kind}:\n    open('caught', 'w')\nopen('after', 'w')\n"
+    text = f"try:\n    trainer().train()\n{kind}:\n    print('goes on')\nprint('goes on')\n"
     answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4))
     check_sane(answer, Candidate(Arm(), 4))
-    assert files(folder) == {"train.csv", "run.py"}
+    assert "goes on" not in answer.log
 
 
 def test_an_error_of_the_training_is_told_though_the_script_catches_it(
@@ -314,7 +315,7 @@ def test_a_loss_that_is_no_number_disqualifies(trial_server: ServerClient, folde
 
 
 SPEAKS_UP_LATER = """
-Trainer.init_hf_repo = lambda *_, **__: open("pushed", "w").close()
+Trainer.init_hf_repo = lambda *_, **__: print("pushes")
 arguments = TrainingArguments("out")
 arguments.set_push_to_hub("me/model")
 arguments.report_to, arguments.output_dir = ["tensorboard"], "elsewhere"
@@ -331,6 +332,7 @@ def test_what_is_set_after_the_arguments_were_made_is_kept_quiet_too(trial_serve
     answer = trial_server.trial(workload, Candidate(Arm(), 4))
     check_sane(answer, Candidate(Arm(), 4))
     assert "reports to []" in answer.log
+    assert "pushes" not in answer.log
     assert files(folder) == {"train.csv", "run.py"}
 
 
@@ -362,10 +364,10 @@ def test_loading_processes_get_time_to_run_dry(trial_server: ServerClient, folde
 
 
 def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: ServerClient, folder: Path) -> None:
-    text = "import sys, time\nopen('where', 'w').write(TrainingArguments('out').output_dir)\ntime.sleep(600)\n"
+    text = "import sys, time\nprint('where', TrainingArguments('out').output_dir, flush=True)\ntime.sleep(600)\n"
     answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), timeout_seconds=8.0)
     assert answer.messages[-1]["timed_out"] is True
-    where = Path((folder / "where").read_text())
+    where = Path(next(line for line in answer.log.splitlines() if line.startswith("where ")).removeprefix("where "))
     assert where.parent.name.startswith("autotune-trial-")
     assert not where.parent.exists()
 
@@ -445,9 +447,45 @@ def test_the_line_that_changes_arguments_is_named(trial_server: ServerClient, fo
     assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.problem.message
 
 
-def test_what_a_script_writes_itself_is_told(trial_server: ServerClient, folder: Path) -> None:
-    text = "import os\nos.makedirs('outputs')\nopen('outputs/log.txt', 'w').close()\ntrainer().train()\n"
-    assert trial_server.inspect(inline(folder, text)).written == ("outputs/log.txt",)
+# In the manner of hydra, SummaryWriter and log files.
+WRITES = """
+import logging, os, time
+folder = f"outputs/{time.time_ns()}"
+os.makedirs(folder)
+open(f"{folder}/a.tmp", "w").close()
+os.replace(f"{folder}/a.tmp", f"{folder}/config.yaml")
+torch.save({}, f"{folder}/first.pt")
+logging.basicConfig(filename="train.log", force=True)
+logging.warning("begins")
+trainer().train()
+"""
+
+
+def test_what_a_script_writes_itself_is_told_and_removed(trial_server: ServerClient, folder: Path) -> None:
+    workload = inline(folder, WRITES)
+    (folder / "train.log").write_text("of the user's\n")
+    before = {path.name for path in folder.iterdir()}
+    found = trial_server.inspect(workload)
+    assert len(found.written) == 3
+    assert all(name.startswith("outputs/") for name in found.written)
+    # What an inspection makes stays for the trials; whoever asked for it removes it.
+    assert (folder / found.written[-1]).exists()
+    remove_made(found.made)
+    assert {path.name for path in folder.iterdir()} == before
+    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    assert {path.name for path in folder.iterdir()} == before
+    assert (folder / "train.log").read_text() == "of the user's\n"
+
+
+def test_a_script_that_would_write_over_a_file_is_refused_before_it_does(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    (folder / "results.csv").write_text("of the user's\n")
+    text = "open('made', 'w').close()\nopen('results.csv', 'w').write('new')\ntrainer().train()\n"
+    problem = trial_server.inspection(inline(folder, text)).problem
+    assert problem.message == "run.py writes to results.csv, which was there before"
+    assert (folder / "results.csv").read_text() == "of the user's\n"
+    assert not (folder / "made").exists()
 
 
 CACHES = """

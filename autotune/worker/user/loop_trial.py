@@ -29,6 +29,7 @@ from autotune.worker.user.guard import Guard, watch_steps
 from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, problem_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.written_files import WrittenFiles
 
 
 class StepsTrial(OwnTrial):
@@ -167,9 +168,13 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
             gradient_checkpointing="checkpointing" in searched,
             interface={"kind": "loop", "searched": searched, "tunes_loader": False},
         )
-        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
+        finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=tuple(written.first))))
 
-    guard = Guard(source, lambda message, hint: fail(UserCodeError(message, hint)))
+    def refuse(message: str, hint: str) -> None:
+        fail(UserCodeError(message, hint))
+
+    guard = Guard(source, refuse)
+    written = WrittenFiles(source.cwd, scratch.made_list, lambda what, hint: refuse(f"{source.name} {what}", hint))
     listener: StepListener = UntilFirstStep(on_step)
     steps = LoopSteps(source.name, None, listener)
 
@@ -185,6 +190,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
     try:
         enter(source)
         guard.install(scratch.stop_file)
+        written.watch()
         watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)

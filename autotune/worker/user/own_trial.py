@@ -16,7 +16,7 @@ from autotune.worker.trial.measure import MeasureCallback
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.user.code import UserCodeError, enter, trim
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.written_files import note_cache_files
+from autotune.worker.user.written_files import WrittenFiles, note_cache_files
 
 
 class OwnTrial(Trial):
@@ -54,6 +54,7 @@ class OwnTrial(Trial):
             enter(self._source)
             self._guard.install(self._scratch.stop_file)
             note_cache_files(self._scratch.cache_list)
+            WrittenFiles(self._source.cwd, self._scratch.made_list).watch()
             self.run_code(self._scratch.output_dir)
             raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
         except BaseException as error:

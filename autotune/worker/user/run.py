@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -38,6 +39,9 @@ def run_own(
     assert source is not None
 
     def finish(answer: InspectionAnswer) -> NoReturn:
+        if answer.inspection is not None:
+            # The trials may read it; of code that cannot be searched it is removed now.
+            answer = InspectionAnswer(dataclasses.replace(answer.inspection, made=scratch.take_made()))
         send("result", answer)
         leave(0)
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,7 +38,7 @@ from autotune.worker.user.inspection import config_document, length, problem_of,
 from autotune.worker.user.lightning_trial import LightningInspection
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.written_files import watch_written_files
+from autotune.worker.user.written_files import WrittenFiles
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
@@ -345,7 +345,7 @@ class _Inspection:
         self._is_on_cpu = work.devices.kind == "cpu"
         self._finish = finish
         self._environment = inspect_environment()
-        self._written: Sequence[str] = ()
+        self._written: WrittenFiles | None = None
         self._overlay = Overlay(
             scratch.output_dir, on_cpu=self._is_on_cpu, is_probing=is_probing and source.kind == "script"
         )
@@ -384,7 +384,12 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
-        self._written = watch_written_files(self._source.cwd)
+        self._written = WrittenFiles(
+            self._source.cwd,
+            self._scratch.made_list,
+            lambda what, hint: self._fail(UserCodeError(f"{self._source.name} {what}", hint)),
+        )
+        self._written.watch()
         others = AccelerateInspection(self._work, self._source, self._finish_with_model)
         guard = Guard(
             self._source,
@@ -410,7 +415,8 @@ class _Inspection:
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
         """End the inspection with the facts of the model that the code trains."""
-        found = dataclasses.replace(self._environment, model=model, written=tuple(self._written))
+        written = () if self._written is None else tuple(self._written.first)
+        found = dataclasses.replace(self._environment, model=model, written=written)
         self._finish(_Seen(InspectionAnswer(found)))
 
     def _fail(self, error: BaseException) -> NoReturn:
