@@ -33,7 +33,7 @@ if __name__ == "__main__":
 """
 LAUNCHES = "import os\nos.system('torchrun --nproc-per-node 1 loop.py --lr 1')\n"
 BECOMES = "import os, sys\nos.execv(sys.executable, [sys.executable, 'loop.py'])\n"
-FORKS = "import os\npid = os.fork()\nif not pid:\n    import loop\nos.waitpid(pid, 0)\nprint('has trained', flush=True)\n"
+FORKS = "import os\npid = os.fork()\nif not pid:\n    import loop\nos.waitpid(pid, 0)\nprint('has trained')\n"
 STEPS_ALONE = (
     "import torch\np = torch.nn.Parameter(torch.ones(1))\np.grad = p.detach()\ntorch.optim.SGD([p], 1).step()\n"
 )
