@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 SOURCES := autotune alembic tests studies
 
-.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
+.PHONY: search test run-tests test-whole test-clients test-faults test-browser test-ray test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
 	@echo "make search       install and run the main job"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-service  measure a service: under load, under faults, and the start of a search"
 	@echo "make test-browser  use the pages of a service in a real Chromium"
 	@echo "make test-deepspeed  run trials with DeepSpeed's ZeRO on the CPU"
+	@echo "make test-ray     search on a Ray cluster of two nodes on this machine, which are killed"
 	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
 	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
 	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
@@ -75,7 +76,7 @@ test: install-dev
 	@$(MAKE) --no-print-directory --jobs 2 lint run-tests
 
 run-tests: install-dev
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser and not deepspeed"
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m "not gpu and not faults and not whole and not clients and not service and not browser and not ray and not deepspeed"
 
 test-whole: install-dev
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m whole
@@ -106,6 +107,13 @@ test-service: install-dev
 test-browser: install-dev
 	$(INSTALL) --editable '.[dev,browser]'
 	$(BIN)/python -m pytest -rs tests/service/test_browser.py
+
+# A Ray cluster of two nodes on this machine, with an environment of its own: Ray's packages are nobody else's.
+test-ray:
+	@$(MAKE) --no-print-directory install-dev VENV=.venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) \
+	  --editable '.[dev,ray]'
+	.venv-ray/bin/python -m pytest -rs -m ray tests/execution
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
@@ -146,4 +154,4 @@ docs-reference: install-dev
 	$(BIN)/python tests/reference.py
 
 clean:
-	rm -rf $(VENV) .venv-versions build site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-ray .venv-versions build site .cache *.egg-info .mypy_cache .ruff_cache .pytest_cache

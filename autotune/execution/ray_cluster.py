@@ -28,11 +28,16 @@ WITHOUT_TOKEN_VARIABLE = "AUTOTUNE_RAY_WITHOUT_TOKEN"
 _MODE, _TOKEN, _TOKEN_PATH, _ADDRESS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"
 # Where Ray itself looks last (ray/_private/authentication/authentication_token_setup.py, Ray 2.60).
 _TOKEN_FILE = Path("~/.ray/auth_token")
-# A question that the control server of a cluster answers (src/ray/protobuf/gcs_service.proto). The server for clients
-# answers every question of those with a token, if only to say that it does not know it.
-_QUESTION = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+# Questions that the control server of a cluster and its server for clients know (gcs_service.proto, ray_client.proto).
+# Of a question that it does not know a server says so without asking for a token.
+_OF_CONTROL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_OF_CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
+# What they answer those who may ask. The server for clients knows no client yet.
+_ANSWERS = {_OF_CONTROL: "OK", _OF_CLIENTS: "NOT_FOUND"}
+_REFUSED, _UNKNOWN = "UNAUTHENTICATED", "UNIMPLEMENTED"
 _PROBE_SECONDS = 10.0
-_CONNECT_SECONDS = 60.0
+# The server for clients starts a process for each, and gives up after 30 s, which a busy head may need.
+_MOST_ATTEMPTS = 3
 
 
 class NodeLostError(Exception):
@@ -188,43 +193,46 @@ class RayCluster:
         Ray itself would try for 10 to 20 seconds before it says that it was refused.
         """
 
-        def status(metadata: tuple[tuple[str, str], ...]) -> str:
+        def status(question: str, metadata: tuple[tuple[str, str], ...] = ()) -> str:
             with grpc.insecure_channel(target) as channel:
-                ask = channel.unary_unary(_QUESTION, request_serializer=bytes, response_deserializer=bytes)
+                ask = channel.unary_unary(question, request_serializer=bytes, response_deserializer=bytes)
                 try:
                     ask(b"", timeout=_PROBE_SECONDS, metadata=metadata)
                 except grpc.RpcError as error:
                     return str(error.code().name)
                 return "OK"
 
-        without = status(())
-        if without in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        question, without = _OF_CONTROL, status(_OF_CONTROL)
+        if without == _UNKNOWN:
+            question, without = _OF_CLIENTS, status(_OF_CLIENTS)
+        is_control_server = question == _OF_CONTROL
+        if without not in (_REFUSED, _ANSWERS[question]):
             raise ServiceError(
                 f"no Ray cluster answers at {target}",
                 "see whether it runs (ray status on its head) and whether this machine reaches that port",
             )
-        if without != "UNAUTHENTICATED":
+        if without != _REFUSED:
             if not trusts_without_token():
                 raise ServiceError(
                     f"the Ray cluster at {target} asks for no token: everyone who reaches it can run code there",
                     f"start it with {_MODE}=token (ray get-auth-token --generate makes one); "
                     f"for one on this machine alone set {WITHOUT_TOKEN_VARIABLE}=1",
                 )
-            return without == "OK"
-        if token is None:
+        elif token is None:
             raise ServiceError(f"the Ray cluster at {target} asks for a token", f"set {_MODE}=token and {_TOKEN}")
-        found = status((("authorization", f"Bearer {token.value}"),))
-        if found == "UNAUTHENTICATED":
+        elif status(question, (("authorization", f"Bearer {token.value}"),)) == _REFUSED:
             raise ServiceError(
                 f"the Ray cluster at {target} does not take the token in {token.where}",
                 f"ray get-auth-token on its head prints the one for {_TOKEN}",
             )
-        return found == "OK"
+        return is_control_server
 
     def _connect(self, address: str) -> None:
-        with _signal_handlers_kept():
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
-                self.ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                with _signal_handlers_kept():
+                    self.ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                return
             except RuntimeError as error:
                 # Ray refuses another version of itself or of Python, and says which.
                 raise ServiceError(
@@ -232,6 +240,9 @@ class RayCluster:
                     "use the same versions of Ray and Python here and there",
                 ) from error
             except (ConnectionError, ValueError, self.ray.exceptions.RayError) as error:
+                if isinstance(error, ConnectionError) and attempt < _MOST_ATTEMPTS:
+                    self.ray.shutdown()
+                    continue
                 raise ServiceError(
                     f"the Ray cluster at {address} cannot be reached: {_last_line(error)}",
                     "ray://HOST:10001 is for machines outside of the cluster, ray://auto for its nodes",

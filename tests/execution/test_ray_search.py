@@ -1,0 +1,260 @@
+"""Search on a real Ray cluster of two nodes on this machine: ``make test-ray``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from processes import all_gone, is_alive, processes_named, processes_with, wait_until
+
+from autotune.execution.ray_cluster import WITHOUT_TOKEN_VARIABLE
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'autotune[ray]'"),
+]
+
+TOKEN = "a-token-of-these-tests-alone"
+TESTS = Path(__file__).parents[1]
+MARK = "AUTOTUNE_TEST_CLUSTER"
+"""A variable of every process that a cluster starts, directly or not."""
+SEARCH = ["search", "--model", "bert-tiny", "--seq-len", "16", "--effective-batch", "16", "--precision", "fp32"]
+RANDOM = [*SEARCH, "--sampler", "random", "--trials", "3", "--no-baseline"]
+SECONDS = 240.0
+
+
+def free_port() -> int:
+    """A port that the kernel gives nobody, nor Ray its own processes (10002 to 19999, and from 23000 on)."""
+    while True:
+        port = random.randrange(28_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def answers(port: int) -> bool:
+    """Whether something listens there."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's variables without what would name another cluster, or keep a core from trials."""
+    left_out = {"OMP_NUM_THREADS", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return {**kept, "PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0", **changes}
+
+
+class RealCluster:
+    """A cluster of its own, in processes that carry a mark."""
+
+    def __init__(self, *, has_token: bool = True) -> None:
+        self.port = free_port()
+        self.mark = uuid.uuid4().hex
+        # The paths of its sockets must be short.
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} if has_token else {"RAY_AUTH_MODE": "disabled"}
+        self.auth = {**auth, "HOME": str(self._folder)}
+        self._log_path = self._folder / "cluster.log"
+        with open(self._log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(TESTS / "execution" / "ray_nodes.py"), str(self.port), str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment(**self.auth, **{MARK: self.mark}),
+                text=True,
+            )
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        self.control_address = self._process.stdout.readline().strip()
+        assert self.control_address, self._log_path.read_text()[-2000:]
+        # The server for clients starts later than the rest.
+        assert wait_until(lambda: answers(self.port), 60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            self._process.communicate("end\n", timeout=60)
+        self._process.kill()
+        for pid in processes_with(MARK, self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add_node(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("add\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline().strip() == "done"
+
+    @property
+    def address(self) -> str:
+        return f"ray://127.0.0.1:{self.port}"
+
+    def pids(self, words: str) -> list[int]:
+        """Processes of this cluster whose command lines have these words."""
+        return [pid for pid in processes_named(words, processes_with(MARK, self.mark)) if is_alive(pid)]
+
+    def trial_processes(self) -> list[int]:
+        return self.pids("autotune.worker")
+
+    def has_trial(self) -> bool:
+        """Whether a trial runs: the server has a child."""
+        return len(self.pids("autotune.worker.server")) > 1
+
+    def actors(self) -> list[int]:
+        return self.pids("ray::Node")
+
+    def is_left_alone(self) -> bool:
+        """Whether no process of a search is left on the nodes."""
+        return wait_until(lambda: not self.trial_processes() and not self.actors(), 60)
+
+
+class Command:
+    """The command line in a process of its own."""
+
+    def __init__(self, folder: Path, words: list[str], **variables: str) -> None:
+        self.errors = folder / f"stderr-{uuid.uuid4().hex[:6]}"
+        self._output = folder / f"stdout-{uuid.uuid4().hex[:6]}"
+        with open(self._output, "wb") as output, open(self.errors, "wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "autotune.cli.main", *words],
+                stdout=output,
+                stderr=errors,
+                cwd=folder,
+                env=environment(**variables),
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.errors.read_text(errors="replace")
+
+    def waits_until(self, condition: Callable[[], object]) -> None:
+        assert wait_until(lambda: bool(condition()) or self.process.poll() is not None, SECONDS), self.said()
+        assert condition(), self.said()[-2000:]
+
+    def end(self) -> int:
+        """Wait for its end; its exit code."""
+        try:
+            return self.process.wait(SECONDS)
+        finally:
+            self.process.kill()
+
+    def document(self) -> dict[str, Any]:
+        assert self.end() == 0, self.said()[-2000:]
+        found: dict[str, Any] = json.loads(self._output.read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RealCluster]:
+    """Two nodes without a GPU, and a token."""
+    with RealCluster() as made:
+        made.add_node()
+        made.add_node()
+        yield made
+
+
+def test_a_search_on_a_cluster_is_what_it_is_here(cluster: RealCluster, tmp_path: Path) -> None:
+    there = Command(tmp_path, [*RANDOM, "--json", "--executor", cluster.address], **cluster.auth).document()
+    assert cluster.is_left_alone()
+    here = Command(tmp_path, [*RANDOM, "--trials", "1", "--json", "--study", "again"]).document()
+    assert there["environment"] == here["environment"]
+    assert there["best"].keys() == here["best"].keys()
+    assert {trial["state"] for trial in there["trials"]} == {"completed"}
+    # The sampler proposes the same, and as the environment is the same, it is not measured again.
+    assert here["trials"][0]["reused_from"]["study"] == there["study"]
+    assert there["trials"][0]["samples_per_second"] == here["trials"][0]["samples_per_second"]
+    logs = tmp_path / "studies" / "logs" / there["study"]
+    assert {"server.log", "trial-0001.log"} <= {path.name for path in logs.iterdir()}
+
+
+def test_a_node_that_dies_costs_its_trial_which_runs_again(cluster: RealCluster, tmp_path: Path) -> None:
+    search = Command(tmp_path, [*RANDOM, "--json", "--executor", cluster.address], **cluster.auth)
+    search.waits_until(cluster.has_trial)
+    (actor,) = cluster.actors()
+    os.kill(actor, signal.SIGKILL)
+    search.waits_until(lambda: "was lost" in search.said())
+    # The process on the next node, and with it the raylet that is that node.
+    search.waits_until(lambda: any(pid != actor for pid in cluster.actors()))
+    search.waits_until(cluster.has_trial)
+    (actor,) = cluster.actors()
+    before = cluster.trial_processes()
+    raylet = int(Path(f"/proc/{actor}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(raylet, signal.SIGKILL)
+    document = search.document()
+    assert {trial["state"] for trial in document["trials"]} == {"completed"}
+    assert search.said().count("was lost") == 2
+    assert all_gone([actor, *before])
+    assert cluster.is_left_alone()
+    cluster.add_node()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nobody_is_left_on_the_nodes_when_the_search_is_ended(
+    cluster: RealCluster, tmp_path: Path, number: signal.Signals
+) -> None:
+    search = Command(tmp_path, [*RANDOM, "--json", "--executor", cluster.address, "--study", "ended"], **cluster.auth)
+    search.waits_until(lambda: "batch×acc" in search.said() and cluster.has_trial())
+    search.process.send_signal(number)
+    assert search.end() == (130 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert cluster.is_left_alone()
+    if number == signal.SIGTERM:
+        again = Command(tmp_path, ["resume", "ended", "--json", "--executor", cluster.address], **cluster.auth)
+        assert [trial["state"] for trial in again.document()["trials"]].count("completed") == 3
+
+
+class TestRefusals:
+    def said(self, folder: Path, *words: str, code: int, **variables: str) -> str:
+        command = Command(folder, [*SEARCH, *words], **variables)
+        assert command.end() == code, command.said()
+        assert len(command.said().strip().splitlines()) == 2, command.said()
+        assert not list(folder.glob("studies*"))
+        return command.said()
+
+    def test_another_token(self, cluster: RealCluster, tmp_path: Path) -> None:
+        auth = {**cluster.auth, "RAY_AUTH_TOKEN": "another"}
+        said = self.said(tmp_path, "--executor", cluster.address, code=13, **auth)
+        assert "does not take the token in RAY_AUTH_TOKEN" in said
+
+    def test_a_gpu_that_no_node_has(self, cluster: RealCluster, tmp_path: Path) -> None:
+        said = self.said(tmp_path, "--executor", cluster.address, "--gpus", "2", code=4, **cluster.auth)
+        assert "no node of the Ray cluster has 2 GPUs; it has " in said
+        assert "(no GPU, 1 cores)" in said
+
+    def test_no_cluster(self, tmp_path: Path) -> None:
+        port = free_port()
+        said = self.said(tmp_path, "--executor", f"ray://127.0.0.1:{port}", code=13, RAY_AUTH_TOKEN=TOKEN)
+        assert f"no Ray cluster answers at 127.0.0.1:{port}" in said
+
+    def test_a_cluster_without_token_unless_it_is_trusted(self, tmp_path: Path) -> None:
+        with RealCluster(has_token=False) as open_cluster:
+            open_cluster.add_node()
+            auth = {"RAY_AUTH_TOKEN": TOKEN, "HOME": open_cluster.auth["HOME"]}
+            for address in (open_cluster.address, "ray://auto"):
+                variables = {**auth, "RAY_ADDRESS": open_cluster.control_address}
+                said = self.said(tmp_path, "--executor", address, code=13, **variables)
+                assert "asks for no token: everyone who reaches it can run code there" in said
+            trusted = {**open_cluster.auth, "RAY_ADDRESS": open_cluster.control_address, WITHOUT_TOKEN_VARIABLE: "1"}
+            search = Command(tmp_path, [*RANDOM, "--trials", "1", "--json", "--executor", "ray://auto"], **trusted)
+            assert len(search.document()["trials"]) == 1
