@@ -7,6 +7,7 @@ import contextlib
 import click
 
 from autotune.cli.options import table_options
+from autotune.core.errors import InvalidRequestError
 
 
 @click.command(short_help="Go on with a search that was ended or killed.")
@@ -21,6 +22,8 @@ def resume(
     time_budget: float | None,
     trial_timeout: float | None,
     device: str | None,
+    gpus: str | None,
+    parallel: bool,
     executor: str | None,
     storage: str,
     wait: bool,
@@ -34,11 +37,16 @@ def resume(
     \b
       autotune resume STUDY
       autotune resume STUDY --trials 50
+      autotune resume STUDY --gpus 4 --parallel
     """
     from autotune.cli.search import say, search_and_print
     from autotune.store import open_store
+    from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
+    named = named_devices({"device": device, "gpus": gpus, "parallel": parallel}) if gpus or parallel else ()
+    if executor is not None and named:
+        raise InvalidRequestError("--gpus: an executor chooses the GPUs of its node itself", "leave one of them out")
     with contextlib.ExitStack() as stack:
         nodes = None
         if executor is not None:
@@ -50,7 +58,8 @@ def resume(
                 options = {"device": device}
             nodes = stack.enter_context(open_nodes(executor, options, wait=wait, note=say))
         with open_store(storage, create=False) as store:
-            devices = nodes.devices if nodes is not None else ()
-            request = recorded_request(store, study, device, Budget(trials, time_budget, trial_timeout), devices)
+            devices = nodes.devices if nodes is not None else named
+            budget = Budget(trials, time_budget, trial_timeout)
+            request = recorded_request(store, study, device, budget, devices, parallel=parallel)
         request.check()
         search_and_print(ctx, request, storage, wait=wait, as_json=as_json, nodes=nodes)

@@ -417,14 +417,15 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "gpus", GPUS,
         "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
-        DEVICE, ("search", "predict", "agent"), metavar="N|all|LIST",
+        DEVICE, ("search", "predict", "resume", "agent"), metavar="N|all|LIST",
         help_in={
             "agent": "Run searches that train on several GPUs together, on these: a number, all, or a list.",
             "predict": "So many GPUs of that kind train together; bytes are those of each [default: 1].",
+            "resume": "Other GPUs of that kind: as many as a trial has, or any number with --parallel.",
         },
     ),
     Option(
-        "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE,
+        "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE, BUDGET,
     ),
     Option(
         "memory_limit", BYTES, "Search as if the device had no more, e.g. 24GiB [default: all free].", DEVICE, BOTH,

@@ -27,10 +27,10 @@ def build_request(
     ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
     that the options name, one for each rank.
     """
-    named = devices or (_devices(options) if options.get("gpus") is not None else ())
+    named = devices or (named_devices(options) if options.get("gpus") is not None else ())
     own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
-    device, *others = named or _devices(options)
+    device, *others = named or named_devices(options)
     beside: list[Device] = []
     if options.get("parallel"):
         beside, others = others, []
@@ -49,7 +49,7 @@ def build_request(
     )
 
 
-def _devices(options: dict[str, Any]) -> tuple[Device, ...]:
+def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
     """Return the devices that are named, one for each rank."""
     gpus, device = options.get("gpus"), options["device"]
     if gpus is None and options.get("parallel"):

@@ -125,11 +125,18 @@ def recorded_options(store: Store, study: str) -> dict[str, str]:
 
 
 def recorded_request(
-    store: Store, study: str, device: str | None = None, budget: Budget | None = None, devices: Sequence[Device] = ()
+    store: Store,
+    study: str,
+    device: str | None = None,
+    budget: Budget | None = None,
+    devices: Sequence[Device] = (),
+    *,
+    parallel: bool = False,
 ) -> SearchRequest:
     """Return the request that continues the study with this name, on the device that it ran on, or on ``device``.
 
-    ``devices`` of a node of a cluster stand for those of this machine, one for each rank.
+    ``devices`` are used instead where given, one for each rank: those that the user names, or of a node of a cluster.
+    With ``parallel`` a trial of one rank runs on each of them.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
     malformed record; and ``InvalidRequestError`` where the user's code or dataset is gone or has changed.
@@ -138,6 +145,11 @@ def recorded_request(
     try:
         environment = store.environment(record.environment_id)
         found, *others = devices or _devices_of(environment, study, device)
+        beside: tuple[Device, ...] = ()
+        if devices:
+            _check_are_as_many(environment, study, devices, parallel=parallel)
+        if parallel:
+            beside, others = tuple(others), []
         workload = Workload.from_document(store.workload_of(record))
         request = request_from_document(record.request, workload, found, study, tuple(others))
     except (ValueError, InvalidRequestError) as error:
@@ -152,7 +164,22 @@ def recorded_request(
     if workload.data is not None:
         check_unchanged(workload.data)
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
-    return replace(request, **spent)
+    return replace(request, **spent, beside=beside)
+
+
+def _check_are_as_many(environment: Document, study: str, devices: Sequence[Device], *, parallel: bool) -> None:
+    """Raise ``DeviceError`` where a study's trials cannot run on these devices."""
+    ranks = (environment.get("ranks") or {}).get("world_size", 1)
+    of = "one device" if ranks == 1 else f"{ranks} devices"
+    if parallel and ranks > 1:
+        raise DeviceError(
+            f"the study {study!r} has trials of {of}, which are not run side by side", "leave --parallel out"
+        )
+    if not parallel and len(devices) != ranks:
+        raise DeviceError(
+            f"the study {study!r} has trials of {of}, and --gpus names {len(devices)}",
+            "add --parallel to run a trial on each" if ranks == 1 else f"use --gpus {ranks}",
+        )
 
 
 def _check_has_its_secrets(source: TrainingSource, study: str) -> None:

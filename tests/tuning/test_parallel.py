@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from searching import BERT_LARGE, H200, RecordingObserver
+from recorded import EFFECTIVE_64, RecordedRunner
+from searching import BERT_LARGE, FACTS, H200, RecordingObserver, new_store, search
 from tiny import tiny_workload
 
 from autotune.core.errors import DeviceError, InvalidRequestError
@@ -15,8 +16,10 @@ from autotune.core.units import GIB
 from autotune.devices import Device
 from autotune.tuning import options as tuning_options
 from autotune.tuning.options import build_request
+from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
+from autotune.tuning.studies import Budget, recorded_request
 
 SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1, memory_free_bytes=90 * GIB)
 
@@ -73,3 +76,31 @@ def test_the_option_makes_slots_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert (request.others, request.beside, request.world_size) == ((), (SECOND,), 1)
     with pytest.raises(InvalidRequestError, match="--parallel runs trials on several GPUs, and none are named"):
         build_request(options)
+
+
+def test_a_study_goes_on_with_trials_on_more_devices(tmp_path: Path) -> None:
+    with new_store(tmp_path) as store:
+        begun = search(store, RecordedRunner(EFFECTIVE_64), trials=4, sampler="grid")
+        assert len(begun.trials) == 4
+        request = recorded_request(store, "bert", budget=Budget(trials=9), devices=(H200, SECOND), parallel=True)
+        assert (request.device, request.others, request.beside) == (H200, (), (SECOND,))
+        runner = RecordedRunner(EFFECTIVE_64, slots=2)
+        resumed = search(store, runner, given=prepare(request, FACTS))
+    assert runner.most_under_way == 2
+    assert [trial.id for trial in resumed.trials[:4]] == [trial.id for trial in begun.trials]
+    assert len({trial.candidate for trial in resumed.trials if trial.stage == "search"}) == len(
+        [trial for trial in resumed.trials if trial.stage == "search"]
+    )
+    assert len(resumed.trials) == 9
+
+
+def test_devices_that_a_study_cannot_go_on_with_are_one_clear_line(tmp_path: Path) -> None:
+    with new_store(tmp_path) as store:
+        search(store, RecordedRunner(EFFECTIVE_64), trials=1)
+        with pytest.raises(DeviceError, match="has trials of one device, and --gpus names 2") as caught:
+            recorded_request(store, "bert", devices=(H200, SECOND))
+        assert "--parallel" in caught.value.hint
+        assert recorded_request(store, "bert", devices=(SECOND,)).device == SECOND
+        other = dataclasses.replace(SECOND, name="NVIDIA L4")
+        with pytest.raises(DeviceError, match="NVIDIA H200 and NVIDIA L4 are not equal"):
+            recorded_request(store, "bert", devices=(H200, other), parallel=True)

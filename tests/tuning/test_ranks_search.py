@@ -90,6 +90,11 @@ def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> Non
         assert again.placement.ranks == 2
         with pytest.raises(DeviceError, match="was searched on 2 devices, and --device cpu is one"):
             recorded_request(store, "two", "cpu")
+        cpu = again.device
+        with pytest.raises(DeviceError, match="has trials of 2 devices, and --gpus names 3"):
+            recorded_request(store, "two", devices=(cpu, cpu, cpu))
+        with pytest.raises(DeviceError, match="which are not run side by side"):
+            recorded_request(store, "two", devices=(cpu, cpu), parallel=True)
 
 
 @pytest.mark.whole
