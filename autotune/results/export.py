@@ -167,7 +167,7 @@ def _beside(export: Export) -> list[str]:
     )
     if export.task == "own":
         if kind_of(export.interface) != "trainer":
-            lines = hand_over(export.interface, export.model, export.arguments)
+            lines = hand_over(export.interface, export.model, export.arguments, export.candidate)
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]

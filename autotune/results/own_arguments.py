@@ -7,7 +7,8 @@ from typing import Any
 from autotune.core.candidate import Candidate, Document
 from autotune.core.loop import FIELDS, loop_arguments
 
-# By what the code trains with: the names of batch, accumulation, precision and checkpointing there.
+# By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
+# its data. A LoopConfig has nothing of the last.
 _NAMES: dict[str, dict[str, str]] = {
     "loop": FIELDS,
     "accelerate": {
@@ -15,12 +16,16 @@ _NAMES: dict[str, dict[str, str]] = {
         "accumulation": "gradient_accumulation_steps",
         "precision": "mixed_precision",
         "checkpointing": "gradient_checkpointing",
+        "workers": "dataloader_num_workers",
+        "prefetch": "dataloader_prefetch_factor",
     },
     "lightning": {
         "batch": "batch_size",
         "accumulation": "accumulate_grad_batches",
         "precision": "precision",
         "checkpointing": "gradient_checkpointing",
+        "workers": "num_workers",
+        "prefetch": "prefetch_factor",
     },
 }
 _PRECISIONS: dict[str, dict[str, str]] = {
@@ -40,24 +45,44 @@ def own_arguments(interface: Document, candidate: Candidate) -> dict[str, Any]:
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
     values["precision"] = _PRECISIONS.get(kind, {}).get(values["precision"], values["precision"])
-    return {names[what]: value for what, value in values.items() if what in interface.get("searched", FIELDS)}
+    taken = {names[what]: value for what, value in values.items() if what in interface.get("searched", FIELDS)}
+    return taken | {names[what]: value for what, value in _loading(candidate).items() if what in names}
+
+
+def _loading(candidate: Candidate) -> dict[str, int]:
+    """Return how the data is to be loaded, as far as that is not left to the code."""
+    arm = candidate.arm
+    values = {"workers": arm.dataloader_num_workers, "prefetch": arm.dataloader_prefetch_factor}
+    return {what: value for what, value in values.items() if value}
 
 
 def flags(interface: Document, arguments: dict[str, Any]) -> dict[str, str]:
     """Return the command-line flag of each argument for which the script's own parser has one."""
     known = interface.get("flags", {})
     names = _NAMES[kind_of(interface)]
-    return {names[what]: known[what] for what in FIELDS if what in known and names[what] in arguments}
+    return {name: known[what] for what, name in names.items() if what in known and name in arguments}
 
 
-def hand_over(interface: Document, name: str, arguments: dict[str, Any]) -> list[str]:
+def hand_over(interface: Document, name: str, arguments: dict[str, Any], candidate: Candidate) -> list[str]:
     """Return lines that say what to do with the arguments, for code that is no Trainer's."""
     kind = kind_of(interface)
+    made_at = f" at {interface['loader']}" if interface.get("loader") else ""
+    by_loader = {"workers": "num_workers", "prefetch": "prefetch_factor"}
+    tf32 = (
+        ["call torch.set_float32_matmul_precision('high') before the training"]
+        if candidate.arm.precision == "tf32"
+        else []
+    )
     if kind == "loop":
         function = name.rpartition(":")[2]
         return [
             f"train with them: {function}(autotune.LoopConfig(**json.load(open('settings.json')))), the file from "
-            "--format json"
+            "--format json",
+            *(
+                f"set by hand: {by_loader[what]} of the training DataLoader{made_at} = {value}"
+                for what, value in _loading(candidate).items()
+            ),
+            *tf32,
         ]
     given = flags(interface, arguments)
     by_hand = {name: value for name, value in arguments.items() if name not in given}
@@ -68,6 +93,7 @@ def hand_over(interface: Document, name: str, arguments: dict[str, Any]) -> list
         "accumulate_grad_batches": "accumulate_grad_batches of the Trainer",
         "gradient_accumulation_steps": "gradient_accumulation_steps of the Accelerator",
         "precision": "precision of the Trainer",
+        **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in by_loader.items()},
     }
     for argument, value in by_hand.items():
         if argument == "gradient_checkpointing":
@@ -79,6 +105,6 @@ def hand_over(interface: Document, name: str, arguments: dict[str, Any]) -> list
                 f"start it with accelerate launch --mixed_precision {value}, or with the file from --format accelerate"
             )
             continue
-        at = f" at {interface['loader']}" if "DataLoader" in places[argument] and interface.get("loader") else ""
+        at = made_at if "DataLoader" in places[argument] else ""
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")
-    return lines
+    return [*lines, *tf32]

@@ -217,8 +217,8 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
                 "leave --precision out",
             )
         return replace(request, precisions=(own,))
-    if own_kind(request) != "trainer" and request.precisions is None:
-        # TF32 is a setting of torch's that such code makes itself, or not.
+    if own_kind(request) == "loop" and request.precisions is None:
+        # A loop may know no precision of that name.
         return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
     return request
 

@@ -53,10 +53,13 @@ def main() -> None:
     )
     accelerator.init_trackers("own", config=vars(args))
     print(f"{accelerator.mixed_precision}, {accelerator.gradient_accumulation_steps}, {len(train_dataloader)} batches")
+    print(f"loads with {train_dataloader.num_workers} processes")
     completed = 0
     for _ in range(args.num_train_epochs):
         model.train()
         for number, batch in enumerate(train_dataloader):
+            if number == completed == 0:
+                print(f"float32 products: {torch.get_float32_matmul_precision()}")
             if args.own_modulo:
                 loss = model(**batch).loss / args.gradient_accumulation_steps
                 accelerator.backward(loss)

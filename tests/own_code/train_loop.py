@@ -27,7 +27,7 @@ def train(config: Any) -> None:
     samples = int(os.environ.get("LENGTH", "96"))
     data = TensorDataset(torch.randn(samples, 32), torch.randint(0, 2, (samples,)))
     loader = DataLoader(data, batch_size=config.per_device_batch_size, shuffle=True)
-    print(f"trains with {config}")
+    print(f"trains with {config}, loads with {loader.num_workers} processes")
     for _ in range(3):
         for number, (inputs, labels) in enumerate(autotune.steps(loader), start=1):
             with config.autocast("cpu"):

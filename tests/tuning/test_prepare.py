@@ -245,13 +245,15 @@ class TestTooLittleMemory:
 class TestOwnLoop:
     """Of code that trains in a loop of its own, and takes of a candidate what its inspection saw."""
 
-    def prepared(self, searched: list[str], *, batch: int = 8, accumulation: int = 2, **options: Any) -> Prepared:
+    def prepared(
+        self, searched: list[str], *, kind: str = "accelerate", batch: int = 8, accumulation: int = 2, **options: Any
+    ) -> Prepared:
         source = TrainingSource("script", "/run.py", "0", "/")
         asked = dataclasses.replace(
             request(**{"effective_batch": 64, "optims": (), **options}), workload=Workload.of_source(source)
         )
         own = OwnSettings(OWN_OPTIM, batch, accumulation)
-        interface = {"kind": "accelerate", "searched": searched}
+        interface = {"kind": kind, "searched": searched}
         model = facts(own=own, interface=interface, gradient_checkpointing="checkpointing" in searched)
         return prepare(asked, model)
 
@@ -263,11 +265,17 @@ class TestOwnLoop:
         given = self.prepared(["batch", "accumulation", "precision", "checkpointing"])
         assert (8, 8) in self.batches(given)
         assert (64, 1) in self.batches(given)
-        assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "fp32"}
+        assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "tf32", "fp32"}
         assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
         assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 8, 2)
         assert given.request.workload.source is not None
         assert given.request.workload.source.interface["kind"] == "accelerate"
+
+    def test_a_loop_that_may_know_no_tf32_is_given_it_only_when_asked(self) -> None:
+        given = self.prepared(["batch", "accumulation", "precision"], kind="loop")
+        assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "fp32"}
+        given = self.prepared(["batch", "accumulation", "precision"], kind="loop", precisions=("tf32",))
+        assert {arm.precision for arm in given.space.arms} == {"tf32"}
 
     def test_what_is_not_taken_is_not_searched(self) -> None:
         assert self.batches(self.prepared(["batch", "precision"])) == [(32, 2)]

@@ -42,6 +42,7 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
     assert model.class_name == "BertForSequenceClassification"
     assert model.samples == 96
     assert model.interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert (model.interface["tunes_loader"], model.interface["loader_workers"]) == (True, 0)
     assert model.interface["loader"].startswith("accelerate_loop.py:")
     assert model.interface["flags"] == {
         "batch": "--per_device_train_batch_size", "accumulation": "--gradient_accumulation_steps",
@@ -56,10 +57,15 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
     assert "bf16, 2, 6 batches" in answer.log
     assert "evaluated" not in answer.log
     # 96 samples are 48 batches of 2; three micro-steps stand for all eight.
-    measured = trial_server.trial(workload, candidate(2, 8)).completed.measurement
-    assert measured.micro_steps_run == 3
+    waits = dataclasses.replace(candidate(2, 8, "tf32").arm, dataloader_num_workers=2)
+    answer = trial_server.trial(workload, Candidate(waits, 2, 8))
+    assert answer.completed.measurement.micro_steps_run == 3
+    assert "loads with 2 processes" in answer.log
+    assert "float32 products: high\n" in answer.log
     answer = trial_server.trial(workload, candidate(4, 2), unmodified=True)
     assert "no, 2, 24 batches" in answer.log
+    assert "loads with 0 processes" in answer.log
+    assert "float32 products: highest" in answer.log
     assert answer.completed.measurement.micro_steps_run == 2
     assert list(folder.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -32,12 +33,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("candidate", "micro_steps_run"),
     # 96 samples are three steps of 32; a part of 12 micro-steps stands for all of them.
-    [(Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2), 2), (Candidate(Arm(), 2, 12), 3)],
+    [
+        (Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2), 2),
+        (Candidate(Arm(dataloader_num_workers=2), 2, 12), 3),
+    ],
 )
 def test_a_loop_is_measured_and_nothing_after_it_is_reached(
     trial_server: ServerClient, folder: Path, candidate: Candidate, micro_steps_run: int
 ) -> None:
-    answer = trial_server.trial(loop(), candidate)
+    source = loop().source
+    assert source is not None
+    interface = trial_server.model(loop()).interface
+    answer = trial_server.trial(Workload.of_source(dataclasses.replace(source, interface=interface)), candidate)
     measured = answer.completed.measurement
     assert measured.micro_steps_run == micro_steps_run
     assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
@@ -45,8 +52,9 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
     assert 0 < measured.data_seconds < measured.step_seconds  # type: ignore[operator]
     assert 0 < measured.optimizer_seconds < measured.step_seconds  # type: ignore[operator]
     assert math.isfinite(measured.train_loss or math.nan)
-    precision, checkpointing = candidate.arm.precision, candidate.arm.gradient_checkpointing
-    assert f"precision='{precision}', gradient_checkpointing={checkpointing})" in answer.log
+    arm = candidate.arm
+    assert f"precision='{arm.precision}', gradient_checkpointing={arm.gradient_checkpointing})" in answer.log
+    assert f"loads with {arm.dataloader_num_workers} processes" in answer.log
     assert "evaluates" not in answer.log
     assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "loop", "train"]
     assert list(folder.iterdir()) == []
@@ -54,12 +62,13 @@ def test_a_loop_is_measured_and_nothing_after_it_is_reached(
 
 def test_what_a_loop_reads_of_its_config_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
     model = trial_server.model(loop())
-    assert model.interface == {
-        "kind": "loop", "searched": ["batch", "accumulation", "precision", "checkpointing"], "tunes_loader": False,
-    }  # fmt: skip
+    interface = model.interface
+    assert interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert (interface["kind"], interface["tunes_loader"]) == ("loop", True)
+    assert interface["loader"].startswith("train_loop.py:")
     assert (model.parameters, model.samples, model.dtype) == (32 * 64 + 64, 96, "float32")
     alone = trial_server.model(loop("take_the_batch_alone"))
-    assert alone.interface["searched"] == ["batch"]
+    assert (alone.interface["searched"], alone.interface["tunes_loader"]) == (["batch"], False)
     assert (alone.class_name, alone.gradient_checkpointing, alone.samples) == ("Linear", False, None)
     assert list(folder.iterdir()) == []
 

@@ -31,7 +31,7 @@ from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.fake_steps import AccelerateStep, Memory, traced, with_memory
 from autotune.worker.user.guard import watch_steps
 from autotune.worker.user.inspection import SeenTraining
-from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, place_of
+from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, loading_of
 from autotune.worker.user.loop_trial import StepsTrial
 
 # More epochs or steps than any trial trains for: what comes after the training is not reached.
@@ -44,6 +44,7 @@ OPTIONS = {
     "accumulation": ("--gradient_accumulation_steps",),
     "precision": ("--mixed_precision",),
     "checkpointing": ("--gradient_checkpointing", "--activation_checkpointing"),
+    "workers": ("--dataloader_num_workers", "--num_workers", "--num-workers", "--workers"),
 }
 
 
@@ -60,7 +61,7 @@ class AccelerateTrial(StepsTrial):
         if run == accumulation:
             self._run_all_micro_steps()
         batch = candidate.per_device_train_batch_size if "batch" in searched else None
-        LoaderOverlay(interface["loader_key"], batch).install()
+        self._overlay_loader(batch)
         overlay = AccelerateOverlay(
             precision=_PRECISIONS[candidate.arm.precision] if "precision" in searched else None,
             accumulation=run if "accumulation" in searched else None,
@@ -362,10 +363,8 @@ class AccelerateInspection:
             interface={
                 "kind": "accelerate",
                 "searched": searched,
-                "tunes_loader": False,
                 "accumulates_by": by,
-                "loader_key": key,
-                "loader": place_of(key) if key else None,
+                **loading_of(self._loader),
                 "flags": self._options.flags(OPTIONS),
             },
             own=OwnSettings(

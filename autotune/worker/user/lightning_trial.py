@@ -24,7 +24,7 @@ from autotune.worker.user.checkpointing import checkpointing_parts, enable_check
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.fake_steps import LightningStep, add_memory
 from autotune.worker.user.inspection import SeenTraining
-from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, key_of, place_of
+from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.loop_trial import StepsTrial
 from autotune.worker.user.on_import import on_import
@@ -39,6 +39,7 @@ _OPTIONS = {
     "batch": ("--batch_size", "--batch-size", "--train_batch_size"),
     "accumulation": ("--accumulate_grad_batches",),
     "precision": ("--precision",),
+    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers"),
 }
 # Callbacks of Lightning's that write, stop the training, wait for a validation that is not run, or decide the batch.
 _LEFT_OUT = (
@@ -61,9 +62,7 @@ class LightningTrial(StepsTrial):
         run = micro_steps_to_run(candidate, self._effort) if "accumulation" in searched else accumulation
         if run == accumulation:
             self._run_all_micro_steps()
-        LoaderOverlay(
-            interface["loader_key"], candidate.per_device_train_batch_size if "batch" in searched else None
-        ).install()
+        self._overlay_loader(candidate.per_device_train_batch_size if "batch" in searched else None)
         changes: dict[str, Any] = {}
         if "precision" in searched:
             changes["precision"] = _PRECISIONS[candidate.arm.precision]
@@ -244,9 +243,7 @@ class LightningInspection:
             interface={
                 "kind": "lightning",
                 "searched": searched,
-                "tunes_loader": False,
-                "loader_key": key,
-                "loader": place_of(key) if key else None,
+                **loading_of(seen.loader),
                 "flags": self._options.flags(_OPTIONS),
             },
             own=OwnSettings(

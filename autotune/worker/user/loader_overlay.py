@@ -28,9 +28,14 @@ _KEY = "autotune_key"
 class LoaderOverlay:
     """What is put over the loader that is made at ``key``, a line and which of the loaders made there."""
 
-    def __init__(self, key: str | None = None, batch: int | None = None) -> None:
+    def __init__(
+        self, key: str | None = None, batch: int | None = None, workers: int = 0, prefetch: int | None = None
+    ) -> None:
         self._key = key
         self._batch = batch
+        """``None`` leaves the script's own; so do no ``workers``."""
+        self._workers = workers
+        self._prefetch = prefetch
         self._made: Counter[str] = Counter()
 
     def install(self) -> None:
@@ -43,9 +48,12 @@ class LoaderOverlay:
             place = _place()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
-            if key == self._key and self._batch is not None:
+            if key == self._key:
                 given = signature.bind(loader, *words, **options)
-                _set_batch(given.arguments, self._batch)
+                if self._batch is not None:
+                    _set_batch(given.arguments, self._batch)
+                if self._workers:
+                    given.arguments |= {"num_workers": self._workers, "prefetch_factor": self._prefetch}
                 make(*given.args, **given.kwargs)
             else:
                 make(loader, *words, **options)
@@ -64,6 +72,21 @@ def keep_key(made: Any, of: Any) -> None:
     key = key_of(of)
     if key is not None:
         setattr(made, _KEY, key)
+
+
+def loading_of(loader: Any) -> dict[str, Any]:
+    """Return what an inspection tells of a loader: where it is made, how it loads, whether that can be tuned.
+
+    Each worker might load all of data that has no length.
+    """
+    key = key_of(loader)
+    return {
+        "loader_key": key,
+        "loader": place_of(key) if key else None,
+        "loader_workers": getattr(loader, "num_workers", 0),
+        "loader_prefetch": getattr(loader, "prefetch_factor", None),
+        "tunes_loader": key is not None and hasattr(getattr(loader, "dataset", None), "__len__"),
+    }
 
 
 def place_of(key: str) -> str:

@@ -27,8 +27,9 @@ from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard, watch_steps
 from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, problem_of
+from autotune.worker.user.loader_overlay import LoaderOverlay, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
-from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.written_files import WrittenFiles
 
 
@@ -43,9 +44,30 @@ class StepsTrial(OwnTrial):
         accumulation = self._candidate.gradient_accumulation_steps
         self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
 
+    def _overlay_loader(self, batch: int | None) -> None:
+        """Give the training loader the candidate's loading processes, and a batch."""
+        arm, key = self._candidate.arm, self._source.interface.get("loader_key")
+        workers = 0 if self._is_unmodified else arm.dataloader_num_workers
+        LoaderOverlay(key, batch, workers, arm.dataloader_prefetch_factor).install()
+
+    def _set_tf32(self) -> None:
+        """Have products of float32 matrices computed as the candidate's precision says, whatever the code has set."""
+        precision = self._candidate.arm.precision
+        if self._is_unmodified or precision not in ("fp32", "tf32"):
+            return
+        if "precision" in self._source.interface.get("searched", ()):
+            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
     def _watch(self, accumulation: int | None, *, rehearses: bool = True) -> LoopSteps:
         """Return what divides the loop into steps, and measures them."""
         assert self._meter is not None
+        arm, interface = self._candidate.arm, self._source.interface
+        self._effort = after_what_lies_ready(
+            self._effort,
+            self._candidate,
+            arm.dataloader_num_workers or interface.get("loader_workers", 0),
+            arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.get("loader_prefetch"),
+        )
         rehearses = rehearses and self._device_kind == "cuda"
         rehearsing = Rehearsing(accumulation) if rehearses and accumulation else None
         self._callback = measured = MeasuredSteps(
@@ -66,6 +88,7 @@ class StepsTrial(OwnTrial):
         """The training is known: what it does from now on is measured."""
         assert self._meter is not None
         self._guard.lift()
+        self._set_tf32()
         self._phases.enter("train")
         self._meter.reset_peaks()
 
@@ -97,6 +120,7 @@ class LoopTrial(StepsTrial):
         if reads_accumulation:
             arguments["gradient_accumulation_steps"] = run
         watched = self._watch(run if reads_accumulation else 1)
+        self._overlay_loader(None)
         loop_interface.listen(_Announced(watched, self.begins))
         load_function(self._source)(LoopConfig(**arguments))
         raise UserCodeError(
@@ -166,7 +190,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         model = dataclasses.replace(
             seen.facts(),
             gradient_checkpointing="checkpointing" in searched,
-            interface={"kind": "loop", "searched": searched, "tunes_loader": False},
+            interface={"kind": "loop", "searched": searched, **loading_of(seen.loader)},
         )
         finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=tuple(written.first))))
 
@@ -191,6 +215,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         enter(source)
         guard.install(scratch.stop_file)
         written.watch()
+        LoaderOverlay().install()
         watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)

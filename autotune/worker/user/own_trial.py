@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from autotune.core.candidate import Candidate
 from autotune.core.jobs import TrialWork
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.measure import MeasureCallback
+from autotune.worker.trial.measure import MeasureCallback, steps_lying_ready
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.user.code import UserCodeError, enter, trim
 from autotune.worker.user.guard import Guard
@@ -84,3 +85,10 @@ class OwnTrial(Trial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
+
+
+def after_what_lies_ready(effort: Effort, candidate: Candidate, workers: int, prefetch: int | None) -> Effort:
+    """Return the effort with as many more steps of warm-up as the loading processes, the user's own too, have ready."""
+    arm = dataclasses.replace(candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=prefetch)
+    ready = steps_lying_ready(dataclasses.replace(candidate, arm=arm), effort)
+    return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)

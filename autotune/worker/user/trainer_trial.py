@@ -28,7 +28,7 @@ from autotune.worker.facts import inspect_environment
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
 from autotune.worker.process import in_fork, in_forks
 from autotune.worker.trial.losses import LossWatch
-from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, steps_lying_ready
+from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
@@ -37,7 +37,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_trial import LightningInspection
 from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
-from autotune.worker.user.own_trial import OwnTrial
+from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.written_files import WrittenFiles
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
@@ -210,7 +210,12 @@ class TrainerTrial(OwnTrial):
             self._effort = dataclasses.replace(
                 self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
             )
-        self._effort = _after_what_lies_ready(self._effort, self._candidate, trainer.args)
+        self._effort = after_what_lies_ready(
+            self._effort,
+            self._candidate,
+            trainer.args.dataloader_num_workers,
+            trainer.args.dataloader_prefetch_factor,
+        )
         self._callback = _WholeStepsCallback(
             self._meter,
             self._candidate,
@@ -251,17 +256,6 @@ def _ignored_message(source: TrainingSource, ignored: str) -> str:
     return (
         f"{source.name} changes its TrainingArguments after they were made: {ignored}; leave that to the command line"
     )
-
-
-def _after_what_lies_ready(effort: Effort, candidate: Candidate, args: Any) -> Effort:
-    """The effort with as many more steps of warm-up as the loading processes, the user's own too, prepare ahead."""
-    arm = dataclasses.replace(
-        candidate.arm,
-        dataloader_num_workers=args.dataloader_num_workers,
-        dataloader_prefetch_factor=args.dataloader_prefetch_factor,
-    )
-    ready = steps_lying_ready(dataclasses.replace(candidate, arm=arm), effort)
-    return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)
 
 
 # What a process sees of the user's training before the first trial

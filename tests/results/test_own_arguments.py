@@ -1,0 +1,48 @@
+"""Test how a winner is handed to code that is no Trainer's."""
+
+from __future__ import annotations
+
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
+from autotune.results.own_arguments import flags, hand_over, own_arguments
+
+CANDIDATE = Candidate(Arm("tf32", optim=OWN_OPTIM, dataloader_num_workers=4, dataloader_prefetch_factor=8), 16, 2)
+TF32 = "call torch.set_float32_matmul_precision('high') before the training"
+
+
+def interface(kind: str, **flags: str) -> Document:
+    """What an inspection saw."""
+    return {"kind": kind, "searched": ["batch", "accumulation", "precision"], "loader": "train.py:12", "flags": flags}
+
+
+def test_loading_processes_have_the_scripts_own_flag_or_a_line() -> None:
+    seen = interface("accelerate", batch="--batch_size", workers="--num_workers")
+    arguments = own_arguments(seen, CANDIDATE)
+    assert arguments == {
+        "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "mixed_precision": "no",
+        "dataloader_num_workers": 4, "dataloader_prefetch_factor": 8,
+    }  # fmt: skip
+    given = {"per_device_train_batch_size": "--batch_size", "dataloader_num_workers": "--num_workers"}
+    assert flags(seen, arguments) == given
+    lines = hand_over(seen, "train.py", arguments, CANDIDATE)
+    assert "set by hand: prefetch_factor of the training DataLoader at train.py:12 = 8" in lines
+    assert not any("num_workers" in line for line in lines)
+    assert lines[-1] == TF32
+
+
+def test_lightning_names_them_as_torch_does() -> None:
+    seen = interface("lightning")
+    lines = hand_over(seen, "train.py", own_arguments(seen, CANDIDATE), CANDIDATE)
+    assert "set by hand: num_workers of the training DataLoader at train.py:12 = 4" in lines
+    assert "set by hand: precision of the Trainer = '32-true'" in lines
+
+
+def test_a_loops_settings_have_what_a_loop_config_has() -> None:
+    seen = interface("loop")
+    arguments = own_arguments(seen, CANDIDATE)
+    assert set(arguments) == {"per_device_batch_size", "gradient_accumulation_steps", "precision"}
+    lines = hand_over(seen, "train.py:train", arguments, CANDIDATE)
+    assert lines[1:] == [
+        "set by hand: num_workers of the training DataLoader at train.py:12 = 4",
+        "set by hand: prefetch_factor of the training DataLoader at train.py:12 = 8",
+        TF32,
+    ]
