@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+import ranks_report
 from searching import BERT_LARGE, FACTS, H200, MODEL
 
 from autotune.tuning.prepare import prepare
@@ -42,3 +43,22 @@ def test_a_part_that_fails_is_recorded_and_the_next_runs(tmp_path: Path, monkeyp
     parts = json.loads((tmp_path / "ranks.json").read_text())["parts"]
     assert parts["search"]["bert-tiny"]["error"] == "KeyError: 'nothing'"
     assert parts["grid"]["bert-tiny"]["cells"] == 3
+
+
+def test_predictions_that_came_after_a_cell_are_compared_with_it(tmp_path: Path) -> None:
+    arm = {"strategy": "fsdp", "precision": "bf16", "gradient_checkpointing": False, "sync_each_batch": False}
+    cell = {**arm, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2}
+    lines = [
+        {"meta": True},
+        {**cell, "state": "ok", "peak_allocated_mib": 1000.0, "peak_reserved_mib": 2000.0},
+        {**cell, "per_device_train_batch_size": 32, "state": "oom"},
+        {**cell, "per_device_train_batch_size": 64, "state": "predicted over", "predicted_allocated_mib": 9e9},
+        {**cell, "prediction": True, "predicted_allocated_mib": 1010.0, "predicted_reserved_mib": 1900.0},
+    ]
+    path = tmp_path / "bert_grid.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells = ranks_report.cells_of(path)
+    assert [each["state"] for each in cells] == ["ok", "oom"]
+    assert ranks_report.errors_of(cells, "allocated") == pytest.approx([0.01])
+    assert ranks_report.errors_of(cells, "reserved") == pytest.approx([-0.05])
+    assert ranks_report.name_of(cells[0]) == "fsdp bf16 16 × 2"
