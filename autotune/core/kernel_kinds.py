@@ -9,8 +9,12 @@ import functools
 import re
 
 _KINDS = (
-    ("attention_backward", r"(flash|fmha|mem_eff|attention).*(bwd|backward)|(bwd|backward).*(flash|fmha|attention)"),
-    ("attention", r"flash|fmha|mem_eff|attention"),
+    (
+        "attention_backward",
+        r"(flash|fmha|mem_eff|attention).*(bwd|backward|bprop)|(bwd|backward).*(flash|fmha|attention)"
+        r"|fmha_cutlassb|convert_dq|compute_dot_do|fmha_reduce_head",
+    ),
+    ("attention", r"flash|fmha|mem_eff|attention|_sdpa_"),
     ("convolution", r"conv|wgrad|dgrad|implicit_gemm|cudnn.*nhwc"),
     ("matrix_product", r"gemm|cutlass|nvjet|xmma|cublas|splitk|gemv|::dot"),
     ("fused_update", r"multi_tensor|fused_?adam"),

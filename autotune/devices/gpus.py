@@ -219,13 +219,25 @@ _SPEC_FIELDS = frozenset(
     ("memory", "capability", "multiprocessors", "threads_per_multiprocessor", "half_tflops", "tf32_tflops")
 ) | {"fp32_tflops", "gigabytes_per_second", "watts", "nvlink_gigabytes_per_second"}
 
+_SPEC_NEEDED = (
+    "memory",
+    "capability",
+    "multiprocessors",
+    "half_tflops",
+    "fp32_tflops",
+    "gigabytes_per_second",
+    "watts",
+)
+
 
 def read_chips(path: str) -> dict[str, Chip]:
     """Return the GPUs that a JSON file describes, by name. Raises ``InvalidRequestError`` for what is missing there."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"--gpu-spec {path}: {error}", _SPEC_EXAMPLE) from error
+    except OSError as error:
+        raise InvalidRequestError(f"--gpu-spec {path}: {error.strerror}", _SPEC_EXAMPLE) from error
+    except ValueError as error:
+        raise InvalidRequestError(f"--gpu-spec {path} is no JSON: {error}", _SPEC_EXAMPLE) from error
     if not isinstance(document, dict) or not document:
         raise InvalidRequestError(f"--gpu-spec {path} names no GPU", _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
@@ -240,6 +252,10 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
         known = ", ".join(sorted(_SPEC_FIELDS))
         raise InvalidRequestError(f"{where}: {unknown[0]!r} is not known", f"known are {known}")
 
+    missing = [field for field in _SPEC_NEEDED if figures.get(field) is None]
+    if missing:
+        raise InvalidRequestError(f"{where} has no {', no '.join(missing)}", _SPEC_EXAMPLE)
+
     def number(field: str, default: float | None = None) -> float:
         value = figures.get(field, default)
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < 1e9:
@@ -247,11 +263,15 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
         return float(value)
 
     try:
-        memory_mib = parse_bytes(str(figures.get("memory"))) // MIB
-        major, _, minor = str(figures.get("capability")).partition(".")
-        capability = int(major), int(minor or 0)
+        memory_mib = parse_bytes(str(figures["memory"])) // MIB
     except (ValueError, InvalidRequestError) as error:
-        raise InvalidRequestError(f"{where}: memory or capability: {error}", _SPEC_EXAMPLE) from error
+        raise InvalidRequestError(f"{where}: memory: {error}", _SPEC_EXAMPLE) from error
+    try:
+        major, _, minor = str(figures["capability"]).partition(".")
+        capability = int(major), int(minor or 0)
+    except ValueError as error:
+        told = f"{where}: capability is {figures['capability']!r}, not a compute capability"
+        raise InvalidRequestError(told, _SPEC_EXAMPLE) from error
     tf32 = number("tf32_tflops") if figures.get("tf32_tflops") is not None else None
     has_nvlink = figures.get("nvlink_gigabytes_per_second") is not None
     return _chip(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, did_you_mean
 
 EXAMPLES_FROM = "RunPod on demand, as listed by deploybase.ai on 10 March 2026"
 EXAMPLES: Mapping[str, float] = {
@@ -27,7 +28,9 @@ EXAMPLES: Mapping[str, float] = {
 }
 """US dollars an hour and GPU."""
 _HINT = "write it as h100=2.95, the price of one GPU for an hour, or as EUR: h100=2.70EUR"
+_FILE_HINT = 'write e.g. {"h100": 2.95, "l4": 0.7}'
 _DEFAULT_UNIT = "USD"
+_MOST = 1e6
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,27 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
     """
     if not given and path is None:
         return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
-    stated: dict[str, tuple[float, str]] = {}
+    stated: dict[str, tuple[float, str | None]] = {}
     for name, value in [*_in_file(path), *(_pair(text) for text in given)]:
         chip = names.get(name.lower())
         if chip is None:
-            raise InvalidRequestError(f"a price is given for {name!r}, which is no GPU that is known", _HINT)
+            hint = " ".join(filter(None, [did_you_mean(name.lower(), names), _HINT]))
+            raise InvalidRequestError(f"a price is given for {name!r}, which is no GPU that is known", hint)
         stated[chip] = _amount(name, value)
-    units = {unit for _, unit in stated.values()}
+    return Prices({name: amount for name, (amount, _) in stated.items()}, _unit_of(stated), "as given")
+
+
+def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
+    """Return the one unit of all prices; raises ``InvalidRequestError`` where they differ, or some have none."""
+    units = sorted({unit for _, unit in stated.values() if unit is not None})
     if len(units) > 1:
-        raise InvalidRequestError(f"prices are in {' and in '.join(sorted(units))}", "give all in one unit")
-    return Prices({name: amount for name, (amount, _) in stated.items()}, units.pop(), "as given")
+        raise InvalidRequestError(f"prices are in {' and in '.join(units)}", "give all in one unit")
+    without = next((name for name, (_, unit) in stated.items() if unit is None), None)
+    if units and without is not None:
+        raise InvalidRequestError(
+            f"the price of {without} has no unit, and others are in {units[0]}", "give all in one unit, or none a unit"
+        )
+    return units[0] if units else _DEFAULT_UNIT
 
 
 def _in_file(path: str | None) -> list[tuple[str, Any]]:
@@ -64,10 +78,12 @@ def _in_file(path: str | None) -> list[tuple[str, Any]]:
         return []
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"--prices {path}: {error}", 'write e.g. {"h100": 2.95, "l4": 0.7}') from error
+    except OSError as error:
+        raise InvalidRequestError(f"--prices {path}: {error.strerror}", _FILE_HINT) from error
+    except ValueError as error:
+        raise InvalidRequestError(f"--prices {path} is no JSON: {error}", _FILE_HINT) from error
     if not isinstance(document, dict) or not document:
-        raise InvalidRequestError(f"--prices {path} has no prices", 'write e.g. {"h100": 2.95, "l4": 0.7}')
+        raise InvalidRequestError(f"--prices {path} has no prices", _FILE_HINT)
     return list(document.items())
 
 
@@ -75,17 +91,20 @@ def _pair(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign:
         raise InvalidRequestError(f"--price {text!r} has no =", _HINT)
+    if not name.strip():
+        raise InvalidRequestError(f"--price {text!r} names no GPU", _HINT)
     return name.strip(), value.strip()
 
 
-def _amount(name: str, value: Any) -> tuple[float, str]:
+def _amount(name: str, value: Any) -> tuple[float, str | None]:
+    """Return a price and its unit, ``None`` where none is given."""
     text = str(value).strip()
-    digits = text.rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    unit = text[len(digits) :] or _DEFAULT_UNIT
+    digits = text.rstrip(string.ascii_letters)
+    unit = text[len(digits) :].upper() or None
     try:
         amount = float(digits)
     except ValueError as error:
         raise InvalidRequestError(f"the price of {name} is {text!r}, no number", _HINT) from error
-    if not 0 < amount < 1e6:
-        raise InvalidRequestError(f"the price of {name} is {text!r}, not above 0", _HINT)
+    if not 0 < amount < _MOST:
+        raise InvalidRequestError(f"the price of {name} is {text!r}, not above 0 and below {_MOST:,.0f}", _HINT)
     return amount, unit

@@ -109,7 +109,8 @@ def test_prices_come_from_a_file_and_from_options(tmp_path: Path) -> None:
         ("h100=cheap", "no number"),
         ("voodoo-2=3", "no GPU that is known"),
         ("h100=-2", "not above 0"),
-        ("h100=nan", "not above 0"),
+        ("h100=nan", "no number"),
+        ("=2", "names no GPU"),
     ],
 )
 def test_what_is_no_price_is_refused(given: str, told: str) -> None:
@@ -118,8 +119,18 @@ def test_what_is_no_price_is_refused(given: str, told: str) -> None:
 
 
 def test_prices_have_one_unit() -> None:
-    with pytest.raises(InvalidRequestError, match="EUR and in USD"):
+    assert read_prices(("h100=2eur", "l4=1EUR"), None, NAMES).unit == "EUR"
+    with pytest.raises(InvalidRequestError, match="in EUR and in USD"):
+        read_prices(("h100=2EUR", "l4=1USD"), None, NAMES)
+    with pytest.raises(InvalidRequestError, match="the price of l4 has no unit, and others are in EUR"):
         read_prices(("h100=2EUR", "l4=1"), None, NAMES)
+
+
+def test_near_names_of_a_gpu_with_a_price_are_told() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read_prices(("h10=2",), None, NAMES)
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("did you mean h100")
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,9 @@ def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
         (json.dumps({"a": {**SPEC, "flops": 3}}), "'flops' is not known"),
         (json.dumps({"a": {**SPEC, "watts": 0}}), "watts is 0"),
         (json.dumps({"a": {**SPEC, "memory": "much"}}), "memory"),
-        (json.dumps({"a": {**SPEC, "half_tflops": None}}), "half_tflops is None"),
+        (json.dumps({"a": {**SPEC, "half_tflops": None}}), "a has no half_tflops"),
+        (json.dumps({"a": {"memory": "24GiB"}}), "a has no capability, no multiprocessors"),
+        (json.dumps({"a": {**SPEC, "capability": "new"}}), "capability is 'new'"),
     ],
 )
 def test_a_description_that_cannot_be_read_is_refused(written: str, told: str, tmp_path: Path) -> None:
