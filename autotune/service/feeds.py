@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import Any, cast
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from autotune.core.candidate import Document
+from autotune.core.errors import ServiceError
 from autotune.service.bell import ANY_CHANGE, wait_for
 from autotune.service.searches import Searches
 from autotune.store.queue import ENDED, JobEvent, JobRecord
@@ -26,6 +28,8 @@ _PAUSE_SECONDS = 0.5
 # A comment after so long keeps a connection open that a proxy would close.
 _SILENCE_SECONDS = 15.0
 _MOST_AT_ONCE = 1000
+MOST_LISTENERS = 2000
+"""Each holds a connection open; more are refused."""
 _COMMENT = b": nothing new\n\n"
 _CHANGED = b"event: changed\ndata: {}\n\n"
 
@@ -43,9 +47,21 @@ class EventStream(StreamingResponse):
 
 
 def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
-    """Return an event as it is sent; its JSON holds no line break."""
+    """Return an event as it is sent; its JSON holds no line break, and nothing in place of NaN and infinity."""
+    try:
+        data = json.dumps(document, allow_nan=False)
+    except ValueError:
+        data = json.dumps(_finite(document), allow_nan=False)
     head = f"id: {number}\n" if number is not None else ""
-    return f"{head}event: {kind}\ndata: {json.dumps(document)}\n\n".encode()
+    return f"{head}event: {kind}\ndata: {data}\n\n".encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Shared:
@@ -54,7 +70,7 @@ class _Shared:
     def __init__(self, searches: Searches) -> None:
         self.searches = searches
         self.is_over = False
-        self._listeners = 0
+        self.listeners = 0
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -78,16 +94,16 @@ class _Shared:
 
     def begin(self) -> None:
         """Count one who listens."""
-        self._listeners += 1
+        self.listeners += 1
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     def end(self) -> bool:
         """Count one less; return whether nobody is left, which ends the task."""
-        self._listeners -= 1
-        if self._listeners == 0 and self._task is not None:
+        self.listeners -= 1
+        if self.listeners == 0 and self._task is not None:
             self._task.cancel()
-        return self._listeners == 0
+        return self.listeners == 0
 
 
 class _Changes(_Shared):
@@ -166,6 +182,12 @@ class Feeds:
         self._changes: _Changes | None = None
         self._of_searches: dict[str, _Search] = {}
 
+    def check_room(self) -> None:
+        """Raise ``ServiceError`` where as many listen as may."""
+        feeds = [*self._of_searches.values(), *([self._changes] if self._changes else [])]
+        if sum(feed.listeners for feed in feeds) >= MOST_LISTENERS:
+            raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
+
     async def changes(self) -> AsyncIterator[bytes]:
         """Yield a message at once, and whenever the queue or the agents changed."""
         if self._changes is None or self._changes.is_over:
@@ -194,5 +216,7 @@ class Feeds:
 
 
 def feeds_of(request: Request) -> Feeds:
-    """Return the feeds of the application that serves a request."""
-    return cast(Feeds, request.app.state.feeds)
+    """Return the feeds of the application that serves a request, where there is room for one more listener."""
+    feeds = cast(Feeds, request.app.state.feeds)
+    feeds.check_room()
+    return feeds

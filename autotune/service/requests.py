@@ -35,6 +35,7 @@ _MOST_PRIORITY = 10
 _GPU_NAME_LENGTH = 64
 # Ranks train together on one host; the largest hosts have 16 GPUs.
 _MOST_GPUS = 64
+MOST_MEMORY_BYTES = 2**50
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,9 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
         if not isinstance(gpu, str) or not 1 <= len(gpu) <= _GPU_NAME_LENGTH or not gpu.isprintable() or "%" in gpu:
             raise InvalidRequestError(f"{gpu!r:.80} is no part of a GPU's name", "write it as h200, say")
         kind = "cuda"
-    for name, value in (("memory_bytes", memory_bytes), ("count", count)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**60):
-            raise InvalidRequestError(f"needs: {name} is {value!r:.40}, no whole number", "give an integer above 0")
+    for name, value, most in (("memory_bytes", memory_bytes, MOST_MEMORY_BYTES), ("count", count, _MOST_GPUS)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
+            raise InvalidRequestError(f"needs: {name} is {value!r:.40}", f"give a whole number from 1 to {most}")
     needs = Needs(kind, gpu.lower() if gpu else None, memory_bytes, count or 1)
     return needs if gpus is None else replace(needs, device_kind="cuda", count=_rank_count(gpus, needs))
 
@@ -211,8 +212,16 @@ def search_request(
 
 
 def device_of(document: Document) -> Device:
-    """Return the device of a document from ``Device.document``."""
+    """Return the device of a document from ``Device.document``; ``ValueError`` for one that cannot be."""
     names = {name: value for name, value in document.items() if name not in ("label", "precisions", "count")}
+    name, memory_bytes = document["name"], document["memory_total_bytes"]
+    # What is searched for in the queue, and shown on the page.
+    if document["kind"] not in ("cpu", "cuda") or not isinstance(name, str) or not name.isprintable():
+        raise ValueError("its kind or its name is no device's")
+    if not isinstance(memory_bytes, int) or not 0 < memory_bytes <= MOST_MEMORY_BYTES:
+        raise ValueError("its memory is no device's")
+    if document.get("count", 1) not in range(1, _MOST_GPUS + 1):
+        raise ValueError("its number of GPUs is no machine's")
     capability = names.get("capability")
     neighbours = tuple(Neighbour(**neighbour) for neighbour in names.get("neighbours") or ())
     return Device(**{**names, "capability": tuple(capability) if capability else None, "neighbours": neighbours})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -98,11 +98,9 @@ class Searches:
             submitted_by=by,
             idempotency_key=idempotency_key,
         )
-        if not is_new and canonical(job.request) != canonical(submission.options):
-            raise InvalidRequestError(
-                f"the Idempotency-Key {idempotency_key!r:.80} was used with another request", "use a new key for it"
-            )
-        if is_new:
+        if not is_new:
+            _check_same(job, submission.options, submission.needs, idempotency_key)
+        else:
             # What was accepted is not lost, whatever happens.
             self.store.sync()
             _note("search submitted", search=job.id, study=job.study, by=by, priority=job.priority)
@@ -125,7 +123,9 @@ class Searches:
             submitted_by=by,
             idempotency_key=idempotency_key,
         )
-        if is_new:
+        if not is_new:
+            _check_same(job, submission.options, job.needs, idempotency_key)
+        else:
             # What was accepted is not lost, whatever happens.
             self.store.sync()
             self.bell.ring(NEW_JOB)
@@ -284,7 +284,7 @@ class Searches:
 
     def register_agent(self, document: Document) -> Document:
         """Connect an agent; ``ServiceError`` for one of another version, whose trials may measure otherwise."""
-        text = {name: str(document.get(name) or "")[:200] for name in ("name", "host", "version")}
+        text = {name: _printable(document.get(name))[:200] for name in ("name", "host", "version")}
         if text["version"] != __version__:
             raise ServiceError(
                 f"the agent is autotune {text['version']}, the service {__version__}",
@@ -309,8 +309,14 @@ class Searches:
         self.bell.ring(NEW_JOB)
         return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
 
-    async def claim(self, agent_id: str, wait_seconds: float) -> Document:
-        """Give an agent the next job that fits, waiting for one; ``job`` is ``None`` where none came."""
+    async def claim(
+        self, agent_id: str, wait_seconds: float, has_left: Callable[[], Awaitable[bool]] | None = None
+    ) -> Document:
+        """Give an agent the next job that fits, waiting for one; ``job`` is ``None`` where none came.
+
+        ``has_left`` says whether the agent has gone while it waited: a job that was claimed for it would wait for the
+        end of its lease.
+        """
         deadline = time.monotonic() + wait_seconds
         # Mostly there is nothing to look up and nothing to record, which needs no thread.
         is_recent = time.monotonic() - self._seen.get(agent_id, -_SEEN_SECONDS) < _SEEN_SECONDS
@@ -336,6 +342,8 @@ class Searches:
             if left <= 0 or self.is_closing:
                 return {"job": None}
             await wait_for(ticket, min(left, _CLAIM_POLL_SECONDS))
+            if has_left is not None and await has_left():
+                return {"job": None}
 
     def _offer(self, agent_id: str) -> Offer:
         """Return what an agent offers, and record that it was heard of; ``ServiceError`` for an unknown one."""
@@ -373,7 +381,9 @@ class Searches:
     def say(self, agent_id: str, job_id: str, document: Document) -> Document:
         """Record events of a search, and what an agent with a database of its own has recorded of it."""
         changes = {"status": document["status"]} if isinstance(document.get("status"), dict) else {}
-        records, logs = document.get("records") or (), document.get("logs") or {}
+        records, logs = document.get("records") or [], document.get("logs") or {}
+        if not isinstance(records, list) or not isinstance(logs, dict):
+            raise InvalidRequestError("records is no list, or logs no object", "send them as an agent does")
         study = self.job(job_id).study if records or logs else ""
         with self.store.queue.writing(job_id, _lease(document), _events_of(document), **changes) as connection:
             for record in records:
@@ -393,7 +403,7 @@ class Searches:
 
     def records(self, job_id: str, lease_token: str) -> Document:
         """Return what is recorded of a claimed search, and finished studies of its model, for an agent elsewhere."""
-        self.store.queue.renew(job_id, lease_token)
+        self.store.queue.renew(job_id, _lease({"lease_token": lease_token}))
         job = self.job(job_id)
         if VERIFIES in job.request:
             return {"own": read_study(self.store.engine, str(job.request[VERIFIES])), "related": []}
@@ -433,6 +443,14 @@ class Searches:
             self.bell.ring(NEW_JOB)
 
 
+def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None) -> None:
+    """Raise ``InvalidRequestError`` where the job of a key was made by another request."""
+    if canonical(job.request) != canonical(options) or job.needs != needs:
+        raise InvalidRequestError(
+            f"the Idempotency-Key {key!r:.80} was used with another request", "use a new key for it"
+        )
+
+
 def _note(message: str, **fields: object) -> None:
     """Log an event with its fields; none of them holds a token."""
     log.info(message, extra={"fields": fields})
@@ -455,9 +473,13 @@ def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:
     return f"no agent has {needs.describe()}; there are {have}"
 
 
+def _printable(value: Any) -> str:
+    return "".join(letter for letter in str(value or "") if letter.isprintable())
+
+
 def _lease(document: Document) -> str:
     token = document.get("lease_token")
-    if not isinstance(token, str):
+    if not isinstance(token, str) or "\0" in token:
         raise InvalidRequestError("lease_token is missing", "send the one that the claim gave")
     return token
 
@@ -465,7 +487,10 @@ def _lease(document: Document) -> str:
 def _events_of(document: Document) -> list[tuple[str, Document]]:
     """Return the events that an agent sends, each a kind and a document."""
     found = []
-    for event in document.get("events") or ():
+    events = document.get("events") or []
+    if not isinstance(events, list):
+        raise InvalidRequestError("events is no list", "send a list of objects with kind and document")
+    for event in events:
         kind, told = (event.get("kind"), event.get("document")) if isinstance(event, dict) else (None, None)
         if kind not in AGENT_EVENTS or not isinstance(told, dict):
             raise InvalidRequestError(f"{kind!r:.40} is no kind of event", f"send {', '.join(AGENT_EVENTS)}")

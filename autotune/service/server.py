@@ -137,6 +137,8 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
             ssl_certfile=settings.certificate,
             ssl_keyfile=settings.key,
             server_header=False,
+            # Without a proxy in front, a client that names another address would be counted as another guesser.
+            proxy_headers=settings.behind_proxy,
             timeout_keep_alive=30,
         )
         server = _Server(config)

@@ -12,6 +12,7 @@ from autotune.results.export import make_export
 from autotune.results.report import Report
 from autotune.service.requests import read_priority
 from autotune.store.queue import Needs
+from autotune.tuning.request import check_study_name
 from autotune.verify.target import what_is_not_verified
 from autotune.verify.throughput import DEFAULT_STEPS, check_steps
 
@@ -36,6 +37,7 @@ def read_verification(document: Any) -> VerificationSubmission:
     for name in document:
         if name not in _NAMES:
             raise InvalidRequestError(f"{str(name)[:60]!r} is no option of verify", f"use {', '.join(_NAMES)}")
+    check_study_name(document["study"])
     steps = int(BY_NAME["steps"].kind.check("steps", document.get("steps", DEFAULT_STEPS)))
     check_steps(steps)
     return VerificationSubmission(

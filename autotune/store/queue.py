@@ -248,6 +248,9 @@ class Queue:
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job of this id, or the latest one of a study of this name."""
+        if "\0" in job_id:
+            # No job's name; a PostgreSQL server refuses to look for it.
+            return None
         with self._transaction() as connection:
             row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
         return None if row is None else _job(row)
@@ -262,6 +265,8 @@ class Queue:
         most: int = 100,
     ) -> list[JobRecord]:
         """Return jobs, the newest first; those below the number ``before``, and those with just this ``request``."""
+        if study is not None and "\0" in study:
+            return []
         query = _JOBS.order_by(_JOB.c.number.desc()).limit(most)
         if study is not None:
             query = query.where(_JOB.c.study == study)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from searching import H200
@@ -17,11 +21,12 @@ from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError
 from autotune.core.options import OPTIONS
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
+from autotune.service.bell import NEW_JOB
 from autotune.service.requests import OPTION_NAMES, search_request
 from autotune.service.searches import Searches
 from autotune.store import Store
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction
-from autotune.store.queue import LEASE_SECONDS
+from autotune.store.queue import LEASE_SECONDS, JobRecord, Needs
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
@@ -105,6 +110,45 @@ def test_an_idempotency_key_makes_one_search(writer: TestClient) -> None:
     other = writer.post("/v1/searches", json={**TINY, "seed": 1}, headers={"Idempotency-Key": "a"})
     assert other.status_code == 422
     assert "used with another request" in other.json()["detail"]
+    # What a device is asked for is no option of the search.
+    elsewhere = writer.post("/v1/searches", json={**TINY, "device": "h200"}, headers={"Idempotency-Key": "a"})
+    assert elsewhere.status_code == 422
+
+
+def test_clients_that_send_one_key_at_once_make_one_search(writer: TestClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda _: submit(writer, TINY, **{"Idempotency-Key": "a"})["id"], range(16)))
+    assert len(set(told)) == 1
+    assert len(writer.get("/v1/searches").json()["searches"]) == 1
+
+
+def test_no_search_is_claimed_for_an_agent_that_has_left(
+    writer: TestClient, searches: Searches, agent: Agent, gpu_agent: Agent
+) -> None:
+    queue, looked = searches.store.queue, threading.Event()
+    claim_now = queue.claim
+
+    def look(*given: Any) -> JobRecord | None:
+        found = claim_now(*given)
+        looked.set()
+        return found
+
+    queue.claim = look  # type: ignore[method-assign]
+
+    async def leave_while_waiting() -> Document:
+        searches.bell.attach()
+
+        async def has_left() -> bool:
+            return True
+
+        claim = asyncio.create_task(searches.claim(agent.id, 20, has_left))
+        await asyncio.to_thread(looked.wait, 10)
+        queue.submit("a", {}, Needs())
+        searches.bell.ring(NEW_JOB)
+        return await asyncio.wait_for(claim, 10)
+
+    assert asyncio.run(leave_while_waiting()) == {"job": None}
+    assert gpu_agent.claim() is not None
 
 
 def test_a_request_that_was_answered_is_not_searched_again(

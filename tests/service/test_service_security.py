@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from serving import Agent, with_token
 from starlette.testclient import TestClient
 
+from autotune import __version__
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
@@ -17,6 +19,7 @@ from autotune.service.server import Settings
 from autotune.service.tokens import add_token, digest, new_token
 from autotune.store import Store
 
+JSON = {"Content-Type": "application/json"}
 TINY = {"model": "bert-tiny", "effective_batch": 16}
 _PARTS = ("", "/trials", "/events", "/export", "/report", "/trials/0/log")
 READING = [
@@ -228,3 +231,32 @@ def test_a_token_that_submits_in_a_loop_is_stopped(
     assert writer.get("/v1/searches").status_code == 200
     other = with_token(server, add_token(store.queue, "other", "run"))
     assert other.post("/v1/searches", json=TINY).status_code in (200, 202)
+
+
+_DEVICE = {"kind": "cpu", "name": "x", "uuid": "u", "memory_total_bytes": 2**30}
+
+
+def test_odd_values_are_refused_and_break_no_page(writer: TestClient, agent: Agent) -> None:
+    for path in (f"?before={10**30}", "?study=%00", "/%00", "/%FF", f"/x/events?after={10**30}"):
+        assert writer.get(f"/v1/searches{path}").status_code in (200, 404, 422), path
+    assert writer.get("/v1/verify/%00").status_code == 404
+    for odd in ({"needs": {"count": 2**59}}, {"needs": {"gpu": "\ud800"}}, {"seed": 10**30}, {"study": "\ud800"}):
+        answer = writer.post("/v1/searches", content=json.dumps({**TINY, **odd}))
+        assert answer.status_code == 422, odd
+    assert writer.post("/v1/verify", content=b'{"study": "\\ud800"}', headers=JSON).status_code == 422
+    for odd in ({"memory_total_bytes": 10**30}, {"count": 10**30}, {"name": "x\0"}, {"kind": "tpu"}):
+        told = {"name": "a", "host": "b", "version": __version__, "device": {**_DEVICE, **odd}}
+        assert writer.post("/v1/agents", json=told).status_code == 422, odd
+    writer.post("/v1/searches", json=TINY)
+    job = agent.claim()
+    assert job is not None
+    for odd in ({"events": 5}, {"records": 5}, {"logs": 5}, {"logs": {"../x": "a"}}, {"lease_token": "\0"}):
+        assert agent.post({**job, **odd}, "events", **odd)["status"] == 422, odd
+    # What cannot be shown as JSON, or on a page, is left out.
+    status = json.dumps({"lease_token": job["lease_token"], "status": {"running": float("nan")}})
+    path = f"/v1/agents/{agent.id}/jobs/{job['id']}"
+    assert writer.post(f"{path}/heartbeat", content=status, headers=JSON).status_code == 200
+    agent.post(job, "end", state="failed", problem={"message": {"odd": 1}})
+    for path in ("/", f"/searches/{job['id']}", f"/v1/searches/{job['id']}", "/v1/searches", "/metrics"):
+        assert writer.get(path).status_code == 200, path
+    assert "NaN" not in writer.get(f"/v1/searches/{job['id']}/events").text

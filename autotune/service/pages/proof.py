@@ -12,6 +12,7 @@ from autotune.results.report import Report
 from autotune.service.pages.frame import badge, error_box, table
 from autotune.service.searches import Searches
 from autotune.service.tokens import may_write
+from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
 
 _VERDICTS = {
@@ -30,7 +31,9 @@ def proof_section(searches: Searches, report: Report, job: JobRecord, token: Tok
         f"Measured on real optimizer steps of a Trainer, in {processes}; the interval contains what differs between "
         "processes."
     )
-    latest = next(iter(searches.store.queue.jobs(study=f"verify {report.study.name}", most=1)), None)
+    # A search may bear the same name.
+    named = searches.store.queue.jobs(study=f"verify {report.study.name}")
+    latest = next((each for each in named if VERIFIES in each.request), None)
     parts: list[Child] = []
     if latest is not None:
         link = element("a", "The run of a stock Trainer", href=f"/searches/{latest.id}")

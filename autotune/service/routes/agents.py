@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Query, Request
 
 from autotune.core.candidate import Document
 from autotune.service.access import Known, Reader, Writer
@@ -34,11 +34,11 @@ def leave(agent: str, token: Writer, searches: Known) -> None:
 
 @router.post("/v1/agents/{agent}/claim")
 async def claim(
-    agent: str, token: Writer, searches: Known,
+    request: Request, agent: str, token: Writer, searches: Known,
     wait_seconds: Annotated[float, Query(ge=0, le=60)] = 0,
 ) -> Document:  # fmt: skip
     """Take the next search that fits, under a lease; waits for one. ``job`` is ``null`` where none came."""
-    return await searches.claim(agent, wait_seconds)
+    return await searches.claim(agent, wait_seconds, request.is_disconnected)
 
 
 @router.post("/v1/agents/{agent}/jobs/{job}/heartbeat")

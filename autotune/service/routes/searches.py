@@ -82,7 +82,7 @@ def list_searches(
     token: Reader, searches: Known,
     state: Annotated[list[JobState] | None, Query(description="One or more of " + ", ".join(JOB_STATES))] = None,
     study: str | None = None,
-    before: Annotated[int | None, Query(description="Only searches with a smaller number.")] = None,
+    before: Annotated[int | None, Query(ge=0, lt=2**31, description="Only searches with a smaller number.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Document:  # fmt: skip
     """List searches, the newest first."""
