@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.core.candidate import Arm
+from autotune.core.candidate import STRATEGIES, Arm
 
 LANDSCAPES = Path(__file__).parent / "landscapes"
 _MIB = 1024**2
@@ -48,7 +48,7 @@ def recordings() -> list[Recording]:
 
 def arm_of(cell: dict[str, Any]) -> Arm:
     """Return the arm of a cell."""
-    is_sharded = cell["strategy"] != "ddp"
+    is_sharded = cell["strategy"].startswith("fsdp")
     return Arm(
         cell["precision"],
         cell["gradient_checkpointing"],
@@ -64,6 +64,7 @@ def compare(only: str | None, models: Collection[str] = ()) -> list[dict[str, An
     from autotune.core.workload import Workload
     from autotune.devices.gpus import CHIPS
     from autotune.models.resolve import resolve_model
+    from autotune.space import training_arguments
     from autotune.worker.fake.predict import Limits
     from autotune.worker.fake.step import FakeTraining
 
@@ -78,6 +79,8 @@ def compare(only: str | None, models: Collection[str] = ()) -> list[dict[str, An
             arm = arm_of(cell)
             if only not in (None, arm.strategy):
                 continue
+            # Those of DeepSpeed were measured with its own size of bucket.
+            training_arguments.REDUCE_BUCKET_ELEMENTS = cell.get("reduce_bucket_elements", 0)
             if arm not in known:
                 step = FakeTraining(workload, arm, CHIPS["h200"]).step()
                 known[arm] = Limits(step, CHIPS["h200"], _NO_LIMIT, _NO_LIMIT)
@@ -93,7 +96,7 @@ def compare(only: str | None, models: Collection[str] = ()) -> list[dict[str, An
 def main() -> None:
     """Print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("ddp", "fsdp", "fsdp-keep"))
+    parser.add_argument("--only", choices=STRATEGIES)
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

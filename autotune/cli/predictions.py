@@ -119,7 +119,7 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
     asked = {**request_fields(options), "memory_limit_bytes": limit_bytes}
     if ranks > 1 and options["world_size"] == 1:
         asked["world_size"] = ranks
-    return SearchRequest(workload=workload, device=first, others=others, **asked)
+    return SearchRequest(workload=workload, device=first, others=others, is_at_hand=False, **asked)
 
 
 def _ranks(gpus: str | None) -> int:

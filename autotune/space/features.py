@@ -111,8 +111,7 @@ def is_predictable(arm: Arm, workload: Workload) -> bool:
 def runs_plain_kernels(arm: Arm) -> bool:
     """Return whether only kernels of torch and transformers run."""
     has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
-    is_traced = arm.zero_stage is None
-    return arm.attn_implementation in _PLAIN_ATTENTIONS and is_traced and not has_own_kernels
+    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 
-# Twice the default bucket of torch's DDP, in elements of 16 bits; DeepSpeed's own 5e8 take 1 GB. A choice.
-_ALLGATHER_ELEMENTS = 25 * 1024**2
+# DeepSpeed's own 5e8 take 1 GB in 16 bits, twice, and gradients of smaller models are then exchanged after the backward
+# pass only. This is its default for what ZeRO-3 fetches ahead.
+REDUCE_BUCKET_ELEMENTS = 50_000_000
 EVALUATION_BATCH = "per_device_eval_batch_size"
 # transformers 5.18 and later rename gradient checkpointing, and deprecate the old name.
 _CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
@@ -98,9 +99,7 @@ def _fsdp(arm: Arm, fields: Collection[str]) -> dict[str, Any]:
 def deepspeed_settings(arm: Arm) -> dict[str, Any]:
     """Return the settings of DeepSpeed that an arm was measured with, as ``TrainingArguments(deepspeed=…)`` takes them.
 
-    The ``Trainer`` fills in each ``"auto"``: batch, accumulation, precision and clipping from its other arguments, and
-    sizes of buckets from the model's hidden size. DeepSpeed's own bucket of 5e8 elements would take 1 GB and more.
-    The optimizer is the one that ``optim`` names.
+    The ``Trainer`` fills in each ``"auto"`` from its other arguments. The optimizer is the one that ``optim`` names.
     """
     stage = arm.zero_stage
     assert stage is not None
@@ -108,16 +107,10 @@ def deepspeed_settings(arm: Arm) -> dict[str, Any]:
         "stage": stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
-        "reduce_bucket_size": "auto",
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
     }
     if stage == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    else:
-        zero["allgather_bucket_size"] = _ALLGATHER_ELEMENTS
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if arm.offloads_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {

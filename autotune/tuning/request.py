@@ -97,6 +97,8 @@ class SearchRequest:
     """Measure everything again, instead of reusing trials of earlier studies."""
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed that is not worth a trial."""
+    is_at_hand: bool = True
+    """Whether the devices are here. What is only predicted for others needs no optional packages."""
     study: str | None = None
     """The study's name; ``None`` generates one."""
 
@@ -263,7 +265,8 @@ class SearchRequest:
         """Raise an error for a strategy of DeepSpeed that cannot be here."""
         if not asked:
             return
-        require(DEEPSPEED, f"--strategy {asked[0]}")
+        if self.is_at_hand:
+            require(DEEPSPEED, f"--strategy {asked[0]}")
         if self.workload.source is not None:
             raise InvalidRequestError(
                 f"--strategy {asked[0]}: code of your own is searched with DDP only",

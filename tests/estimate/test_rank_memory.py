@@ -18,6 +18,7 @@ from autotune.core.units import MIB
 from autotune.devices import Ceiling
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, prediction_class
+from autotune.space.training_arguments import REDUCE_BUCKET_ELEMENTS
 from autotune.worker.fake.allocator import replay
 from autotune.worker.fake.scaling import telling_batch
 from autotune.worker.fake.tracer import DEATH
@@ -91,7 +92,24 @@ for strategy, checkpointing, syncs in (
             "anatomy": anatomy(at[1], scaled.label),
         }
     sharded[" ".join(map(str, (strategy, checkpointing, syncs)))] = row
+zero = {}
+for strategy in ("zero1", "zero2", "zero3", "zero2-offload"):
+    arm = Arm("bf16", strategy=strategy, ranks=1 if strategy == "zero2-offload" else 2)
+    training = FakeTraining(bert, arm, chip)
+    step = training.step()
+    row = zero[strategy] = {}
+    for accumulation in (1, 2):
+        scaled = traced = step.of(accumulation)
+        if strategy == "zero2":
+            traced = ScalableStep(training._zero_trace(training._model(), 40, micro_steps=accumulation), 40)
+        at = [s.at(40, chip, accumulation=accumulation) for s in (traced, scaled)]
+        row[accumulation] = {
+            "peaks": [replay(e, stream_of=s.stream_of).peak_allocated_bytes for e, s in zip(at, (traced, scaled))],
+            "anatomy": anatomy(at[1], scaled.label),
+        }
 print(json.dumps({
+    "zero": zero,
+    "elements": sum(p.numel() for p in model.parameters()),
     "buckets": list(bucket_bytes(model)),
     "parameters": sum(p.nbytes for p in model.parameters()),
     "grown": grown,
@@ -138,6 +156,25 @@ def test_a_rank_keeps_its_part_of_weights_and_optimizer_state(traced: dict[str, 
         assert parts["optimizer"] == pytest.approx(2 * half, rel=0.02)
 
 
+def test_a_rank_under_deepspeed_keeps_16_bit_weights_and_its_part_of_the_rest(traced: dict[str, Any]) -> None:
+    elements = traced["elements"]
+    for strategy, row in traced["zero"].items():
+        for found in row.values():
+            # Small blocks of odd sizes are rounded.
+            assert found["peaks"][0] == pytest.approx(found["peaks"][1], abs=4096), strategy
+        parts = row["1"]["anatomy"]
+        gathered = 2 * elements + (elements if strategy == "zero3" else 0)
+        assert parts["weights"] == pytest.approx(gathered, rel=0.01), strategy
+        # The float32 copy and two moments.
+        kept = 0 if strategy == "zero2-offload" else 12 * elements / 2
+        assert parts.get("optimizer", 0) == pytest.approx(kept, rel=0.01), strategy
+        # One or two buckets of 5e7 elements, and nothing else of that size.
+        buckets = 1 if strategy == "zero3" else 2
+        assert (
+            2 * buckets * REDUCE_BUCKET_ELEMENTS <= parts["communication"] < 2 * buckets * 1.2 * REDUCE_BUCKET_ELEMENTS
+        )
+
+
 def test_what_accelerate_cannot_shard_is_known_before_a_trial(traced: dict[str, Any]) -> None:
     assert traced["bert"] is None
     assert traced["bert embeddings"]
@@ -151,6 +188,8 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
     two = dataclasses.replace(one, strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
     asked = [Question(arm, ((8, 1),), None).work(CHIPS["h200"], ceiling).arm for arm in (one, two)]
     assert asked == [one, dataclasses.replace(two, ddp_find_unused_parameters=None)]
+    alone = Arm("bf16", strategy="zero2-offload")
+    assert Question(alone, ((8, 1),), None).work(CHIPS["h200"], ceiling).arm == alone
     assert prediction_class(two) == prediction_class(dataclasses.replace(two, ddp_find_unused_parameters=None))
     model = MemoryModel(ceiling)
     operations = Operations((), {}, 0, 0)
@@ -168,7 +207,7 @@ def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
     done = warm.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 17
+    assert len(rows) == 20
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row
-        assert abs(row["reserved_error"]) < 0.01, row
+        assert abs(row["reserved_error"]) < (0.06 if row["strategy"].startswith("zero") else 0.01), row

@@ -172,6 +172,8 @@ def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InvalidRequestError, match="--strategy zero2 needs deepspeed") as caught:
         of_two(strategies=("zero2",))
     assert "[deepspeed]" in str(caught.value.hint)
+    # What is only predicted is not run.
+    of_two(strategies=("zero2",), is_at_hand=False)
 
 
 @pytest.mark.usefixtures("with_deepspeed")

@@ -19,6 +19,7 @@ from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parame
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
 from autotune.worker.fake.semantics import install_cuda_autocast, install_cuda_functions
 from autotune.worker.fake.tracer import StorageTracer, Trace
+from autotune.worker.fake.zero import ZeroRank, compute_dtype
 from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
@@ -74,10 +75,14 @@ def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]
     return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
 
 
+def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
+    """Return the class of the optimizer that ``TrainingArguments.optim`` names, and its default settings."""
+    return optimizer_class(TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused"), model)
+
+
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that ``TrainingArguments.optim`` names, with its default settings."""
-    arguments = TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused")
-    kind, options = optimizer_class(arguments, model)
+    kind, options = _optimizer_kind(name, model)
     optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     return optimizer
 
@@ -272,10 +277,11 @@ class FakeTraining:
         dimensions = (dimension for shape in shapes for dimension in shape)
         sums = frozenset(sums_of_parameters(model, self._arm)) if self._arm.ranks > 1 else frozenset[int]()
         batch = telling_batch([*dimensions, *numbers_of(self._workload.config)], sums)
-        if not self._arm.is_sharded:
+        if not self._arm.is_sharded and self._arm.zero_stage is None:
             return ScalableStep(self._trace(model, batch), batch)
-        several = self._sharded_trace(model, batch, micro_steps=2)
-        alone = self._sharded_trace(self._model(), batch, micro_steps=1)
+        trace = self._sharded_trace if self._arm.is_sharded else self._zero_trace
+        several = trace(model, batch, micro_steps=2)
+        alone = trace(self._model(), batch, micro_steps=1)
         return ScalableStep(several, batch, ScalableStep(alone, batch))
 
     def trace(self, batch_size: int) -> Trace:
@@ -334,6 +340,48 @@ class FakeTraining:
         tracer.phase = "optimizer"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    def _zero_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
+        """Return the allocations of a step of one or two micro-steps on a rank under DeepSpeed."""
+        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+        tracer.has_padding = self._workload.padding > 0
+        dtype = compute_dtype(self._arm)
+        rank = ZeroRank(model, self._arm, tracer, batch_size)
+        with _fake(), _no_surprise_collection():
+            rank.cast_model(tracer.overlook, model, dtype)
+            with tracer:
+                tracer.enter("sharing", "weights")
+                if self._arm.gradient_checkpointing:
+                    _enable_checkpointing(model)
+                rank.begin(*_optimizer_kind(self._arm.optim, model))
+                self._zero_step(model, rank, tracer, batch_size, micro_steps)
+                gc.collect()
+                # Returned before the optimizer and its state go out of scope.
+                return tracer.so_far()
+
+    def _zero_step(self, model: Any, rank: ZeroRank, tracer: StorageTracer, batch_size: int, micro_steps: int) -> None:
+        batches = []
+        dtype = compute_dtype(self._arm)
+        for number, part in enumerate(("first inputs", "second inputs")):
+            tracer.enter(part, "inputs")
+            if number < micro_steps:
+                batch = _batch(self._workload, model, batch_size)
+                batches.append({k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()})
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(rank.take_gradient) for parameter in trained]
+        for number, part in enumerate(("first micro-step", "second micro-step")):
+            tracer.enter(part, "activations")
+            if number < micro_steps:
+                rank.is_last = number + 1 == micro_steps
+                rank.prepare_forward(model)
+                _sharded_micro_step(model, batches[number])
+                rank.end_backward()
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
+            parameter.grad = None
+        tracer.enter("update", "workspaces")
+        rank.update()
 
 
 def _sharded_micro_step(model: Any, batch: dict[str, torch.Tensor]) -> None:

@@ -220,6 +220,11 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if label is not None:
             self.trace.labels[number] = label
 
+    def overlook(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor whose storage is not recorded, since it stands for memory that is recorded otherwise."""
+        self._known[tensor.untyped_storage()] = 0
+        return tensor
+
     def follow_resizes(self) -> None:
         """Record storages that are emptied and filled again in place, as FSDP does with gathered weights.
 
