@@ -35,7 +35,7 @@ SPEED_ACCURACY = (
 )
 # python studies/rank_memory.py and studies/several_gpus.py
 RANKS_ACCURACY = (
-    "bytes are those of each GPU; of 11 peaks of BERT-large on two H200 (DDP, FSDP2, ZeRO) the allocated bytes were "
+    "bytes are those of each GPU; of 20 peaks of BERT-large on two H200 (DDP, FSDP2, ZeRO) the allocated bytes were "
     "predicted within 0.02 %, the reserved bytes within 0.8 %, those of ZeRO 5 % too low; what NCCL keeps for itself "
     "is not counted; 9 of 9 steps of DDP and FSDP2 were in their interval, and those that the host limits up to 52 % "
     "slower than predicted; speed under ZeRO is not predicted"
