@@ -34,7 +34,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Keep garbage collections from going through all modules and tests again and again."""
+    """Keep garbage collections from going through all modules and tests again and again; tests may set variables."""
+    warm.keep_environment()
     gc.collect()
     gc.freeze()
 

@@ -47,6 +47,7 @@ _is_off = threading.local()
 _connection: zygote.Connection | None = None
 _connected_in: int | None = None
 _variables: dict[str, str] = {}
+_before_tests: dict[str, str] | None = None
 
 
 class NotWarmError(Exception):
@@ -124,6 +125,12 @@ def start_module(
     )
 
 
+def keep_environment() -> None:
+    """Have the warm process start with the variables of now: the first test that needs it may have set some."""
+    global _before_tests
+    _before_tests = dict(os.environ)
+
+
 def connect(connection: zygote.Connection, variables: dict[str, str]) -> None:
     """Use this warm process, which has imported under these environment variables."""
     global _connection, _connected_in, _variables
@@ -183,7 +190,8 @@ def _start() -> None:
             return
         root = Path(__file__).resolve().parents[1]
         paths = [str(root), str(root / "tests")]
-        variables = {name: value for name, value in os.environ.items() if name not in _FREE_VARIABLES}
+        found = os.environ if _before_tests is None else _before_tests
+        variables = {name: value for name, value in found.items() if name not in _FREE_VARIABLES}
         variables |= {"CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         connect(zygote.start(_PYTHON, {**variables, "PYTHONPATH": os.pathsep.join(paths)}), variables)
 

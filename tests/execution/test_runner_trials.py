@@ -145,7 +145,7 @@ def test_a_second_runner_disturbs_neither(
 
 def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, str(CONTROLLER), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
     ) as controller:
         try:

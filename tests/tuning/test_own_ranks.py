@@ -37,6 +37,8 @@ if __name__ == "__main__":
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a script, which also has a function that builds a Trainer."""
     monkeypatch.chdir(tmp_path)
+    # As warm processes have it: code of one's own may use the hub, else.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def test_a_trial_shards_each_layer_and_measures_both_ranks(cpu: Device, tmp_path
     work = TrialWork(candidate, Placement.of(cpu, cpu).rank_devices, 8 * GIB, effort, seed=1)
     job = Job("trial", tiny_workload("bert-tiny"), work, 100.0, str(tmp_path / "trial.log"))
     words = [sys.executable, str(PROGRAM), json.dumps(job.document()), str(tmp_path)]
-    done = warm.run(words, capture_output=True, text=True, timeout=120)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = warm.run(words, capture_output=True, text=True, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         outcome = json.loads((tmp_path / f"{rank}.json").read_text())
