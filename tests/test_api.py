@@ -25,7 +25,7 @@ BUILD = ROOT / "tests/own_code/build_trainer.py"
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchemy", "alembic", "rich", "numpy", "click"}
 
 # No guard around what runs, a thread that is not the main one, as a notebook has it.
-SCRIPT = """
+SEARCH = """
 import json, os, sys, threading
 import autotune.tuning.loop
 import autotune
@@ -36,11 +36,15 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-result = found[0]
 imported = sorted({name.partition(".")[0] for name in sys.modules})
+"""
+SCRIPT = (
+    SEARCH
+    + """
+result = found[0]
 arguments = result.training_arguments(output_dir="out", learning_rate=1e-4)
 print(json.dumps({
-    "text": str(result), "study": result.study, "speedup": result.speedup, "imported": imported,
+    "text": str(result), "study": result.study, "speedup": result.speedup,
     "best": result.best.candidate.parameters(), "best_speed": result.best.measurement.samples_per_second,
     "baseline": result.baseline.candidate.parameters(), "feasible": result.best.feasible,
     "arguments": result.arguments, "model_arguments": result.model_arguments,
@@ -51,6 +55,7 @@ print(json.dumps({
     "elsewhere": os.chdir("/") or autotune.load("mine", storage=result.storage).document() == result.document(),
 }))
 """
+)
 
 
 def run_python(code: str, folder: Path, *, cold: bool = False) -> subprocess.CompletedProcess[str]:
@@ -63,10 +68,10 @@ def run_python(code: str, folder: Path, *, cold: bool = False) -> subprocess.Com
         )
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
+def printed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the script above prints."""
-    ended = run_python(SCRIPT, tmp_path_factory.mktemp("api"), cold=True)
+    ended = run_python(SCRIPT, tmp_path_factory.mktemp("api"), cold=request.param)
     assert ended.returncode == 0, ended.stderr
     document: dict[str, Any] = json.loads(ended.stdout)
     assert "study mine on cpu" in ended.stderr
@@ -83,9 +88,19 @@ def test_importing_it_imports_nothing(tmp_path: Path) -> None:
     assert not [module for module in modules if module.startswith("autotune.")]
 
 
-def test_a_search_imports_no_torch(printed: dict[str, Any]) -> None:
-    """Only ``training_arguments`` does."""
-    assert not set(printed["imported"]) & {"torch", "transformers", "accelerate", "click", "rich"}
+def test_a_search_imports_no_torch(tmp_path: Path) -> None:
+    """Only ``training_arguments`` does. Its trials answer from a formula, and are processes all the same."""
+    interpreter = tmp_path / "python"
+    stand_in = ROOT / "tests" / "faults" / "stand_in.py"
+    interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{stand_in}" "$@"\n')
+    interpreter.chmod(0o755)
+    code = f"import os, sys; sys.executable = {str(interpreter)!r}; os.environ['FAULTS_FOLDER'] = {str(tmp_path)!r}"
+    ended = run_python(code + SEARCH + "print(*imported, len(found[0].trials))", tmp_path, cold=True)
+    assert ended.returncode == 0, ended.stderr
+    *imported, trials = ended.stdout.split()
+    assert int(trials) == len((tmp_path / "runs").read_text().splitlines()) == 2
+    assert {"autotune", "optuna"} <= set(imported)
+    assert not set(imported) & {"torch", "transformers", "accelerate", "click", "rich"}
 
 
 def test_the_result_tells_what_was_found(printed: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command_line import Run, Studied
+from command_line import TINY_MODEL, Run, Studied
 
 from autotune.store import migrations_folder
 from autotune.store.migrate import head_revision
@@ -75,7 +75,7 @@ def test_studies_as_json(studied: Studied, run: Run) -> None:
     """What became of the trials, counted."""
     (entry,) = json.loads(run("studies", "--storage", studied.storage, "--json").stdout)
     assert entry["study"] == "tiny"
-    assert entry["model"] == "bert-tiny"
+    assert entry["model"] == TINY_MODEL
     assert (entry["trials"], entry["completed"], entry["failed"]) == (3, 3, 0)
     assert entry["best"]["precision"] == studied.document["best"]["precision"]
 

@@ -1,4 +1,6 @@
-"""Predicts the cells of recorded landscapes: ``python predict_recorded.py FILE…`` prints one JSON object a cell.
+"""Predicts the cells of recorded landscapes: ``python predict_recorded.py ARMS:FILE…`` prints one JSON object a cell.
+
+ARMS are the numbers of the arms to predict, such as 02 for the first and the third.
 
 A program of its own, because fake training patches torch for good.
 """
@@ -21,7 +23,7 @@ MIB = 1024**2
 _ARM_FIELDS = ("precision", "gradient_checkpointing", "attn_implementation", "optim")
 
 
-def predicted(file: str) -> Iterator[dict[str, Any]]:
+def predicted(numbers: str, file: str) -> Iterator[dict[str, Any]]:
     """Each completed cell with what is predicted for it; each arm's last cell bears its largest batch."""
     with open(file) as lines:
         meta, *cells = (json.loads(line) for line in lines)
@@ -30,7 +32,9 @@ def predicted(file: str) -> Iterator[dict[str, Any]]:
     arms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
         arms.setdefault(tuple(cell[name] for name in _ARM_FIELDS), []).append(cell)
-    for arm, rows in arms.items():
+    for number, (arm, rows) in enumerate(arms.items()):
+        if str(number) not in numbers:
+            continue
         step = FakeTraining(workload, Arm(*arm), CHIPS["h200"]).step()
         limits = Limits(step, CHIPS["h200"], meta["cap_bytes"], meta["line_bytes"])
         largest = limits.largest_batch(8)
@@ -62,5 +66,5 @@ def predicted(file: str) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        for cell in predicted(name):
+        for cell in predicted(*name.split(":", 1)):
             print(json.dumps(cell), flush=True)

@@ -32,7 +32,7 @@ def test_the_model_is_described_without_being_built_in_memory(trial_server: Serv
     name = ONE_OF_EACH_TASK[task]
     entry = catalog.find(name)
     assert entry is not None
-    model = trial_server.model(tiny_workload(name))
+    model = trial_server.model(tiny_workload(name, config=entry.config))
     assert model.parameters == entry.parameters
     assert 0 < model.trainable_parameters <= entry.parameters
     assert {"eager", attention_of_task(task)} <= set(model.attn_implementations)
