@@ -39,7 +39,8 @@ def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path:
     elif answer.signal:
         message, hint = f"{name} was killed by {_signal_name(answer.signal)} before it trained", ""
     else:
-        message, hint = f"{name} ended its process before it trained", "run it by itself to see why"
+        message = f"{name} ended its process before it trained"
+        hint = "it has to train in the process that it is started as, not in one in the background"
     last = tail(log_path)
     where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
     raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))

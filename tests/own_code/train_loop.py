@@ -117,6 +117,33 @@ def nest(config: Any) -> None:
             pass
 
 
+def say_it_twice(config: Any) -> None:
+    """Marks each batch by both means."""
+    model = torch.nn.Linear(4, 1)
+    for batch in autotune.steps(_stream(config.per_device_batch_size)):
+        with autotune.step():
+            model(batch).mean().backward()
+
+
+def keep_its_batch(config: Any) -> None:
+    """Reads the batch of its config, and makes batches of eight."""
+    model = torch.nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    print(f"batches of {config.per_device_batch_size}")
+    for (batch,) in autotune.steps(DataLoader(TensorDataset(torch.ones(96, 32)), batch_size=8)):
+        model(batch).mean().backward()
+        optimizer.step()
+
+
+def train_another_model(config: Any) -> None:
+    """Makes its optimizer before the model that it trains."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), lr=0.1)
+    model = torch.nn.Linear(4, 1)
+    for batch in autotune.steps(_stream(config.per_device_batch_size)):
+        model(batch).mean().backward()
+        optimizer.step()
+
+
 def end_soon(config: Any) -> None:
     """Makes no more than five steps."""
     model = torch.nn.Linear(4, 1)

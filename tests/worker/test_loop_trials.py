@@ -93,6 +93,11 @@ def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClie
         ("end_at_once", "train_loop.py:end_at_once ended without a step of an optimizer within autotune.steps"),
         ("nest", "train_loop.py:nest goes over autotune.steps within autotune.steps"),
         ("no_such", "train_loop.py has no function no_such"),
+        ("say_it_twice", "train_loop.py:say_it_twice uses autotune.step within autotune.steps"),
+        (
+            "train_another_model",
+            "train_loop.py:train_another_model steps an optimizer whose parameters get no gradients",
+        ),
     ],
 )
 def test_a_loop_that_cannot_be_measured_says_why(trial_server: ServerClient, function: str, message: str) -> None:
@@ -105,3 +110,14 @@ def test_a_loop_that_accumulates_otherwise_is_refused(trial_server: ServerClient
     outcome = trial_server.trial(loop("accumulate_otherwise"), Candidate(Arm(), 8, 4)).outcome
     assert isinstance(outcome, Failed)
     assert outcome.message == "train_loop.py:accumulate_otherwise steps its optimizer after 1 batches, asked was 3"
+
+
+def test_a_loop_whose_batches_do_not_follow_its_config_is_told(trial_server: ServerClient) -> None:
+    workload = loop("keep_its_batch")
+    assert workload.source is not None
+    source = dataclasses.replace(workload.source, interface=trial_server.model(workload).interface)
+    outcome = trial_server.trial(Workload.of_source(source), Candidate(Arm(), 16)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == (
+        "train_loop.py:keep_its_batch makes batches of 8 with a per_device_batch_size of 16, and of 8 with one of 8"
+    )

@@ -30,7 +30,7 @@ from autotune.worker.user.checkpointing import checkpointing_parts, enable_check
 from autotune.worker.user.code import UserCodeError, run_script
 from autotune.worker.user.fake_steps import AccelerateStep, Memory, traced, with_memory
 from autotune.worker.user.guard import watch_steps
-from autotune.worker.user.inspection import SeenTraining
+from autotune.worker.user.inspection import SeenGradients, SeenTraining
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, keep_key, key_of, loading_of
 from autotune.worker.user.loop_trial import StepsTrial
 
@@ -279,6 +279,7 @@ class AccelerateInspection:
         self._finish = finish
         """Called with the model's facts, once they are known."""
         self._seen = SeenTraining()
+        self._gradients = SeenGradients()
         self._overlay = AccelerateOverlay()
         self._options = watch_options()
         self._given: Any = None
@@ -292,6 +293,7 @@ class AccelerateInspection:
         LoaderOverlay().install()
         self._overlay.install()
         _over_loaders(self._watched_batches)
+        self._gradients.watch()
         watch_steps(torch, self._on_backward, self._on_optimizer)
 
     def is_at_work(self) -> bool:
@@ -334,6 +336,7 @@ class AccelerateInspection:
         return traced(self._work, attention, OWN_OPTIM, make)
 
     def _facts(self) -> ModelFacts:
+        self._gradients.check(self._source)
         accelerator, models = self._overlay.accelerator, self._overlay.models
         if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
             raise UserCodeError(

@@ -98,6 +98,15 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
+def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
+    """Return what an error of the user's code means, where that is known; else the error."""
+    if isinstance(error, EOFError) and "reading a line" in str(error):
+        return UserCodeError(
+            f"{source.name} asks for input, and nobody answers in a trial", "give it the answer by an option or a file"
+        )
+    return error
+
+
 def trim(error: BaseException, source: TrainingSource) -> None:
     """Let the error's traceback begin in the user's file, where it passes through that."""
     trace = error.__traceback__

@@ -145,10 +145,19 @@ class LoopSteps:
     @contextlib.contextmanager
     def micro_step(self) -> Iterator[None]:
         """Mark what is done within as a micro-step."""
-        self.begin()
-        self.micro_step_begins(0.0, None)
-        yield
-        self.micro_step_ends()
+        if self._is_open:
+            raise UserCodeError(
+                f"{self._name} uses autotune.step within autotune.steps or itself",
+                "use one of them, once for each batch",
+            )
+        self._is_open = True
+        try:
+            self.begin()
+            self.micro_step_begins(0.0, None)
+            yield
+            self.micro_step_ends()
+        finally:
+            self._is_open = False
 
     def begin(self) -> None:
         """Say that the first batch is about to be given, unless that was said."""

@@ -26,8 +26,8 @@ from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard, watch_steps
-from autotune.worker.user.inspection import SeenTraining, UntilFirstStep, problem_of
-from autotune.worker.user.loader_overlay import LoaderOverlay, loading_of
+from autotune.worker.user.inspection import SeenGradients, SeenTraining, UntilFirstStep, problem_of
+from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.written_files import WrittenFiles
@@ -121,20 +121,37 @@ class LoopTrial(StepsTrial):
             arguments["gradient_accumulation_steps"] = run
         watched = self._watch(run if reads_accumulation else 1)
         self._overlay_loader(None)
-        loop_interface.listen(_Announced(watched, self.begins))
+        loop_interface.listen(_Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
         raise UserCodeError(
             f"{self._source.name} ended before enough steps were measured",
             "have it train for more steps, or on more data",
         )
 
+    def _check_batch(self, loader: Any) -> None:
+        """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
+        interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
+        seen, found = interface.get("loader_batch"), batch_of(loader)
+        if seen is None or found is None or "batch" not in interface.get("searched", ()):
+            return
+        default = LoopConfig().per_device_batch_size
+        if found * default != seen * asked:
+            raise UserCodeError(
+                f"{self._source.name} makes batches of {found} with a per_device_batch_size of {asked}, and of {seen} "
+                f"with one of {default}",
+                "make its loader's batch_size of config.per_device_batch_size",
+            )
+
 
 class _Announced:
     """Tells when the first batch is asked for, then hands everything on."""
 
-    def __init__(self, steps: LoopSteps, on_begin: Callable[[], None]) -> None:
+    def __init__(
+        self, steps: LoopSteps, on_begin: Callable[[], None], look_at: Callable[[Any], None] = lambda _: None
+    ) -> None:
         self._steps = steps
         self._on_begin: Callable[[], None] | None = on_begin
+        self._look_at = look_at
 
     def _begin(self) -> None:
         begin, self._on_begin = self._on_begin, None
@@ -143,6 +160,7 @@ class _Announced:
 
     def batches(self, loader: Any) -> Any:
         """Give the batches of a loader."""
+        self._look_at(loader)
         self._begin()
         return self._steps.batches(loader)
 
@@ -180,17 +198,23 @@ def inspect(
 
 def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
     environment = inspect_environment()
-    config, seen = LoopConfig(), SeenTraining()
+    config, seen, gradients = LoopConfig(), SeenTraining(), SeenGradients()
 
     def fail(error: BaseException) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
+        gradients.check(source)
         searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
         model = dataclasses.replace(
             seen.facts(),
             gradient_checkpointing="checkpointing" in searched,
-            interface={"kind": "loop", "searched": searched, **loading_of(seen.loader)},
+            interface={
+                "kind": "loop",
+                "searched": searched,
+                "loader_batch": batch_of(seen.loader),
+                **loading_of(seen.loader),
+            },
         )
         finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=tuple(written.first))))
 
@@ -216,6 +240,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         guard.install(scratch.stop_file)
         written.watch()
         LoaderOverlay().install()
+        gradients.watch()
         watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)

@@ -15,7 +15,7 @@ from autotune.core.workload import Workload
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import MeasureCallback, steps_lying_ready
 from autotune.worker.trial.run import Send, Trial
-from autotune.worker.user.code import UserCodeError, enter, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.written_files import WrittenFiles, note_cache_files
 
@@ -74,6 +74,7 @@ class OwnTrial(Trial):
 
     def _judged(self, error: BaseException) -> OutOfMemory | Failed:
         trim(error, self._source)
+        error = foreseen(error, self._source)
         if isinstance(error, UserCodeError):
             print(f"autotune: {error}", file=sys.stderr)
             return Failed("error", str(error), during=self._phases.current)
