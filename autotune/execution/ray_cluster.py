@@ -236,7 +236,7 @@ class RayCluster:
             except RuntimeError as error:
                 # Ray refuses another version of itself or of Python, and says which.
                 raise ServiceError(
-                    f"the Ray cluster at {address} cannot be used from here: {_last_line(error)}",
+                    f"the Ray cluster at {address} cannot be used from here: {' '.join(str(error).split())[:300]}",
                     "use the same versions of Ray and Python here and there",
                 ) from error
             except (ConnectionError, ValueError, self.ray.exceptions.RayError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, ServiceError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement
+from autotune.core.schema import encode
+from autotune.core.units import GIB
 from autotune.devices import Device
 from autotune.execution import Event, TrialJob
 from autotune.execution.ray_cluster import ClusterNode, NodeLostError
@@ -204,6 +207,44 @@ class TestVersions:
         nodes = Nodes(cluster, Wanted(0), wait=False, note=print)
         with pytest.raises(ServiceError, match="is of another version"), nodes:
             pass
+
+
+class TestGpus:
+    """A node whose driver shows these GPUs."""
+
+    def nodes(self, shown: int, wanted: int) -> Nodes:
+        cluster = HereCluster()
+
+        def with_gpus(question: str, reply: Document) -> Document:
+            if question == "facts":
+                gpus = [
+                    encode(Device("cuda", number, f"GPU-{number}", "H200", GIB, 0, 0, GIB)) for number in range(shown)
+                ]
+                facts = reply["answer"]
+                facts |= {"devices": [*gpus, *facts["devices"]], "gpu_problem": "no driver"}
+            return reply
+
+        cluster.change = with_gpus
+        return Nodes(cluster, Wanted(wanted), wait=False, note=print)
+
+    def test_a_search_has_those_that_ray_gave(self) -> None:
+        with self.nodes(2, 2) as nodes:
+            assert [device.uuid for device in nodes.devices] == ["GPU-0", "GPU-1"]
+
+    def test_a_node_whose_driver_shows_fewer_is_refused(self) -> None:
+        with pytest.raises(DeviceError, match=r"offers 2 GPUs to Ray, and its driver shows fewer\. no driver"):
+            self.nodes(1, 2).__enter__()
+
+    def test_a_node_where_ray_hides_no_gpu_is_refused(self) -> None:
+        with pytest.raises(DeviceError, match=r"Ray gave 1 GPU of the node .*, and all 8 are visible there.*NOSET"):
+            self.nodes(8, 1).__enter__()
+
+
+def test_folders_of_nodes_that_were_killed_are_removed(scene: Scene, tmp_path: Path) -> None:
+    abandoned = Path(tempfile.gettempdir()) / "autotune-node-999999999-x"
+    abandoned.mkdir(exist_ok=True)
+    scene.executor()
+    assert not abandoned.exists()
 
 
 class TestWanted:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -241,6 +242,18 @@ class TestRefusals:
         said = self.said(tmp_path, "--executor", cluster.address, "--gpus", "2", code=4, **cluster.auth)
         assert "no node of the Ray cluster has 2 GPUs; it has " in said
         assert "(no GPU, 1 cores)" in said
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ("import ray; ray.__version__ = '2.0.0'", r"Version mismatch: .* Ray: 2\.0\.0"),
+            ("import autotune; autotune.__version__ = '9.9'", r"the node .* has autotune .*, and here is 9\.9"),
+        ],
+    )
+    def test_another_version(self, cluster: RealCluster, tmp_path: Path, change: str, said: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(change)
+        auth = {**cluster.auth, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(TESTS.parent)])}
+        assert re.search(said, self.said(tmp_path, "--executor", cluster.address, code=13, **auth))
 
     def test_no_cluster(self, tmp_path: Path) -> None:
         port = free_port()

@@ -44,6 +44,8 @@ from autotune.tuning.nodes.messages import NodeFacts, NodeReport, Opened, Openin
 _MOST_LOG_BYTES = 256 * 1024
 # Reports of steps are gathered for so long, so that messages do not disturb the trial.
 _GATHER_SECONDS = 0.2
+# Followed by the process that made it.
+_FOLDER_PREFIX = "autotune-node-"
 # Ray's launcher puts its own copies of libraries first among the folders of modules.
 _RAY_FOLDERS = ("ray/thirdparty_files", "ray/_private/workers")
 
@@ -120,7 +122,8 @@ class Node:
         return opened
 
     def _make_folder(self, stack: contextlib.ExitStack) -> Path:
-        parent = Path(tempfile.mkdtemp(prefix="autotune-node-"))
+        _remove_abandoned()
+        parent = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-"))
         stack.callback(shutil.rmtree, parent, ignore_errors=True)
         self._folder = parent / "logs"
         self._folder.mkdir()
@@ -246,6 +249,14 @@ class Node:
                     log.seek(max(0, status.st_size - _MOST_LOG_BYTES))
                     found[name] = log.read().decode(errors="replace")
         return found
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of nodes whose processes were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_files(workload: Workload) -> None:

@@ -40,6 +40,7 @@ _MOST_ATTEMPTS = 3
 # for memory of a GPU. A node that is not heard of for longer is lost.
 _ANSWER_SECONDS = 60.0
 _START_SECONDS = 600.0
+_END_SECONDS = 20.0
 _READ_SECONDS = 2 * 3600.0
 _WAIT_SECONDS = 1.0
 # Without --wait. Clusters that start nodes on demand take longer.
@@ -134,7 +135,7 @@ class Nodes:
         if actor is not None:
             # Asked to end, it removes its files, too.
             with contextlib.suppress(NodeLostError, AutotuneError):
-                actor.ask("close", {}, _ANSWER_SECONDS)
+                actor.ask("close", {}, _END_SECONDS)
             actor.end()
 
     @property
@@ -164,7 +165,13 @@ class Nodes:
         actor = self._cluster.start(Node, gpus=gpus, wait_seconds=seconds, on_wait=on_wait)
         try:
             facts = _facts_of(self._read(actor.ask("facts", {}, _ANSWER_SECONDS)))
-            if len(_chosen(facts, self._wanted)) < max(1, gpus):
+            shown = sum(device.kind == "cuda" for device in facts.devices)
+            if 0 < gpus < shown:
+                raise DeviceError(
+                    f"Ray gave {plural(gpus, 'GPU')} of the node {facts.host}, and all {shown} are visible there",
+                    "have Ray set CUDA_VISIBLE_DEVICES: unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES there",
+                )
+            if shown < gpus:
                 raise DeviceError(
                     f"the node {facts.host} offers {plural(gpus, 'GPU')} to Ray, and its driver shows fewer",
                     facts.gpu_problem or "see nvidia-smi there",
@@ -486,7 +493,7 @@ class NodeExecutor:
         """See ``Executor.close``."""
         if self._running:
             with contextlib.suppress(NodeLostError):
-                self._nodes.ask_once("stop")
+                self._nodes.ask_once("stop", _END_SECONDS)
         self._running.clear()
         self._reports.clear()
 
