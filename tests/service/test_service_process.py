@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,10 @@ from typing import Any
 import pytest
 import warm
 from processes import all_gone, children, wait_until
+
+from autotune import __version__
+from autotune.devices import find_device
+from autotune.service.client import Client, StreamedEvent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -179,3 +185,42 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
     assert gone.wait(60) == 13
     assert "no service answers at" in scene.text("gone.err")
     assert "start one with autotune serve" in scene.text("gone.err")
+
+
+@pytest.mark.service
+def test_who_listens_goes_on_where_it_was_after_the_service_was_killed(scene: Scene) -> None:
+    """Events that were told are told once, the others after the restart, in order."""
+    service = scene.serve("--no-agent", "--storage", "a.db")
+    client, heard = Client(scene.url, scene.token), queue.Queue[StreamedEvent]()
+    told = {"name": "stand-in", "host": "host", "version": __version__, "device": find_device("cpu").document()}
+    agent = client.request("POST", "/v1/agents", told)["id"]
+    search = client.request("POST", "/v1/searches", {"model": "bert-tiny", "effective_batch": 16})["id"]
+    job = client.request("POST", f"/v1/agents/{agent}/claim", {})["job"]
+
+    def say(text: str) -> None:
+        event = {"kind": "line", "document": {"text": text}}
+        news = {"lease_token": job["lease_token"], "events": [event]}
+        client.request("POST", f"/v1/agents/{agent}/jobs/{search}/events", news)
+
+    def listen() -> None:
+        for event in client.events(search):
+            heard.put(event)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    say("before")
+    found = [heard.get(timeout=60) for _ in range(3)]
+    service.kill()
+    service.wait()
+    port = scene.url.rpartition(":")[2]
+    scene.start("again", "serve", "--no-agent", "--storage", "a.db", "--port", port)
+    assert wait_until(lambda: "\n" in scene.text("again.out"), 60), scene.text("again.err")
+    say("after")
+    client.request("POST", f"/v1/agents/{agent}/jobs/{search}/end",
+                   {"lease_token": job["lease_token"], "state": "finished"})  # fmt: skip
+    listener.join(60)
+    assert not listener.is_alive()
+    while not heard.empty():
+        found.append(heard.get())
+    assert [event.number for event in found] == [1, 2, 3, 4, 5]
+    assert [event.document.get("text") for event in found if event.kind == "line"] == ["before", "after"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click.testing
@@ -11,14 +14,14 @@ import pytest
 from postgres import sqlite_alone
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import interrupt_after, search
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 
 from autotune.cli.main import cli
 from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError
 from autotune.core.owner import this_owner
 from autotune.results.document import report_document
 from autotune.results.report import load_report
-from autotune.store import Store, open_store
+from autotune.store import Store, StudyRecord, TrialRecord, open_store
 from autotune.store.copies import copy_studies
 from autotune.store.leases import name_of_study
 from autotune.store.queue import Needs, Offer
@@ -113,6 +116,61 @@ def test_a_copy_that_fails_midway_leaves_nothing(store: Store, there: Store, mon
         assert connection.exec_driver_sql("SELECT count(*) FROM autotune_workloads").scalar() == 0
     monkeypatch.undo()
     assert copy_studies(store.url, there.url).studies == ("bert",)
+
+
+@pytest.mark.parametrize("last", ["INSERT INTO trial_params", "COMMIT"])
+def test_a_copy_that_is_killed_leaves_nothing(store: Store, there: Store, last: str) -> None:
+    search(store, RecordedRunner(EFFECTIVE_64))
+
+    def copy_and_die() -> None:
+        is_writing = False
+
+        def look(*arguments: object) -> None:
+            nonlocal is_writing
+            is_writing |= str(arguments[2]).startswith("INSERT INTO autotune_studies")
+            if str(arguments[2]).startswith(last):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def commit(connection: object) -> None:
+            if is_writing:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        event.listen(Engine, "after_cursor_execute", look)
+        event.listen(Engine, "commit", commit)
+        copy_studies(store.url, there.url)
+
+    child = multiprocessing.get_context("fork").Process(target=copy_and_die)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert there.studies() == []
+    assert optuna.get_all_study_names(there.optuna) == []
+    assert copy_studies(store.url, there.url).studies == ("bert",)
+    assert report_document(load_report(there, "bert")) == report_document(load_report(store, "bert"))
+
+
+def test_what_is_written_while_a_copy_runs_is_whole_there_or_not_at_all(
+    store: Store, there: Store, new_study: Callable[[str], StudyRecord], new_trial: Callable[..., TrialRecord]
+) -> None:
+    """As a service and its agents go on."""
+    new_trial(new_study("before"), 0)
+    is_written = False
+
+    def write(*arguments: object) -> None:
+        nonlocal is_written
+        if str(arguments[2]).startswith("INSERT INTO autotune_studies") and not is_written:
+            is_written = True
+            new_trial(new_study("meanwhile"), 0)
+            store.queue.submit("meanwhile", {}, Needs())
+
+    event.listen(Engine, "before_cursor_execute", write)
+    try:
+        copied = copy_studies(store.url, there.url)
+    finally:
+        event.remove(Engine, "before_cursor_execute", write)
+    assert (copied.studies, copied.trials, copied.jobs_left) == (("before",), 1, 0)
+    assert [summary.study.name for summary in there.studies()] == ["before"]
+    assert copy_studies(store.url, there.url, ["meanwhile"]).trials == 1
 
 
 @sqlite_alone
