@@ -91,7 +91,7 @@ test-clients: install-dev
 
 # Trials with DeepSpeed on two ranks of the CPU. Its kernels for GPUs are not built.
 test-deepspeed: install-dev
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation --editable '.[dev,deepspeed]'
+	DS_BUILD_OPS=0 $(INSTALL) --editable '.[dev,deepspeed]'
 	$(BIN)/python -m pytest -m deepspeed
 
 # Measures a service: the start of a search on a warm agent; 50 agents, 5,000 jobs of a stand-in trial and 200 listeners;

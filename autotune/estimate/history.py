@@ -222,7 +222,7 @@ def _comfort(tried: Tried) -> tuple[int, int, int, bool, int]:
     arm = tried.candidate.arm
     peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
     levers = (
-        arm.is_sharded,
+        arm.is_sharded or arm.zero_stage is not None,
         arm.torch_compile,
         arm.gradient_checkpointing,
         arm.use_liger_kernel,

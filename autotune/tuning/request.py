@@ -252,7 +252,7 @@ class SearchRequest:
             raise InvalidRequestError(
                 f"--strategy {sharded[0]}: weights in {self.workload.quantize[0]} bits are not sharded, every rank "
                 "keeps all of them",
-                "use --strategy ddp",
+                "use --strategy ddp" if self.ranks > 1 else "leave it out",
             )
         for optim in self.optims:
             if not shards_with(optim):

@@ -19,7 +19,7 @@ from autotune.core.units import GIB
 from autotune.results.document import report_document, trial_document
 from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
-from autotune.results.warnings import notes
+from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, times, verdict
 from autotune.store import Store, open_store
 
@@ -47,6 +47,15 @@ def test_the_baseline_can_be_the_best() -> None:
     made = report(BASELINE, best=0)
     assert verdict(made, BASELINE) == "baseline best"
     assert made.speedup() == 1.0
+
+
+def test_what_deepspeed_computes_otherwise_than_ddp_is_said() -> None:
+    arm = Arm("bf16", strategy="zero2", ranks=2)
+    (said,) = sharding_notes(Candidate(arm, 8))
+    assert "bf16 under DeepSpeed is no autocast" in said
+    assert "accumulated" in said
+    assert len(sharding_notes(Candidate(dataclasses.replace(arm, precision="fp16"), 8))) == 2
+    assert sharding_notes(Candidate(dataclasses.replace(arm, precision="fp32"), 8)) == []
 
 
 @pytest.mark.parametrize(("ratio", "text"), [(0.5, "0.50×"), (7.449, "7.45×"), (9.996, "10.0×"), (1234.5, "1,234.5×")])

@@ -11,7 +11,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed
-from autotune.worker.trial.losses import LossWatch, skipped_steps
+from autotune.worker.trial.losses import LossWatch, scaler_watch, skipped_steps
 from autotune.worker.verify.loss_curve import without_dropout
 
 
@@ -51,6 +51,27 @@ def test_updates_that_the_scaler_left_out_are_counted() -> None:
     assert skipped_steps(scaler) == 2
     assert skipped_steps(None) == 0
     assert skipped_steps(torch.amp.GradScaler("cpu", enabled=False)) == 0
+
+
+class DeepSpeedOptimizerWrapper:
+    """As much of accelerate's class as is asked."""
+
+    def __init__(self, *skipped: bool) -> None:
+        self._skipped = list(skipped)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self._skipped.pop(0)
+
+
+def test_updates_that_deepspeed_skips_are_counted_without_a_scaler() -> None:
+    watch = scaler_watch(DeepSpeedOptimizerWrapper(True, False, True))
+    assert [watch.step_was_skipped() for _ in range(3)] == [True, False, True]
+    assert watch.skipped == 2
+    from accelerate.utils import deepspeed
+
+    assert isinstance(deepspeed.DeepSpeedOptimizerWrapper.step_was_skipped, property)
+    assert not scaler_watch(object()).step_was_skipped()
 
 
 def test_a_non_finite_loss_disqualifies_a_trial(trial_server: ServerClient) -> None:

@@ -113,6 +113,13 @@ def test_a_step_is_everything_between_two_ends(clock: FakeClock) -> None:
     assert drive.meter.synchronized == 3, "once at the start and once a step"
 
 
+def test_an_update_within_the_last_micro_step_is_not_timed_apart(clock: FakeClock) -> None:
+    """So does DeepSpeed."""
+    drive = Drive(Candidate(Arm(strategy="zero2", ranks=2), 8), STEADY, clock)
+    drive.run(data=0.25, micro=(1.75,), optimizer=0.0)
+    assert drive.measured.optimizer_seconds is None
+
+
 def test_micro_steps_that_were_left_out_are_added(clock: FakeClock) -> None:
     drive = Drive(candidate(8, 8), STEADY, clock)
     drive.run(data=0.3, micro=(1.0, 0.8), optimizer=0.2)

@@ -399,7 +399,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
             micro_steps_run=run,
-            optimizer_seconds=statistics.median(step.optimizer_seconds for step in self._measured),
+            optimizer_seconds=self._optimizer_seconds(),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
             device_used_bytes=self._most(self._meter.device_used_bytes()),
             context_bytes=self._most(self._meter.context_bytes()),
@@ -416,6 +416,12 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
             **(self._of_ranks() if ranks > 1 else {}),
         )
+
+    def _optimizer_seconds(self) -> float | None:
+        """Return the time of an update; ``None`` under DeepSpeed, which updates within the last micro-step."""
+        if self._candidate.arm.zero_stage is not None:
+            return None
+        return statistics.median(step.optimizer_seconds for step in self._measured)
 
     def _of_ranks(self) -> dict[str, Any]:
         """Return the figures that only several ranks have."""
