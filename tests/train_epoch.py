@@ -16,20 +16,16 @@ from transformers import (
     TrainingArguments,
 )
 
-from autotune.models import catalog
 from autotune.worker.trial.meter import CpuMeter
 
 
 def main() -> None:
-    """Arguments: the file, the tokenizer, the exported JSON, the limit in bytes, tokens a sample at most."""
-    file, tokenizer_folder, exported, cap_bytes, seq_len = sys.argv[1:]
+    """Arguments: file, tokenizer, exported JSON, limit in bytes, tokens a sample at most, the model's folder."""
+    file, tokenizer_folder, exported, cap_bytes, seq_len, model_folder = sys.argv[1:]
     with open(exported) as stream:
         tuned = json.load(stream)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    entry = catalog.find("bert-tiny")
-    assert entry is not None
-    settings = dict(entry.config)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = AutoConfig.from_pretrained(model_folder)
     with tempfile.TemporaryDirectory() as folder:
         data = load_dataset("json", data_files=file, split="train", cache_dir=folder).map(
             lambda row: tokenizer(row["text"], truncation=True, max_length=int(seq_len))
