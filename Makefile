@@ -17,7 +17,7 @@ help:
 	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
 	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
-	@echo "make test-service  measure a service: under load, under faults, and the start of a search"
+	@echo "make test-service  measure a service under load, under faults and at the start of a search, beside the aims"
 	@echo "make test-browser  use the pages of a service in a real Chromium"
 	@echo "make test-deepspeed  run trials with DeepSpeed's ZeRO on the CPU"
 	@echo "make test-ray     search on a Ray cluster of two nodes on this machine, which are killed"
@@ -94,14 +94,11 @@ test-deepspeed: install-dev
 	DS_BUILD_OPS=0 $(INSTALL) --editable '.[dev,deepspeed]'
 	$(BIN)/python -m pytest -m deepspeed
 
-# Measures a service: the start of a search on a warm agent; 50 agents, 5,000 jobs of a stand-in trial and 200 listeners;
-# a hundred faults. Then the load on the database alone, in a file and on a PostgreSQL server, which is killed again and
-# again. LOAD= takes more options, such as --storage postgresql+psycopg://…
+# Measures a service, and prints one table of figures and aims: the start of a search on a warm agent; 50 agents, 5,000
+# jobs of a stand-in trial and 200 listeners, on SQLite and on PostgreSQL; a hundred faults; the load on the databases
+# alone, with a PostgreSQL server that is killed again and again. FIGURES= takes options: --faults 20 --database sqlite
 test-service: install-dev
-	$(BIN)/python tests/service/first_trial.py
-	$(BIN)/python tests/service/load.py $(LOAD)
-	$(BIN)/python tests/service/faults.py
-	$(BIN)/python -m pytest -m service
+	$(BIN)/python tests/service/figures.py $(FIGURES)
 
 # The pages of a service in the system's Chromium; skipped where there is none.
 test-browser: install-dev

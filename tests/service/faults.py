@@ -48,6 +48,9 @@ KINDS = (
     "an agent frozen past its lease", "disk full at the service", "the clock jumps",
 )  # fmt: skip
 
+BAD = ("studies lost", "trials doubled", "wrong answers", "processes left")
+"""What must be none."""
+
 
 class Scene:
     """A folder with a service and its agents, and what was done to them."""
@@ -283,8 +286,7 @@ def measure(faults: int, folder: Path, seed: int = 0, kinds: tuple[str, ...] = K
         found["trials"] = len(studies) * len(expected)
     finally:
         found["processes left"] = scene.end()
-    columns = ("studies", "trials", "studies lost", "trials doubled", "wrong answers", "processes left")
-    return {"faults": dict(scene.faults), **{name: found[name] for name in columns}}
+    return {"faults": dict(scene.faults), **{name: found[name] for name in ("studies", "trials", *BAD)}}
 
 
 def table(told: dict[str, Any]) -> str:
@@ -304,8 +306,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         told = measure(given.faults, Path(folder) / "scene", given.seed)
     print(table(told))
-    bad = ("studies lost", "trials doubled", "wrong answers", "processes left")
-    raise SystemExit(any(told[name] for name in bad))
+    raise SystemExit(any(told[name] for name in BAD))
 
 
 if __name__ == "__main__":

@@ -15,17 +15,19 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"effective_batch": 16, "seq_len": 32, "trials": 1, "fresh": True}
+WARM = "the same workload again"
 SEARCHES = (
     ("the agent has just started", "bert-tiny"),
-    ("the same workload again", "bert-tiny"),
-    ("the same workload again", "bert-tiny"),
+    (WARM, "bert-tiny"),
+    (WARM, "bert-tiny"),
     ("another model", "gpt2-tiny"),
-    ("the same workload again", "gpt2-tiny"),
+    (WARM, "gpt2-tiny"),
 )
 LARGE = {"effective_batch": 64, "memory_limit": "24GiB", "fresh": True}
 SEARCHES_ON_A_GPU = (
@@ -84,20 +86,23 @@ def _moment(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def main() -> None:
-    """Measure, and print it."""
-    on_gpu = sys.argv[1:] == ["--gpu"]
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if on_gpu else ""
+def measure() -> Iterator[tuple[str, str, float, float]]:
+    """Run the searches; yield what each was, its model, the seconds to its first trial, and those of the whole."""
     with tempfile.TemporaryDirectory() as folder:
-        service = Service(Path(folder), gpus)
+        service = Service(Path(folder))
         try:
-            print(f"{'search':<28} {'model':<19} claim to first trial   whole")
-            for what, model in SEARCHES_ON_A_GPU if on_gpu else SEARCHES:
-                seconds, whole = service.first_trial(model, LARGE if on_gpu else TINY)
-                print(f"{what:<28} {model:<19} {seconds:>18.2f} s {whole:>7.1f} s", flush=True)
+            for what, model in SEARCHES:
+                yield what, model, *service.first_trial(model)
         finally:
             service.process.terminate()
             service.process.wait(60)
+
+
+def main() -> None:
+    """Measure, and print it."""
+    print(f"{'search':<28} {'model':<10} claim to first trial   whole")
+    for what, model, seconds, whole in measure():
+        print(f"{what:<28} {model:<10} {seconds:>18.2f} s {whole:>7.1f} s", flush=True)
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 

@@ -1,0 +1,93 @@
+"""Measure a service in every way there is, and print one table of the figures beside the aims.
+
+``python tests/service/figures.py`` runs, one after another: the start of a search on a warm agent, the load on both
+databases, a hundred faults, and the tests with the mark ``service``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import faults
+import first_trial
+import load
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_SECONDS = 1.0
+"""From the claim to the first trial, at most, on an agent that is warm."""
+Row = tuple[str, str, str, str]
+
+
+def verdict(is_reached: bool) -> str:
+    """Return how a figure compares with its aim."""
+    return "reached" if is_reached else "MISSED"
+
+
+def rows_of_first_trials() -> list[Row]:
+    """Measure how soon a search begins."""
+    found = []
+    for what, model, seconds, _ in first_trial.measure():
+        is_warm = what == first_trial.WARM
+        aim, reached = ("at most 1 s", verdict(seconds <= WARM_SECONDS)) if is_warm else ("", "")
+        found.append((f"claim to first trial, {model}: {what}", f"{seconds:.2f} s", aim, reached))
+    return found
+
+
+def rows_of_load(databases: list[str]) -> list[Row]:
+    """Measure the service under load, on each database."""
+    found = []
+    with load.databases(databases) as places:
+        for name, (url, server) in places.items():
+            told = load.measure(url, database=server)
+            print(load.table({name: told}), flush=True)
+            for figure, aim in load.AIMS.items():
+                reached = verdict(told[figure] <= aim)
+                found.append((f"{name}: {figure}", str(told[figure]), f"at most {aim}" if aim else "0", reached))
+    return found
+
+
+def rows_of_faults(count: int, seed: int) -> list[Row]:
+    """Disturb a service, and count what was lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = faults.measure(count, Path(folder) / "scene", seed)
+    print(faults.table(told), flush=True)
+    found: list[Row] = [("faults", str(sum(told["faults"].values())), f"{count}", "")]
+    return found + [(name, str(told[name]), "0", verdict(told[name] == 0)) for name in faults.BAD]
+
+
+def row_of_tests() -> Row:
+    """Run the tests with the mark ``service``."""
+    code = subprocess.run([sys.executable, "-m", "pytest", "-m", "service"], cwd=ROOT).returncode
+    return ("tests with the mark service", "passed" if code == 0 else "failed", "passed", verdict(code == 0))
+
+
+def main() -> None:
+    """Measure, and print the table; the exit code tells whether anything was lost or has failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--database", action="append", choices=("sqlite", "postgresql"), help="[default: both]")
+    given = parser.parse_args()
+    began = time.monotonic()
+    rows = [
+        *rows_of_first_trials(),
+        *rows_of_load(given.database or ["sqlite", "postgresql"]),
+        *rows_of_faults(given.faults, given.seed),
+        row_of_tests(),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes, load average {os.getloadavg()[1]:.1f} at the end")
+    # Times depend on what else the machine does; what was lost does not.
+    raise SystemExit(any(row[3] == "MISSED" and row[2] in ("0", "passed") for row in rows))
+
+
+if __name__ == "__main__":
+    main()
