@@ -95,8 +95,8 @@ test-deepspeed: install-dev
 	$(BIN)/python -m pytest -m deepspeed
 
 # Measures a service, and prints one table of figures and aims: the start of a search on a warm agent; 50 agents, 5,000
-# jobs of a stand-in trial and 200 listeners, on SQLite and on PostgreSQL; a hundred faults; the load on the databases
-# alone, with a PostgreSQL server that is killed again and again. FIGURES= takes options: --faults 20 --database sqlite
+# jobs of a stand-in trial and 200 listeners, on SQLite and on PostgreSQL; 133 faults, the PostgreSQL server's among them;
+# the load on the databases alone. FIGURES= takes options: --faults 20 --database sqlite
 test-service: install-dev
 	$(BIN)/python tests/service/figures.py $(FIGURES)
 

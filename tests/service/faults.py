@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 
 from disturbed import LEASE_SECONDS  # noqa: E402
+from postgres import PostgresServer  # noqa: E402
 from processes import is_alive, processes_with, wait_until  # noqa: E402
 
 MARK = "FAULTS_FOLDER"
@@ -47,6 +48,9 @@ KINDS = (
     "kill -9 of the service", "kill -9 of an agent", "kill -9 of a trial server", "kill -9 of a trial",
     "an agent frozen past its lease", "disk full at the service", "the clock jumps",
 )  # fmt: skip
+OF_DATABASE = "kill -9 of the database server"
+# The server's own disk is never full here.
+KINDS_ON_A_SERVER = (*(kind for kind in KINDS if kind != "disk full at the service"), OF_DATABASE, OF_DATABASE)
 
 BAD = ("studies lost", "trials doubled", "wrong answers", "processes left")
 """What must be none."""
@@ -55,8 +59,10 @@ BAD = ("studies lost", "trials doubled", "wrong answers", "processes left")
 class Scene:
     """A folder with a service and its agents, and what was done to them."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, database: PostgresServer | None = None) -> None:
         self.folder = folder
+        self.database = database
+        self.storage = database.url(database.new_database()) if database is not None else "a.db"
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.hit: set[str] = set()
@@ -89,7 +95,8 @@ class Scene:
 
     def serve(self) -> None:
         """Start the service, again or for the first time, and wait until it answers."""
-        words = ("serve", "--port", str(self.port), "--no-agent", "--storage", "a.db", "--data", str(self.folder))
+        words = ("serve", "--port", str(self.port), "--no-agent", "--storage", self.storage)
+        words = (*words, "--data", str(self.folder))
         self.service = self._start("service", *words)
         assert wait_until(self.is_up, PATIENCE_SECONDS), self.errors()
         if not self.token:
@@ -146,9 +153,9 @@ class Scene:
         """Inject one fault, and put right what does not come right by itself."""
         kinds: dict[str, Callable[[], bool]] = dict(
             zip(
-                KINDS,
+                (*KINDS, OF_DATABASE),
                 (self.kill_service, self.kill_agent, lambda: self.kill_worker("server"),
-                 lambda: self.kill_worker("trial"), self.freeze_agent, self.fill_disk, self.jump),
+                 lambda: self.kill_worker("trial"), self.freeze_agent, self.fill_disk, self.jump, self.kill_database),
                 strict=True,
             )
         )  # fmt: skip
@@ -209,22 +216,34 @@ class Scene:
         (self.folder / "clock").write_text(str(self.random.choice([-7200, -40, 0, 40, 7200])))
         return True
 
+    def kill_database(self) -> bool:
+        """Kill the database server; it is started again after a while."""
+        assert self.database is not None
+        self.database.kill()
+        time.sleep(self.random.uniform(0, 1))
+        self.database.start()
+        return True
+
     # What is recorded
 
     def results(self, study: str) -> list[tuple[str, str, str, str]]:
-        """What the trials of a study gave, read from the file without any of autotune."""
-        with contextlib.closing(sqlite3.connect(self.folder / "service" / "a.db", timeout=60)) as connection:
-            rows = connection.execute(
-                "SELECT candidate, stage, autotune_trials.state, outcome FROM autotune_trials JOIN autotune_studies s "
-                "ON study_id = s.id WHERE s.name = ? AND autotune_trials.state IN ('completed', 'out_of_memory')",
-                (study,),
-            ).fetchall()
+        """What the trials of a study gave, read from the database without any of autotune."""
+        query = (
+            "SELECT candidate, stage, autotune_trials.state, outcome FROM autotune_trials JOIN autotune_studies s "
+            f"ON study_id = s.id WHERE s.name = '{study}' AND autotune_trials.state IN ('completed', 'out_of_memory')"
+        )
+        if self.database is not None:
+            name = self.storage.partition("@/")[2].partition("?")[0]
+            read = self.database.execute(query, name)
+        else:
+            with contextlib.closing(sqlite3.connect(self.folder / "service" / "a.db", timeout=60)) as connection:
+                read = connection.execute(query).fetchall()
         found = []
-        for candidate, stage, state, outcome in rows:
-            told = {name: value for name, value in json.loads(outcome).items() if name != "phase_seconds"}
-            found.append(
-                (json.dumps(json.loads(candidate), sort_keys=True), stage, state, json.dumps(told, sort_keys=True))
-            )
+        for candidate, stage, state, outcome in read:
+            # A server's driver has read the JSON already.
+            candidate, outcome = (json.loads(each) if isinstance(each, str) else each for each in (candidate, outcome))
+            told = {name: value for name, value in outcome.items() if name != "phase_seconds"}
+            found.append((json.dumps(candidate, sort_keys=True), stage, state, json.dumps(told, sort_keys=True)))
         return sorted(found)
 
     def winner(self, study: str) -> str:
@@ -249,9 +268,14 @@ class Scene:
         return len(left)
 
 
-def measure(faults: int, folder: Path, seed: int = 0, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
-    """Disturb searches until so many faults were injected, let them end, and return what was found."""
-    scene = Scene(folder, seed)
+def measure(
+    faults: int, folder: Path, seed: int = 0, kinds: tuple[str, ...] = KINDS, database: PostgresServer | None = None
+) -> dict[str, Any]:
+    """Disturb searches until so many faults were injected, let them end, and return what was found.
+
+    The service's database is a file, or on a server.
+    """
+    scene = Scene(folder, seed, database)
     found: Counter[str] = Counter()
     try:
         scene.serve()
@@ -297,14 +321,27 @@ def table(told: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def measure_on_a_server(faults: int, folder: Path, seed: int = 0) -> dict[str, Any]:
+    """The same with the service's database on a PostgreSQL server, which is killed as well."""
+    server = PostgresServer.make(durable=True)
+    try:
+        server.start()
+        server.make_template()
+        return measure(faults, folder, seed, KINDS_ON_A_SERVER, server)
+    finally:
+        server.close()
+
+
 def main() -> None:
     """Measure, and print it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     given = parser.parse_args()
+    run = measure if given.database == "sqlite" else measure_on_a_server
     with tempfile.TemporaryDirectory() as folder:
-        told = measure(given.faults, Path(folder) / "scene", given.seed)
+        told = run(given.faults, Path(folder) / "scene", given.seed)
     print(table(told))
     raise SystemExit(any(told[name] for name in BAD))
 
