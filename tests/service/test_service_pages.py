@@ -235,3 +235,23 @@ def test_the_optuna_dashboard_is_for_those_who_have_a_token(
         refused = client.post("/api/studies", json={"study_name": "x", "directions": ["minimize"]})
         assert refused.status_code == 405
         assert client.get("/healthz").status_code == 200
+
+
+def test_all_searches_are_listed_page_by_page(visitor: TestClient, store: Store) -> None:
+    for number in range(61):
+        store.queue.submit(f"study-{number}", {"model": "bert-tiny"}, Needs())
+    store.queue.cancel(store.queue.jobs()[0].id)
+    home = visitor.get("/").text
+    # In the order of their turns.
+    assert [f">study-{number}<" in home for number in (0, 29, 30, 60)] == [True, True, False, True]
+    assert "30 more</a>" in home
+    newest = visitor.get("/searches").text
+    assert [f">study-{number}<" in newest for number in (60, 11, 10)] == [True, True, False]
+    assert "no agent is connected" in newest
+    older = re.search(r'href="(/searches[?]state=all&amp;before=\d+)"', newest)
+    assert older is not None
+    rest = visitor.get(older[1].replace("&amp;", "&")).text
+    assert [f">study-{number}<" in rest for number in (11, 10, 0)] == [False, True, True]
+    assert "Older searches" not in rest
+    assert re.findall(r">(study-\d+)<", visitor.get("/searches?state=ended").text) == ["study-60"]
+    assert visitor.get("/searches?state=odd").status_code == 422

@@ -6,7 +6,7 @@ from typing import cast
 
 from fastapi import FastAPI
 
-from autotune.service.pages import assets, compare, frame, home, search, session
+from autotune.service.pages import assets, compare, frame, home, listing, search, session
 from autotune.service.pages.rendered import Rendered
 from autotune.service.searches import Searches
 
@@ -14,6 +14,6 @@ from autotune.service.searches import Searches
 def add_pages(app: FastAPI) -> None:
     """Add the pages to the application, and show its errors to browsers as pages."""
     app.state.rendered = Rendered(cast(Searches, app.state.searches).bell)
-    for module in (assets, session, home, search, compare):
+    for module in (assets, session, home, listing, search, compare):
         app.include_router(module.router)
     frame.show_errors_as_pages(app)

@@ -16,18 +16,16 @@ from autotune.results.html.markup import Child, Markup, element
 from autotune.service.access import Known, Reader, Writer
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FieldError, command_of, read_form, render_form
-from autotune.service.pages.frame import Visitor, badge, error_box, form_fields, page, sign_in_page, table
+from autotune.service.pages.frame import Visitor, error_box, form_fields, page, sign_in_page, table
+from autotune.service.pages.listing import how_it_ended, searches_table, what_runs
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_agent, waits_for
 from autotune.service.tokens import may_write
-from autotune.service.verifications import VERIFIES
-from autotune.store.queue import ENDED, JobRecord, TokenRecord
+from autotune.store.queue import ENDED, TokenRecord
 
 _MOST_SHOWN = 30
 _MOST_RUNNING = 1000
-# What a request names as its training, in this order.
-_WHAT = ("model", "code", VERIFIES)
 
 router = APIRouter()
 
@@ -118,7 +116,7 @@ def _parts(searches: Searches) -> list[Child]:
     ended = queue.jobs(states=ENDED, most=_MOST_SHOWN)
     told = {job.id: waits_for(job, agents, ahead) for ahead, job in enumerate(waiting)}
     names = {agent.id: agent.name for agent in agents}
-    told |= {job.id: _what_runs(job, names) for job in running}
+    told |= {job.id: what_runs(job, names) for job in running}
     shown = [*running[:_MOST_SHOWN], *waiting]
     counts = queue.counts()
     more = counts.get("queued", 0) + counts.get("running", 0) - len(shown)
@@ -126,51 +124,28 @@ def _parts(searches: Searches) -> list[Child]:
     return [
         _section(
             "Queue",
-            _searches_table("searches that run or wait, in their turns", "what it does, or waits for", shown, told)
+            searches_table("searches that run or wait, in their turns", "what it does, or waits for", shown, told)
             if shown
             else element("p", none, class_="empty"),
-            element("p", f"and {more} more", class_="soft") if more > 0 else None,
+            element("p", "and ", element("a", f"{more} more", href="/searches")) if more > 0 else None,
         ),
         _section("Agents", _agents_table([describe_agent(agent, running) for agent in agents], queue.clock())),
         _section(
             "Ended",
-            _searches_table(
-                "searches that have ended", "result", ended, {job.id: _how_it_ended(searches, job) for job in ended}
+            searches_table(
+                "searches that have ended", "result", ended, {job.id: how_it_ended(searches, job) for job in ended}
             )
             if ended
             else element("p", "No search has ended yet.", class_="empty"),
+            element("p", element("a", "All that have ended", href="/searches?state=ended"))
+            if len(ended) == _MOST_SHOWN
+            else None,
         ),
     ]
 
 
 def _section(title: str, *children: Child) -> Markup:
     return element("section", element("h2", title), children)
-
-
-def _searches_table(what: str, last: str, jobs: Sequence[JobRecord], told: Mapping[str, str]) -> Markup:
-    rows = [
-        element(
-            "tr",
-            element("td", element("a", job.study, href=f"/searches/{job.id}")),
-            element("td", badge(job.state)),
-            element("td", str(next((job.request[name] for name in _WHAT if job.request.get(name)), ""))),
-            element("td", told[job.id], class_="told"),
-            element("td", f"{job.submitted_at:%Y-%m-%d %H:%M}", class_="nowrap"),
-        )
-        for job in jobs
-    ]
-    return table(what, ("search", "state", "model", last, "submitted (UTC)"), rows)
-
-
-def _what_runs(job: JobRecord, agents: Mapping[str, str]) -> str:
-    name = agents.get(job.owner or "")
-    return str((job.status or {}).get("running") or (f"starts on {name}" if name else "starts"))
-
-
-def _how_it_ended(searches: Searches, job: JobRecord) -> str:
-    if job.problem is not None:
-        return str(job.problem.get("message") or "")
-    return searches.result_line(job) or ""
 
 
 def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
