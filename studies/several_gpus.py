@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from recorded_steps import LANDSCAPES, Subject, operations_key, published, recorded_operations
 
@@ -19,9 +20,9 @@ from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime, StepTimeModel
+from autotune.models.resolve import resolve_model
 
 SEVERAL = LANDSCAPES / "several_gpus.json"
-SHARDED = LANDSCAPES / "bert-large-uncased_2xh200_cap23.5GiB.jsonl"
 
 
 @dataclass(frozen=True)
@@ -79,33 +80,50 @@ def several() -> list[Ranks]:
     return found
 
 
-def sharded() -> list[Ranks]:
-    """Return the measured steps of ranks that keep a part of the model each."""
+def grids() -> list[Ranks]:
+    """Return the measured steps of two H200 in which several strategies were measured."""
     operations = {key: decode(traced, Operations) for key, traced in recorded_operations().items()}
-    found = []
-    meta, *cells = map(json.loads, SHARDED.read_text(encoding="utf-8").splitlines())
-    meta, model = meta["meta"], StepTimeModel(CHIPS["h200"])
-    for cell in cells:
-        one = Candidate.from_parameters({"precision": meta["precision"], **{**cell, "strategy": None}})
-        arm = dataclasses.replace(one.arm, strategy=cell["strategy"], ranks=meta["ranks"])
-        if arm.is_sharded:
-            of_step = operations[operations_key(Subject(meta["model"], meta["seq_len"]), one.arm)]
-            candidate = dataclasses.replace(one, arm=arm)
-            predicted = model.predict(of_step, candidate), model.predict(of_step, one)
-            found.append(Ranks("h200", candidate, cell["samples_per_second"], None, *predicted, meta["model"]))
+    found, model = [], StepTimeModel(CHIPS["h200"])
+    for path in sorted(LANDSCAPES.glob("*_2xh200_*.jsonl")):
+        first, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        of_all = first["meta"] if isinstance(first["meta"], dict) else first["workload"]
+        is_image = of_all["task"] == "image-classification"
+        subject = Subject(of_all["model"], None if is_image else of_all["seq_len"])
+        for line in lines:
+            of_ranks = {"precision": of_all.get("precision"), "ranks": of_all.get("ranks"), **line}
+            # Those of DDP in the older recording are in ``several_gpus.json``.
+            strategies = ("fsdp", "fsdp-keep") if isinstance(first["meta"], dict) else ("ddp", "fsdp", "fsdp-keep")
+            if not line.get("samples_per_second") or line["strategy"] not in strategies:
+                continue
+            candidate = Candidate.from_parameters(of_ranks)
+            one = replace(candidate, arm=Arm(candidate.arm.precision, candidate.arm.gradient_checkpointing))
+            key = _key(subject, one.arm, operations)
+            if key is not None:
+                traced = operations[key]
+                predicted = model.predict(traced, candidate), model.predict(traced, one)
+                found.append(Ranks("h200", candidate, line["samples_per_second"], None, *predicted, subject.model))
     return found
+
+
+def _key(subject: Subject, arm: Arm, known: Collection[str]) -> str | None:
+    """Return the key of a step's operations, which models have under their short or their whole names."""
+    names = [subject.model, resolve_model(subject.model).repository or subject.model]
+    keys = [operations_key(Subject(name, subject.seq_len), arm) for name in names]
+    return next((key for key in keys if key in known), None)
 
 
 def main() -> None:
     """Print the comparison."""
     print(f"{'GPU':<14}{'model':<20}{'candidate':<30}{'measured':>9}{'predicted':>10}{'error':>7}  interval")
-    every = [*several(), *sharded()]
+    every = [*several(), *grids()]
     for known in every:
         expected, low, high = known.expected
         told = f"{known.gpu:<14}{known.model:<20}{known.candidate.describe()[:28]:<30}{known.measured:>9.2f}"
         told += f"{expected:>10.2f}{expected / known.measured - 1:>+7.0%}  {low:.2f} to {high:.2f}"
         print(told + ("" if known.is_inside else "  outside"))
     inside = sum(known.is_inside for known in every)
+    own = sorted(abs(known.expected[0] / known.measured - 1) for known in every if known.of_one is None)
+    print(f"of this project: {len(own)} steps, median error {own[len(own) // 2]:.0%}, at most {own[-1]:.0%}")
     print(f"in the interval: {inside} of {len(every)}")
 
 
