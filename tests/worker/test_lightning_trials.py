@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -63,3 +64,14 @@ def test_a_lightning_module_is_traced(trial_server: ServerClient) -> None:
         like = predicted(trial_server, built_in, dataclasses.replace(trace.arm, optim="adamw_torch"))
         # Lightning frees the gradients of a step after the next forward pass: they are 56 KB here.
         assert like[2][0] <= own[2][0] <= like[2][0] + 64 * 1024
+
+
+def test_what_writes_in_place_of_a_logger_is_left_out() -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks", reason="make test-clients")
+    pytest.importorskip("jsonargparse", reason="make test-clients")
+    cli = importlib.import_module("lightning.pytorch.cli")
+    from autotune.worker.user.lightning_trial import kept
+
+    own = callbacks.LambdaCallback()
+    given = [cli.SaveConfigCallback(None, None), callbacks.ModelCheckpoint(), own]
+    assert kept("lightning.pytorch", given) == [own]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -35,11 +36,12 @@ _TRAINERS = {
 }
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+# Those with a dot are LightningCLI's.
 _OPTIONS = {
-    "batch": ("--batch_size", "--batch-size", "--train_batch_size"),
-    "accumulation": ("--accumulate_grad_batches",),
-    "precision": ("--precision",),
-    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers"),
+    "batch": ("--batch_size", "--batch-size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
+    "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
+    "precision": ("--precision", "--trainer.precision"),
+    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
 }
 # Callbacks of Lightning's that write, stop the training, wait for a validation that is not run, or decide the batch.
 _LEFT_OUT = (
@@ -138,7 +140,7 @@ class LightningOverlay:
                     **options,
                     **self._quiet,
                     "logger": logger,
-                    "callbacks": [*_kept(package, callbacks), self._callback(package)],
+                    "callbacks": [*kept(package, callbacks), self._callback(package)],
                     **self._changes,
                 },
             )
@@ -192,10 +194,13 @@ class LightningOverlay:
         return Tells()
 
 
-def _kept(package: str, callbacks: list[Any]) -> list[Any]:
+def kept(package: str, callbacks: list[Any]) -> list[Any]:
     """Return the callbacks that a trial runs with: the user's own, and those of Lightning's that only compute."""
     known = importlib.import_module(f"{package}.callbacks")
     left_out = tuple(getattr(known, name) for name in _LEFT_OUT if hasattr(known, name))
+    # LightningCLI adds one that writes the configuration into the logger's folder.
+    saves_config = getattr(sys.modules.get(f"{package}.cli"), "SaveConfigCallback", None)
+    left_out += () if saves_config is None else (saves_config,)
     return [callback for callback in callbacks if not isinstance(callback, left_out)]
 
 
