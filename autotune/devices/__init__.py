@@ -18,6 +18,7 @@ from autotune.devices.nvml import (
     device_energy_joules,
     device_used_bytes,
     gpu_links,
+    gpu_number,
     gpu_policy,
     nvml_problem,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "find_device",
     "find_gpus",
     "gpu_links",
+    "gpu_number",
     "gpu_policy",
     "list_devices",
     "nvml_problem",

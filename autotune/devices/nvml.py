@@ -337,6 +337,11 @@ def device_used_bytes(uuid: str) -> int | None:
     return current_session().used_bytes(uuid)
 
 
+def gpu_number(uuid: str) -> int | None:
+    """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance, which has none, and without NVML."""
+    return None if uuid.startswith("MIG-") else current_session().location(uuid).gpu_index
+
+
 def device_energy_joules(uuid: str) -> float | None:
     """Return the energy that a GPU has used since its driver was loaded; ``None`` where NVML does not tell.
 

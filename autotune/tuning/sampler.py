@@ -48,8 +48,14 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         "gradient_checkpointing": CategoricalDistribution(sorted({arm.gradient_checkpointing for arm in arms})),
         "attn_implementation": CategoricalDistribution(sorted({arm.attn_implementation for arm in arms})),
         "optim": CategoricalDistribution(sorted({arm.optim for arm in arms})),
-        **{name: CategoricalDistribution(sorted({getattr(arm, name) for arm in arms})) for name in _levers(arms)},
+        **{name: CategoricalDistribution(_values(arms, name)) for name in _levers(arms)},
     }
+
+
+def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
+    """Return the values of a lever in order; ``None`` first, as a lone GPU has beside ``zero2-offload``."""
+    values = {getattr(arm, name) for arm in arms}
+    return [*({None} & values), *sorted(values - {None})]
 
 
 def _levers(arms: tuple[Arm, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any, TypeVar
 
+from autotune.devices import gpu_number
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import offloading_threads
 
@@ -61,10 +62,26 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
         os.environ.update({**rank_variables(0, 1, 0), "TORCHELASTIC_USE_AGENT_STORE": "False"})
     if device_kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        _number_gpus()
     if offloads:
         import torch
 
         torch.set_num_threads(offloading_threads(usable_cores(), ranks))
+
+
+def _number_gpus() -> None:
+    """Name the visible GPUs by their numbers in NVML: DeepSpeed 0.19 cannot read UUIDs (``_get_nvml_gpu_id``).
+
+    CUDA reads the variable once, so it is started first.
+    """
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [gpu_number(uuid) for uuid in named]
+    if None not in numbers:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
 
 class Ranks:

@@ -49,6 +49,16 @@ class TestDistributions:
         for candidate in [*every_candidate(space), baseline]:
             assert contains(names, params_of(candidate, names))
 
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_a_lone_gpu_has_one_strategy_beside_none(self, sampler: SamplerName) -> None:
+        offloaded = Arm("bf16", strategy="zero2-offload")
+        space = Space((*arms("bf16"), offloaded), Batches(64))
+        names = distributions(space, space.baseline("sdpa"), sampler)
+        for candidate in every_candidate(space):
+            params = params_of(candidate, names)
+            assert contains(names, params)
+            assert candidate_of(params, space) == candidate
+
     @given(
         st.none() | st.integers(1, LARGEST_FREE_BATCH),
         st.none() | st.integers(1, 2 * LARGEST_FREE_BATCH),

@@ -1,0 +1,22 @@
+"""Test what DeepSpeed is told before it is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from autotune.worker.rendezvous import prepare_deepspeed
+
+
+@pytest.mark.parametrize(("numbers", "expected"), [({"GPU-a": 2, "GPU-b": 0}, "2,0"), ({"GPU-a": 2}, "GPU-a,GPU-b")])
+def test_gpus_are_numbered(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, int], expected: str) -> None:
+    """DeepSpeed makes numbers of what is in the variable. CUDA has read the UUIDs by then."""
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setattr(torch.cuda, "init", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr("autotune.worker.rendezvous.gpu_number", numbers.get)
+    prepare_deepspeed("cuda", 2, offloads=False)
+    assert seen == ["GPU-a,GPU-b"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
