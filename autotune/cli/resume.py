@@ -7,7 +7,6 @@ import contextlib
 import click
 
 from autotune.cli.options import table_options
-from autotune.core.errors import InvalidRequestError
 
 
 @click.command(short_help="Go on with a search that was ended or killed.")
@@ -44,21 +43,20 @@ def resume(
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
-    named = named_devices({"device": device, "gpus": gpus, "parallel": parallel}) if gpus or parallel else ()
-    if executor is not None and named:
-        raise InvalidRequestError("--gpus: an executor chooses the GPUs of its node itself", "leave one of them out")
+    asked = {"device": device, "gpus": gpus, "parallel": parallel}
     with contextlib.ExitStack() as stack:
         nodes = None
         if executor is not None:
             from autotune.tuning.nodes.remote import open_nodes
 
             with open_store(storage, create=False) as store:
-                options = recorded_options(store, study)
-            if device is not None:
-                options = {"device": device}
+                recorded = recorded_options(store, study)
+            options = asked if any(asked.values()) else recorded
             nodes = stack.enter_context(open_nodes(executor, options, wait=wait, note=say))
+            devices = nodes.devices
+        else:
+            devices = named_devices(asked) if gpus or parallel else ()
         with open_store(storage, create=False) as store:
-            devices = nodes.devices if nodes is not None else named
             budget = Budget(trials, time_budget, trial_timeout)
             request = recorded_request(store, study, device, budget, devices, parallel=parallel)
         request.check()

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,9 +110,20 @@ class RayActor:
 
     def ask(self, question: str, document: Document, timeout_seconds: float) -> Document:
         """Return the object's answer; raises ``NodeLostError`` where none comes in time."""
+        return self._answer(self.begin(question, document), timeout_seconds)
+
+    def begin(self, question: str, document: Document) -> Any:
+        """Ask without waiting; return a ticket for the answer."""
+        return self._handle.ask.remote(question, document)
+
+    def finish(self, ticket: Any) -> Document:
+        """Return the answer, which is there; raises ``NodeLostError`` where none will come."""
+        return self._answer(ticket, _FETCH_SECONDS)
+
+    def _answer(self, ticket: Any, timeout_seconds: float) -> Document:
         ray = self._cluster.ray
         try:
-            answer: Document = ray.get(self._handle.ask.remote(question, document), timeout=timeout_seconds)
+            answer: Document = ray.get(ticket, timeout=timeout_seconds)
             return answer
         except ray.exceptions.GetTimeoutError as error:
             raise NodeLostError(f"it said nothing for {timeout_seconds:.0f} s") from error
@@ -266,6 +277,13 @@ class RayCluster:
             )
         return tuple(sorted(found, key=lambda node: -node.gpus))
 
+    def answered(self, tickets: Sequence[Any], wait_seconds: float) -> list[Any]:
+        """Return the tickets whose answers are there, waiting at most so long for the first."""
+        if not tickets:
+            return []
+        ready: list[Any] = self.ray.wait(list(tickets), timeout=wait_seconds)[0]
+        return ready
+
     def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> RayActor:
         """Start an object of a class on a node with so many free GPUs, or with a free core where that is none.
 
@@ -305,6 +323,7 @@ class RayCluster:
         return actor
 
 
+_FETCH_SECONDS = 60.0
 _PATIENCE_SECONDS = 10.0
 """A process of an idle cluster starts in a second or two."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ from autotune.tuning.nodes.node import Node
 from autotune.tuning.nodes.remote import NodeExecutor, Nodes, Wanted, wanted_of
 
 
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A question that is asked when its answer is fetched."""
+
+    question: str
+    document: Document
+
+
 class HereActor:
     """A node within this process. What is asked and answered goes through JSON, as between two machines."""
 
@@ -45,6 +53,12 @@ class HereActor:
             raise NodeLostError("the test took it away")
         answer: Document = json.loads(json.dumps(self._node.ask(question, json.loads(json.dumps(document)))))
         return self._cluster.change(question, answer)
+
+    def begin(self, question: str, document: Document) -> Ticket:
+        return Ticket(question, document)
+
+    def finish(self, ticket: Ticket) -> Document:
+        return self.ask(ticket.question, ticket.document, 0.0)
 
     def end(self) -> None:
         self._node.close()
@@ -65,6 +79,9 @@ class HereCluster:
     def nodes(self) -> tuple[ClusterNode, ...]:
         return (ClusterNode("here", 0, 1, None),)
 
+    def answered(self, tickets: Sequence[Ticket], wait_seconds: float) -> list[Ticket]:
+        return list(tickets)
+
     def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> HereActor:
         if not self._left:
             raise DeviceError("no node of the Ray cluster had CPU free for 60 s", "add --wait")
@@ -84,10 +101,10 @@ def _stays_here() -> Iterator[None]:
 class Scene:
     """A search's side: nodes that were opened for two slots on the CPU, and what was said meanwhile."""
 
-    def __init__(self, cluster: HereCluster, cpu: Device, folder: Path) -> None:
+    def __init__(self, cluster: HereCluster, cpu: Device, folder: Path, processes: int = 1) -> None:
         self.cluster = cluster
         self.notes: list[str] = []
-        self.nodes = Nodes(cluster, Wanted(0), wait=False, note=self.notes.append)
+        self.nodes = Nodes(cluster, Wanted(0, processes), wait=False, note=self.notes.append)
         self.slots = (Placement.of(cpu), Placement.of(cpu))
         self.logs = folder / "logs"
 
@@ -188,6 +205,43 @@ class TestNodeExecutor(ExecutorContract):
         assert 0 < log.stat().st_size <= 256 * 1024
 
 
+class TestSeveralNodes(ExecutorContract):
+    """Two processes with a slot each, as ``--parallel`` has them."""
+
+    @pytest.fixture
+    def wide(self, stand_in: None, cpu: Device, tmp_path: Path) -> Iterator[Scene]:
+        made = Scene(HereCluster(), cpu, tmp_path, processes=2)
+        with made.nodes:
+            yield made
+
+    @pytest.fixture
+    def executor(self, wide: Scene) -> NodeExecutor:
+        return wide.executor()
+
+    def test_a_lost_node_costs_its_own_trial_alone(self, wide: Scene, job: Callable[[str], TrialJob]) -> None:
+        executor = wide.executor()
+        assert wide.cluster.started == 2
+        for name in ("complete", "progress 1, complete"):
+            executor.submit(job(name))
+        wide.cluster.loses_on = {"wait"}
+        found = self.outcomes(executor, 2)
+        assert all(isinstance(outcome, Completed) for outcome in found.values())
+        assert wide.cluster.started == 3
+        assert sum("was lost" in note for note in wide.notes) == 1
+
+    def test_nodes_that_are_not_equal_are_refused(self) -> None:
+        cluster = HereCluster()
+
+        def another_torch(question: str, reply: Document) -> Document:
+            if question == "facts" and cluster.started == 2:
+                reply["answer"]["packages"]["torch"] = "1.0"
+            return reply
+
+        cluster.change = another_torch
+        with pytest.raises(DeviceError, match=r"is not equal to .*: torch 1\.0 and not"):
+            Nodes(cluster, Wanted(0, 2), wait=False, note=print).__enter__()
+
+
 class TestVersions:
     def test_another_version_is_told_with_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(remote, "__version__", "9.9")
@@ -266,6 +320,13 @@ class TestWanted:
         self, options: dict[str, str], nodes: tuple[ClusterNode, ...], gpus: int
     ) -> None:
         assert wanted_of(options, nodes) == Wanted(gpus)
+
+    def test_trials_beside_each_other_take_the_gpus_of_all_nodes_of_a_kind(self) -> None:
+        nodes = (*self.GPUS, ClusterNode("c", 2, 8, "H200"))
+        assert wanted_of({"gpus": "all", "parallel": True}, nodes) == Wanted(1, 6)
+        assert wanted_of({"gpus": "3", "parallel": True}, nodes) == Wanted(1, 3)
+        with pytest.raises(DeviceError, match=r"--gpus 7: the Ray cluster has a \(4 H200\), .*use --gpus 6 or fewer"):
+            wanted_of({"gpus": "7", "parallel": True}, nodes)
 
     def test_what_no_node_has_is_told_with_what_the_cluster_has(self) -> None:
         with pytest.raises(DeviceError, match=r"no node .* has 1 GPU; it has a \(no GPU, 8 cores\), b \(no GPU, 4 co"):

@@ -107,8 +107,9 @@ class Node:
             known = {device.uuid: device for device in list_devices()}
             self._placements = tuple(Placement.of(*(known[uuid] for uuid in uuids)) for uuids in told.slots)
             devices = [device for placement in self._placements for device in placement.devices]
-            study, database = told.study, f"a cluster, {os.getpid()}"
-            stack.enter_context(take_turn(devices, study, database, wait=told.wait, note=self._notes.append))
+            # Where the search runs, the study is held there; the name is for who waits for a device.
+            turn = take_turn(devices, told.study, str(folder), wait=told.wait, note=self._notes.append)
+            stack.enter_context(turn)
             self._presence = stack.enter_context(Presence(devices[0].uuid))
             for uuid in {device.uuid for device in devices} - {devices[0].uuid}:
                 stack.enter_context(Presence(uuid))

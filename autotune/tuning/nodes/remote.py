@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from autotune import __version__
 from autotune.core.candidate import Arm, Document
@@ -34,6 +35,9 @@ from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.nodes.messages import NodeFacts, NodeReport, Opened, Opening, Reply
 from autotune.tuning.nodes.node import Node, this_code
 
+if TYPE_CHECKING:
+    from autotune.tuning.request import SearchRequest
+
 # A node that is lost once may have had a fault; trials that lose three nodes are the fault.
 _MOST_ATTEMPTS = 3
 # How long a node may take to answer: to most questions at once; others start a server, which may take minutes, or wait
@@ -46,7 +50,6 @@ _WAIT_SECONDS = 1.0
 # Without --wait. Clusters that start nodes on demand take longer.
 _FREE_SECONDS = 60.0
 
-T = TypeVar("T")
 Note = Callable[[str], None]
 
 
@@ -55,6 +58,12 @@ class Actor(Protocol):
 
     def ask(self, question: str, document: Document, timeout_seconds: float) -> Document:
         """Return the answer; raises ``NodeLostError`` where none comes in time."""
+
+    def begin(self, question: str, document: Document) -> Any:
+        """Ask without waiting; return a ticket for the answer."""
+
+    def finish(self, ticket: Any) -> Document:
+        """Return the answer, which is there; raises ``NodeLostError`` where none will come."""
 
     def end(self) -> None:
         """End the process at once."""
@@ -71,13 +80,18 @@ class Cluster(Protocol):
     def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> Actor:
         """Start an object of a class on a node with so many free GPUs."""
 
+    def answered(self, tickets: Sequence[Any], wait_seconds: float) -> list[Any]:
+        """Return the tickets whose answers are there, waiting at most so long for the first."""
+
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a search needs of a node."""
+    """What a search needs of a cluster."""
 
     gpus: int
-    """0 for the CPU."""
+    """Of one node, for each process on it; 0 for the CPU."""
+    processes: int = 1
+    """Each runs one trial at a time, on a node of its own or beside others."""
 
 
 def wanted_of(options: Mapping[str, Any], nodes: Sequence[ClusterNode]) -> Wanted:
@@ -92,28 +106,40 @@ def wanted_of(options: Mapping[str, Any], nodes: Sequence[ClusterNode]) -> Wante
     if gpus is not None and gpus != "all" and not (gpus.isascii() and gpus.isdigit() and int(gpus)):
         raise InvalidRequestError(f"--gpus {gpus}: Ray chooses the GPUs of a cluster", "write how many: --gpus 2")
     most = max((node.gpus for node in nodes), default=0)
+    if options.get("parallel"):
+        if gpus is None:
+            raise InvalidRequestError("--parallel runs trials on several GPUs, and none are named", "add --gpus all")
+        # Those of one kind, since the trials of a study are compared.
+        alike = sum(node.gpus for node in nodes if node.gpu_name == nodes[0].gpu_name)
+        count = alike if gpus == "all" else int(gpus)
+        if alike < max(1, count):
+            raise DeviceError(f"--gpus {gpus}: the Ray cluster has {_in_words(nodes)}", f"use --gpus {alike} or fewer")
+        return Wanted(1, count)
     if device == "cpu" or (device is None and gpus is None and most == 0):
         return Wanted(0)
     count = 1 if gpus is None else most if gpus == "all" else int(gpus)
     if most < max(1, count):
         asked = f"--gpus {gpus}" if gpus is not None else f"--device {device}"
-        has = ", ".join(node.describe() for node in nodes)
         raise DeviceError(
-            f"{asked}: no node of the Ray cluster has {plural(max(1, count), 'GPU')}; it has {has or 'no node'}",
+            f"{asked}: no node of the Ray cluster has {plural(max(1, count), 'GPU')}; it has {_in_words(nodes)}",
             "ask for what one node has, or add a node",
         )
     return Wanted(count)
 
 
-class Nodes:
-    """A context manager: the node that a search runs on. Where it is lost, another that is equal takes its place."""
+def _in_words(nodes: Sequence[ClusterNode]) -> str:
+    return ", ".join(node.describe() for node in nodes) or "no node"
 
-    def __init__(self, cluster: Cluster, wanted: Wanted, *, wait: bool, note: Note) -> None:
+
+class NodeProcess:
+    """A process on a node. Where it is lost, one on another node that is equal takes its place."""
+
+    def __init__(self, cluster: Cluster, wanted: Wanted, number: int, *, wait: bool, note: Note) -> None:
         self._cluster = cluster
         self._wanted = wanted
+        self._number = number
         self._wait = wait
-        self.note = note
-        """Is called with notes for the user."""
+        self._note = note
         self._actor: Actor | None = None
         self._facts: NodeFacts | None = None
         self._losses = 0
@@ -125,12 +151,16 @@ class Nodes:
         self._inspected: Workload | None = None
         self._context_bytes: int | None = None
         self._described: tuple[Document, str] | None = None
+        # Of the question what trials did, with the time at which it was asked.
+        self._ticket: Any = None
+        self._asked_at = 0.0
 
-    def __enter__(self) -> Nodes:
+    def __enter__(self) -> Self:
         self._actor, self._facts = self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ticket = None
         actor, self._actor = self._actor, None
         if actor is not None:
             # Asked to end, it removes its files, too.
@@ -144,10 +174,15 @@ class Nodes:
         return self._facts.host if self._facts is not None else ""
 
     @property
+    def facts(self) -> NodeFacts:
+        """What the node said of itself."""
+        assert self._facts is not None
+        return self._facts
+
+    @property
     def devices(self) -> tuple[Device, ...]:
         """The devices of the node that a search uses: as many GPUs as were asked for, or the CPU."""
-        assert self._facts is not None
-        return _chosen(self._facts, self._wanted)
+        return _chosen(self.facts, self._wanted)
 
     @property
     def losses(self) -> int:
@@ -159,7 +194,7 @@ class Nodes:
         gpus = self._wanted.gpus
 
         def on_wait() -> None:
-            self.note(f"waiting for {plural(gpus, 'free GPU') if gpus else 'a free core'} of the Ray cluster …")
+            self._note(f"waiting for {plural(gpus, 'free GPU') if gpus else 'a free core'} of the Ray cluster …")
 
         seconds = None if self._wait else _FREE_SECONDS
         actor = self._cluster.start(Node, gpus=gpus, wait_seconds=seconds, on_wait=on_wait)
@@ -204,7 +239,7 @@ class Nodes:
         """Return what a reply says; hand on its notes and logs, and raise the error that it tells of."""
         reply = decode(document, Reply)
         for note in reply.notes:
-            self.note(self._as_here(note))
+            self._note(self._as_here(note))
         for name, text in (reply.logs or {}).items():
             self._keep_log(name, text)
         if reply.problem is not None:
@@ -220,7 +255,9 @@ class Nodes:
     def _keep_log(self, name: str, text: str) -> None:
         if self._here is None or ".." in Path(name).parts or Path(name).is_absolute():
             return
-        path = self._here / name
+        # Of several processes each has a server, and trials have numbers of their own.
+        is_shared = self._number > 0 and not name.startswith("trial-")
+        path = self._here / f"server-{self._number}" / name if is_shared else self._here / name
         # A search goes on where a log cannot be written.
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +270,10 @@ class Nodes:
         self._here = logs
         ranks = tuple(len(slot.devices) for slot in slots)
         self._opening = Opening(study, workload.document(), self._uuids(ranks), os.getcwd(), wait)
-        self._open_again()
+        try:
+            self._open_again()
+        except NodeLostError as loss:
+            self.replace(loss)
 
     def _uuids(self, ranks: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return the devices of each slot; on a CPU all ranks share it."""
@@ -255,10 +295,8 @@ class Nodes:
 
     def replace(self, loss: NodeLostError) -> None:
         """Go on on another node that is equal; raises ``DeviceError`` where there is none."""
-        lost = self.host
-        assert self._facts is not None
-        before = self._facts
-        self._there = ""
+        lost, before = self.host, self.facts
+        self._there, self._ticket = "", None
         unlike: list[Actor] = []
         try:
             while True:
@@ -268,7 +306,7 @@ class Nodes:
                 self._losses += 1
                 if self._losses >= 2 * _MOST_ATTEMPTS:
                     raise DeviceError(f"{self._losses} nodes of the Ray cluster were lost", "see ray status") from loss
-                self.note(f"the node {lost} was lost: {loss}; going on on another")
+                self._note(f"the node {lost} was lost: {loss}; going on on another")
                 try:
                     actor, facts = self._start()
                 except DeviceError as error:
@@ -279,7 +317,7 @@ class Nodes:
                 if difference is not None:
                     # It stays until an equal one is found, so that Ray does not offer it again.
                     unlike.append(actor)
-                    self.note(f"the node {facts.host} is not equal: {difference}")
+                    self._note(f"the node {facts.host} is not equal: {difference}")
                     self._losses -= 1
                     continue
                 self._actor, self._facts = actor, facts
@@ -307,32 +345,10 @@ class Nodes:
                 "make the nodes equal, or search anew under another --study",
             )
 
-    # A machine, see autotune.tuning.machine.Machine
-
-    def environment(self, request: Any, arms: Sequence[Arm], software: Software, measurement_revision: int) -> Document:
-        """See ``Machine.environment``."""
-        asked = {
-            "workload": request.workload.document(),
-            "arms": [encode(arm) for arm in arms],
-            "software": encode(software),
-            "measurement_revision": measurement_revision,
-        }
+    def environment(self, asked: Document) -> Document:
+        """Return what a measurement on the node depends on; from now on every node in its place must equal it."""
         found: Document = self.ask("environment", **asked)
         self._described = asked, environment_fingerprint(found)
-        return found
-
-    def inspection_key(self, request: Any) -> str | None:
-        """See ``Machine.inspection_key``."""
-        key: str | None = self.ask("inspection_key", workload=request.workload.document())
-        return key
-
-    def prediction_key(self, identity: PredictionWork, workload: Workload) -> str:
-        """See ``Machine.prediction_key``."""
-        return str(self.ask("prediction_key", identity=encode(identity), workload=workload.document()))
-
-    def free_host_bytes(self) -> int | None:
-        """See ``Machine.free_host_bytes``."""
-        found: int | None = self.ask("free_host_bytes")
         return found
 
     # What is remembered for the next node
@@ -353,9 +369,137 @@ class Nodes:
         self._context_bytes = context_bytes
         self.ask("run_trials", context_bytes=context_bytes)
 
+    # What trials do
+
+    def begin_wait(self) -> Any:
+        """Ask what trials do, unless that was asked already; return the ticket of the answer.
+
+        Raises ``NodeLostError`` where the answer is overdue.
+        """
+        if self._ticket is None:
+            if self._actor is None:
+                raise NodeLostError("it has ended")
+            self._ticket = self._actor.begin("wait", {"seconds": _WAIT_SECONDS})
+            self._asked_at = time.monotonic()
+        elif time.monotonic() - self._asked_at > _ANSWER_SECONDS:
+            raise NodeLostError(f"it said nothing for {_ANSWER_SECONDS:.0f} s")
+        return self._ticket
+
+    def finish_wait(self) -> list[Document]:
+        """Return what trials did, whose ticket is answered; raises ``NodeLostError``."""
+        ticket, self._ticket = self._ticket, None
+        assert self._actor is not None
+        found: list[Document] = self._read(self._actor.finish(ticket))
+        return found
+
+    def forget_wait(self) -> None:
+        """Do not care for the answer any more."""
+        self._ticket = None
+
+
+class Nodes:
+    """A context manager: the processes on nodes that a search runs on. Questions go to the first of them."""
+
+    def __init__(self, cluster: Cluster, wanted: Wanted, *, wait: bool, note: Note) -> None:
+        self.cluster = cluster
+        self.note = note
+        """Is called with notes for the user."""
+        self._stack = contextlib.ExitStack()
+        self._wanted = wanted
+        self.processes = tuple(
+            NodeProcess(cluster, wanted, number, wait=wait, note=lambda text: self.note(text))
+            for number in range(wanted.processes)
+        )
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for process in self.processes:
+                stack.enter_context(process)
+                difference = _difference(self.processes[0].facts, process.facts, self._wanted)
+                if difference is not None:
+                    raise DeviceError(
+                        f"the node {process.host} is not equal to {self.processes[0].host}: {difference}",
+                        "ask for as many GPUs as there are on equal nodes",
+                    )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that a search uses: of one process those of each rank, of several one each."""
+        return tuple(device for process in self.processes for device in process.devices)
+
+    @property
+    def first(self) -> NodeProcess:
+        """The process that questions go to."""
+        return self.processes[0]
+
+    def open(self, study: str, workload: Workload, slots: Sequence[Placement], logs: Path, *, wait: bool) -> None:
+        """Have the nodes take their devices for a search, whose logs are kept in ``logs`` here."""
+        for number, process in enumerate(self.processes):
+            process.open(study, workload, slots[number :: len(self.processes)], logs, wait=wait)
+
+    def places(self, slots: Sequence[Placement]) -> list[tuple[NodeProcess, int]]:
+        """Return where each slot is: a process, and the number that the slot has there."""
+        count = len(self.processes)
+        return [(self.processes[number % count], number // count) for number in range(len(slots))]
+
+    def read_data(self) -> Workload:
+        """Have the nodes read the dataset; return the workload with its facts."""
+        read = [process.read_data() for process in self.processes]
+        return read[0]
+
+    def run_as_inspected(self, workload: Workload) -> None:
+        """Hand trials the workload as its inspection has shown it."""
+        for process in self.processes:
+            process.run_as_inspected(workload)
+
+    def run_trials(self, context_bytes: int) -> None:
+        """Have the nodes take trials."""
+        for process in self.processes:
+            process.run_trials(context_bytes)
+
+    # A machine, see autotune.tuning.machine.Machine
+
+    def environment(
+        self, request: SearchRequest, arms: Sequence[Arm], software: Software, measurement_revision: int
+    ) -> Document:
+        """See ``Machine.environment``. Raises ``DeviceError`` where the nodes differ."""
+        asked = {
+            "workload": request.workload.document(),
+            "arms": [encode(arm) for arm in arms],
+            "software": encode(software),
+            "measurement_revision": measurement_revision,
+        }
+        found = [process.environment(asked) for process in self.processes]
+        for process, environment in zip(self.processes, found, strict=True):
+            if environment_fingerprint(environment) != environment_fingerprint(found[0]):
+                raise DeviceError(
+                    f"the nodes {self.first.host} and {process.host} are not equal: trials on them do not compare",
+                    "ask for as many GPUs as there are on equal nodes",
+                )
+        return found[0]
+
+    def inspection_key(self, request: SearchRequest) -> str | None:
+        """See ``Machine.inspection_key``."""
+        key: str | None = self.first.ask("inspection_key", workload=request.workload.document())
+        return key
+
+    def prediction_key(self, identity: PredictionWork, workload: Workload) -> str:
+        """See ``Machine.prediction_key``."""
+        return str(self.first.ask("prediction_key", identity=encode(identity), workload=workload.document()))
+
+    def free_host_bytes(self) -> int | None:
+        """See ``Machine.free_host_bytes``."""
+        found: int | None = self.first.ask("free_host_bytes")
+        return found
+
 
 class NodeServer:
-    """The trial server of a node, as the search sees it; see ``autotune.execution.TrialServer``."""
+    """The trial servers of nodes, as the search sees them; see ``autotune.execution.TrialServer``."""
 
     def __init__(self, nodes: Nodes, workload: Workload) -> None:
         self._nodes = nodes
@@ -365,7 +509,8 @@ class NodeServer:
 
     def start(self, *, inspects: bool = False) -> None:
         """Have the server start; its imports overlap with whatever the caller does next."""
-        self._nodes.ask("start", _START_SECONDS, inspects=inspects)
+        for process in self._nodes.processes:
+            process.ask("start", _START_SECONDS, inspects=inspects and process is self._nodes.first)
 
     def read_data(self, folder: Path) -> Workload:
         """Have the node read the data into a folder of its own; return the workload with its facts."""
@@ -379,7 +524,7 @@ class NodeServer:
         """Return what the node finds out about itself and the workload."""
         limit = _START_SECONDS + 2 * (timeout_seconds or _START_SECONDS)
         told = None if arms is None else encode(arms)
-        return decode(self._nodes.ask("inspect", limit, timeout_seconds=timeout_seconds, arms=told), Inspection)
+        return decode(self._nodes.first.ask("inspect", limit, timeout_seconds=timeout_seconds, arms=told), Inspection)
 
     def run_as_inspected(self, workload: Workload) -> None:
         """Hand trials the workload as its inspection has shown it."""
@@ -388,17 +533,19 @@ class NodeServer:
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a prediction beside the trials."""
-        self._nodes.ask("predict", _START_SECONDS, job_id=job_id, work=encode(work), timeout_seconds=timeout_seconds)
-        self._predicting[job_id] = self._nodes.losses
+        self._nodes.first.ask(
+            "predict", _START_SECONDS, job_id=job_id, work=encode(work), timeout_seconds=timeout_seconds
+        )
+        self._predicting[job_id] = self._nodes.first.losses
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the predictions that have ended since the last call; those of a lost node are lost."""
         found: Document = {}
         if self._predicting:
-            found = self._nodes.ask("predicted", _ANSWER_SECONDS + wait_seconds, wait_seconds=wait_seconds)
+            found = self._nodes.first.ask("predicted", _ANSWER_SECONDS + wait_seconds, wait_seconds=wait_seconds)
         ended = {job_id: decode(answer, Answer) for job_id, answer in found.items()}
         for job_id, losses in self._predicting.items():
-            if job_id not in ended and losses < self._nodes.losses:
+            if job_id not in ended and losses < self._nodes.first.losses:
                 ended[job_id] = Answer(lost=True)
         for job_id in ended:
             self._predicting.pop(job_id, None)
@@ -411,15 +558,19 @@ class _Running:
 
     job: TrialJob
     slot: int
+    process: NodeProcess
+    place: int
+    """The number that the slot has on the node."""
     attempts: int = 1
 
 
 class NodeExecutor:
-    """Runs trials on a node. Those under way on a node that is lost run again on the next, a few times at most."""
+    """Runs trials on nodes. Those under way on a node that is lost run again on the next, a few times at most."""
 
     def __init__(self, nodes: Nodes, slots: Sequence[Placement]) -> None:
-        self._nodes = nodes
+        self._cluster = nodes.cluster
         self._slots = tuple(slots)
+        self._places = nodes.places(slots)
         self._running: dict[str, _Running] = {}
         self._reports: deque[tuple[str, Event | Outcome]] = deque()
 
@@ -438,27 +589,43 @@ class NodeExecutor:
         ]
         if not free:
             raise RuntimeError("a trial was submitted although no slot for it is free")
-        self._running[job.trial_id] = running = _Running(job, free[0])
+        process, place = self._places[free[0]]
+        self._running[job.trial_id] = running = _Running(job, free[0], process, place)
         try:
             self._give(running)
         except NodeLostError as loss:
-            self._go_on(loss)
+            self._go_on(process, loss)
         return job.trial_id
 
-    def _give(self, running: _Running) -> None:
+    @staticmethod
+    def _give(running: _Running) -> None:
         job = encode(replace(running.job, placement=None))
-        self._nodes.ask_once("submit", _START_SECONDS, job=job, slot=running.slot)
+        running.process.ask_once("submit", _START_SECONDS, job=job, slot=running.place)
 
     def wait(self) -> tuple[str, Event | Outcome]:
         """See ``Executor.wait``."""
         while not self._reports:
             if not self._running:
                 raise RuntimeError("no trial is under way")
-            try:
-                self._take(self._nodes.ask_once("wait", _ANSWER_SECONDS, seconds=_WAIT_SECONDS))
-            except NodeLostError as loss:
-                self._go_on(loss)
+            self._listen()
         return self._reports.popleft()
+
+    def _listen(self) -> None:
+        """Take in what the nodes say, waiting for some of it."""
+        busy = dict.fromkeys(running.process for running in self._running.values())
+        asked = []
+        for process in busy:
+            try:
+                asked.append((process, process.begin_wait()))
+            except NodeLostError as loss:
+                self._go_on(process, loss)
+        answered = self._cluster.answered([ticket for _, ticket in asked], _ANSWER_SECONDS)
+        for process, ticket in asked:
+            if ticket in answered:
+                try:
+                    self._take(process.finish_wait())
+                except NodeLostError as loss:
+                    self._go_on(process, loss)
 
     def _take(self, documents: Sequence[Document]) -> None:
         for document in documents:
@@ -472,28 +639,31 @@ class NodeExecutor:
                 del self._running[report.trial_id]
                 self._reports.append((report.trial_id, outcome_from_document(report.outcome)))
 
-    def _go_on(self, loss: NodeLostError) -> None:
-        """Run the trials that were under way again on another node, but those that lost too many."""
+    def _go_on(self, process: NodeProcess, loss: NodeLostError) -> None:
+        """Run the trials that were under way there again on another node, but those that lost too many."""
         while True:
-            for trial_id, running in list(self._running.items()):
+            lost = {key: running for key, running in self._running.items() if running.process is process}
+            for trial_id, running in lost.items():
                 running.attempts += 1
                 if running.attempts > _MOST_ATTEMPTS:
                     del self._running[trial_id]
                     message = f"{_MOST_ATTEMPTS} nodes were lost during the trial, the last one: {loss}"
                     self._reports.append((trial_id, Failed("lost", message)))
-            self._nodes.replace(loss)
+            process.replace(loss)
             try:
-                for running in self._running.values():
-                    self._give(running)
+                for running in lost.values():
+                    if running.attempts <= _MOST_ATTEMPTS:
+                        self._give(running)
                 return
             except NodeLostError as again:
                 loss = again
 
     def close(self) -> None:
         """See ``Executor.close``."""
-        if self._running:
+        for process in dict.fromkeys(running.process for running in self._running.values()):
+            process.forget_wait()
             with contextlib.suppress(NodeLostError):
-                self._nodes.ask_once("stop", _END_SECONDS)
+                process.ask_once("stop", _END_SECONDS)
         self._running.clear()
         self._reports.clear()
 
