@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,12 +134,14 @@ class RealCluster:
 class Command:
     """The command line in a process of its own."""
 
-    def __init__(self, folder: Path, words: list[str], **variables: str) -> None:
+    def __init__(
+        self, folder: Path, words: list[str], program: Sequence[str] = ("-m", "autotune.cli.main"), **variables: str
+    ) -> None:
         self.errors = folder / f"stderr-{uuid.uuid4().hex[:6]}"
         self._output = folder / f"stdout-{uuid.uuid4().hex[:6]}"
         with open(self._output, "wb") as output, open(self.errors, "wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.cli.main", *words],
+                [sys.executable, *program, *words],
                 stdout=output,
                 stderr=errors,
                 cwd=folder,
@@ -210,6 +212,38 @@ def test_a_node_that_dies_costs_its_trial_which_runs_again(cluster: RealCluster,
     assert all_gone([actor, *before])
     assert cluster.is_left_alone()
     cluster.add_node()
+
+
+TWO_AT_ONCE = """
+import dataclasses, json, sys
+from autotune import api
+from autotune.core.options import options_of
+from autotune.execution.ray_cluster import RayCluster
+from autotune.results.document import report_document
+from autotune.tuning.nodes.remote import Nodes, Wanted
+from autotune.tuning.options import build_request
+from autotune.tuning.run import run_search
+
+options = {option.name: option.default for option in options_of("search")}
+options |= {"model": "bert-tiny", "seq_len": 16, "effective_batch": 16, "sampler": "random", "trials": 4}
+with RayCluster(sys.argv[1]) as cluster, Nodes(cluster, Wanted(0, 2), wait=False, note=print) as nodes:
+    # The command line takes GPUs for this, of which there are none here.
+    request = dataclasses.replace(build_request(options, (), nodes.devices[:1]), beside=nodes.devices[1:])
+    _, report = run_search(request, "two.db", api._Lines(), nodes=nodes)
+    json.dump(report_document(report), open("two.json", "w"))
+"""
+
+
+def test_two_nodes_run_trials_at_the_same_time(cluster: RealCluster, tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_AT_ONCE)
+    search = Command(tmp_path, [cluster.address], program=["two.py"], **cluster.auth)
+    # Each server with its trial.
+    search.waits_until(lambda: len(cluster.actors()) == 2 and len(cluster.pids("autotune.worker.server")) >= 4)
+    assert search.end() == 0, search.said()[-2000:]
+    trials = json.loads((tmp_path / "two.json").read_text())["trials"]
+    assert len(trials) >= 4
+    assert {trial["state"] for trial in trials} == {"completed"}
+    assert cluster.is_left_alone()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
