@@ -30,6 +30,7 @@ from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
+from autotune.devices.document import devices_type
 from autotune.results.document import StudyDocument, candidate_type, trial_type
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument
 from autotune.tuning.request import recorded_type
@@ -59,6 +60,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
         "One of the `gpus` that `advise` compares.",
         (FittingOfferDocument, OfferDocument),
     ),
+    "devices": ("What `devices` prints with `--json`.", (devices_type(),)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
     "job": ("What a trial server is given to run: a trial, an inspection, data to read, a prediction.", (JobMessage,)),
     "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),

@@ -14,13 +14,14 @@ def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the optional packages."""
     from autotune.core.units import format_bytes
     from autotune.devices import list_devices, nvml_problem
+    from autotune.devices.document import devices_document
     from autotune.space.features import OPTIONAL, how_to_install, version_of
 
     found = list_devices()
     problem = nvml_problem()
     packages = {package: version_of(package) for package in OPTIONAL}
     if as_json:
-        print_json({"devices": [device.document() for device in found], "nvml_problem": problem, "packages": packages})
+        print_json(devices_document(found, problem, packages))
         return
 
     def size(size_bytes: int | None) -> str:

@@ -35,13 +35,12 @@ def known_chips(spec: str | None) -> dict[str, Chip]:
 
 def find_named(name: str, known: dict[str, Chip]) -> Chip:
     """Return a GPU by name; raises ``InvalidRequestError`` with similar names."""
-    from autotune.devices.gpus import ALIASES
+    from autotune.devices.gpus import find_chip
 
-    key = name.lower()
-    chip = known.get(key) or known.get(ALIASES.get(key, key))
+    chip = find_chip(name, known)
     if chip is None:
         every = f"known are {', '.join(known)}; or describe it in a file for --gpu-spec"
-        hint = " ".join(filter(None, [did_you_mean(key, known), every]))
+        hint = " ".join(filter(None, [did_you_mean(name.lower(), known), every]))
         raise InvalidRequestError(f"--gpu {name!r} is not known", hint)
     return chip
 

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.schema import decode
 from autotune.core.units import format_bytes, parse_bytes
@@ -107,14 +106,6 @@ class Ceiling:
                 "that a trial may reserve",
                 "lower --headroom or raise --memory-limit",
             )
-
-    @classmethod
-    def on_device(
-        cls, device: Device, limit_bytes: int | None, context_bytes: int, headroom: Headroom | None = None
-    ) -> Ceiling:
-        """Return the ceiling on a device. Its total memory is used where the free memory is not known."""
-        free_bytes = device.memory_total_bytes if device.memory_free_bytes is None else device.memory_free_bytes
-        return cls(limit_bytes, free_bytes, context_bytes, headroom or Headroom())
 
     @property
     def cap_bytes(self) -> int:

@@ -116,6 +116,11 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     return f"{os.path.abspath(file)}:{name}"
 
 
+def kind_of_code(interface: dict[str, Any]) -> str:
+    """Return what code of the user's own trains with: ``trainer``, ``loop``, ``accelerate`` or ``lightning``."""
+    return str(interface.get("kind", "trainer"))
+
+
 def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
     """Return the source that a command line after ``--`` names: a file, a module after ``-m``, a console command.
 

@@ -167,10 +167,10 @@ ALIASES = {
 """Other names of chips of the catalog: where a chip comes in several sizes, the common one."""
 
 
-def find_chip(name: str) -> Chip | None:
-    """Return the chip of the catalog by its name or another one that it goes by; ``None`` where there is none."""
+def find_chip(name: str, chips: Mapping[str, Chip] = CHIPS) -> Chip | None:
+    """Return a chip by its name, or by another one that a GPU of the catalog has; ``None`` where there is none."""
     key = name.lower()
-    return CHIPS.get(ALIASES.get(key, key))
+    return chips.get(key) or chips.get(ALIASES.get(key, key))
 
 
 _NAMES_OF_DEVICES = {

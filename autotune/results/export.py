@@ -12,11 +12,12 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
 from autotune.core.schema import decode
+from autotune.core.training_source import kind_of_code
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
-from autotune.results.own_arguments import flags, hand_over, kind_of, own_arguments
+from autotune.results.own_arguments import flags, hand_over, own_arguments
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, offloading_threads
@@ -98,7 +99,7 @@ def make_export(report: Report) -> Export:
     arguments = data_arguments(decode(data, DataSpec), fields) if data else {}
     revision = environment.get("measurement_revision", 1)
     interface = (report.workload.get("source") or {}).get("interface", {})
-    if kind_of(interface) == "trainer":
+    if kind_of_code(interface) == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
     else:
         arguments = own_arguments(interface, best.candidate)
@@ -166,7 +167,7 @@ def _beside(export: Export) -> list[str]:
         else []
     )
     if export.task == "own":
-        if kind_of(export.interface) != "trainer":
+        if kind_of_code(export.interface) != "trainer":
             lines = hand_over(export.interface, export.model, export.arguments, export.candidate)
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
@@ -268,7 +269,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
     Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
     """
     # Code with an Accelerator gets its precision from that file, also in one process.
-    is_accelerate = kind_of(export.interface) == "accelerate" and form == "accelerate"
+    is_accelerate = kind_of_code(export.interface) == "accelerate" and form == "accelerate"
     # DeepSpeed needs a launcher for one process as well.
     if export.ranks == 1 and not is_accelerate and export.candidate.arm.zero_stage is None:
         raise InvalidRequestError(
@@ -342,7 +343,7 @@ def _bits(export: Export) -> str:
 
 def _flags(export: Export) -> list[str]:
     """Return the arguments as words of a command line, as far as the script has flags for them."""
-    if kind_of(export.interface) == "trainer":
+    if kind_of_code(export.interface) == "trainer":
         kwargs = {"use_reentrant": False}
         left_out = [
             name
@@ -372,7 +373,7 @@ def _python(export: Export) -> str:
     if export.task == "own":
         pinning = _pinning_lines(export)
         first = f"import os\n\n{pinning}\n" if pinning else ""
-        name = "overrides" if kind_of(export.interface) == "trainer" else "settings"
+        name = "overrides" if kind_of_code(export.interface) == "trainer" else "settings"
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]

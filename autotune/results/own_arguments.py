@@ -6,6 +6,7 @@ from typing import Any
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.loop import FIELDS, loop_arguments
+from autotune.core.training_source import kind_of_code
 
 # By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
 # its data. A LoopConfig has nothing of the last.
@@ -34,14 +35,9 @@ _PRECISIONS: dict[str, dict[str, str]] = {
 }
 
 
-def kind_of(interface: Document) -> str:
-    """Return what the code trains with: ``trainer``, ``loop``, ``accelerate`` or ``lightning``."""
-    return str(interface.get("kind", "trainer"))
-
-
 def own_arguments(interface: Document, candidate: Candidate) -> dict[str, Any]:
     """Return a candidate under the code's names; only what the code was seen to use."""
-    kind = kind_of(interface)
+    kind = kind_of_code(interface)
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
     values["precision"] = _PRECISIONS.get(kind, {}).get(values["precision"], values["precision"])
@@ -59,13 +55,13 @@ def _loading(candidate: Candidate) -> dict[str, int]:
 def flags(interface: Document, arguments: dict[str, Any]) -> dict[str, str]:
     """Return the command-line flag of each argument for which the script's own parser has one."""
     known = interface.get("flags", {})
-    names = _NAMES[kind_of(interface)]
+    names = _NAMES[kind_of_code(interface)]
     return {name: known[what] for what, name in names.items() if what in known and name in arguments}
 
 
 def hand_over(interface: Document, name: str, arguments: dict[str, Any], candidate: Candidate) -> list[str]:
     """Return lines that say what to do with the arguments, for code that is no Trainer's."""
-    kind = kind_of(interface)
+    kind = kind_of_code(interface)
     made_at = f" at {interface['loader']}" if interface.get("loader") else ""
     by_loader = {"workers": "num_workers", "prefetch": "prefetch_factor"}
     tf32 = (

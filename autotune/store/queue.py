@@ -393,11 +393,6 @@ class Queue:
             self._insert_events(connection, job_id, row[0], events)
             yield connection
 
-    def add_events(self, job_id: str, token: str, events: Sequence[Event]) -> None:
-        """Record what an agent says of its job; ``LeaseLostError`` where the lease is lost."""
-        with self.writing(job_id, token, events):
-            pass
-
     def end(self, job_id: str, token: str, state: JobState, problem: Document | None = None) -> None:
         """Record the end of a job; ``LeaseLostError`` where the lease is lost."""
         event = ("state", {"state": state, **({"problem": problem} if problem else {})})

@@ -14,6 +14,7 @@ from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownM
 from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
 from autotune.core.prediction import ArmsToTrace
+from autotune.core.training_source import kind_of_code
 from autotune.core.units import GIB, MIB, format_bytes, format_count
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices import Ceiling, Headroom
@@ -151,7 +152,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
 def _check_several_ranks(request: SearchRequest) -> None:
     """Raise ``InvalidRequestError`` where the user's own code cannot be measured on the ranks that were asked for."""
     source = request.workload.source
-    if request.ranks > 1 and source is not None and own_kind(request) != "trainer":
+    if request.ranks > 1 and source is not None and kind_of_code(source.interface) != "trainer":
         raise InvalidRequestError(
             f"--gpus: {source.name} trains in a loop of its own, which is measured on one GPU only",
             "leave --gpus out; on several GPUs a transformers.Trainer is measured",
@@ -186,12 +187,6 @@ def adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchReque
     )
 
 
-def own_kind(request: SearchRequest) -> str:
-    """Return what the user's own code trains with: ``trainer``, ``loop``, ``accelerate`` or ``lightning``."""
-    source = request.workload.source
-    return "trainer" if source is None else str(source.interface.get("kind", "trainer"))
-
-
 def _searched(model: ModelFacts) -> frozenset[str]:
     """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
     return frozenset(model.interface.get("searched", loop.FIELDS))
@@ -217,7 +212,7 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
                 "leave --precision out",
             )
         return replace(request, precisions=(own,))
-    if own_kind(request) == "loop" and request.precisions is None:
+    if kind_of_code(source.interface) == "loop" and request.precisions is None:
         # A loop may know no precision of that name.
         return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
     return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,10 +15,12 @@ from machine import PROJECT, STAND_INS, Machine, uuid_of
 
 from autotune.core.candidate import PRECISIONS
 from autotune.core.candidate import Precision as TrialPrecision
+from autotune.core.device import Neighbour
 from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, device_used_bytes, find_device
+from autotune.devices.document import devices_document
 from autotune.devices.nvml import visible_gpus
 
 
@@ -33,6 +36,19 @@ def either_machine(request: pytest.FixtureRequest) -> Machine:
     """Each of the two bindings in turn."""
     found: Machine = request.getfixturevalue(request.param)
     return found
+
+
+def test_the_printed_document_is_what_the_devices_say() -> None:
+    neighbours = (Neighbour(71, "python", 512 * MIB), Neighbour(9, None, None))
+    gpu = Device("cuda", 0, "GPU-0", "a GPU", 2 * GIB, None, GIB, GIB, capability=(9, 0), neighbours=neighbours)
+    devices = [gpu, find_device("cpu")]
+    document = devices_document(devices, "no driver", {"peft": "0.18", "bitsandbytes": None})
+    said = {
+        "devices": [device.document() for device in devices],
+        "nvml_problem": "no driver",
+        "packages": {"peft": "0.18", "bitsandbytes": None},
+    }
+    assert json.dumps(document) == json.dumps(said)
 
 
 class TestListing:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.core.errors import InvalidRequestError, NothingFitsError
+from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
-from autotune.devices import Ceiling, Device, Headroom, find_device, list_devices, parse_headroom
+from autotune.devices import Ceiling, Headroom, find_device, list_devices, parse_headroom
 from autotune.devices.host import cpu_device, host_memory, processor_name
 
 
@@ -116,7 +117,7 @@ class TestHostMemory:
         assert cpu.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         assert (cpu.memory_free_bytes, cpu.memory_used_bytes, cpu.precisions) == (None, None, ("fp32",))
         assert cpu.name
-        assert Ceiling.on_device(cpu, None, 0).free_bytes == cpu.memory_total_bytes
+        assert Placement.of(cpu).least_free_bytes == cpu.memory_total_bytes
 
     def test_this_machine(self) -> None:
         cpu = list_devices()[-1]
@@ -210,10 +211,6 @@ class TestCeiling:
     ) -> None:
         with pytest.raises(kind, match=said):
             Ceiling(limit_bytes, free_bytes, context_bytes, headroom)
-
-    def test_on_a_device_what_is_free_there_counts(self) -> None:
-        gpu = Device("cuda", 0, "GPU-0", "a GPU", 2 * GIB, None, GIB, GIB)
-        assert Ceiling.on_device(gpu, None, 24 * MIB).cap_bytes == 1000 * MIB
 
     @pytest.mark.parametrize("document", [{}, {"headroom": {}}, {"headroom": 3}, {"headroom": {"percent": 3}}])
     def test_a_malformed_document_is_refused(self, document: dict[str, Any]) -> None:

@@ -53,7 +53,8 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
         assert claimed is not None
         token = str(claimed.lease_token)
         searches.bell.ring(job.id)
-        store.queue.add_events(job.id, token, [("line", {"text": "one"})])
+        with store.queue.writing(job.id, token, [("line", {"text": "one"})]):
+            pass
         store.queue.end(job.id, token, "finished")
         searches.bell.ring(job.id)
         return await asyncio.gather(*listeners)

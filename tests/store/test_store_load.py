@@ -73,7 +73,8 @@ def fill(store: Store, jobs: int) -> None:
 def work(queue: Queue, job: JobRecord) -> None:
     """Do what an agent does with a job of no length."""
     token = str(job.lease_token)
-    queue.add_events(job.id, token, [("trial", {"number": 0}), ("trial", {"number": 1})])
+    with queue.writing(job.id, token, [("trial", {"number": 0}), ("trial", {"number": 1})]):
+        pass
     queue.end(job.id, token, "finished")
 
 

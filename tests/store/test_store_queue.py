@@ -124,7 +124,8 @@ def test_a_request_that_is_repeated_with_its_key_is_one_job(queue: Queue) -> Non
 def test_what_happens_to_a_job_is_numbered(queue: Queue) -> None:
     job = submit(queue)
     token = token_of(claim(queue))
-    queue.add_events(job.id, token, [("line", {"text": "a"}), ("line", {"text": "b"})])
+    with queue.writing(job.id, token, [("line", {"text": "a"}), ("line", {"text": "b"})]):
+        pass
     queue.end(job.id, token, "finished")
     assert kinds(queue, job) == [
         (1, "state", "queued"),
@@ -150,8 +151,8 @@ def test_a_silent_agent_loses_its_job_and_what_it_says_later_changes_nothing(que
         queue.renew(job.id, lost)
     with pytest.raises(LeaseLostError):
         queue.end(job.id, lost, "finished")
-    with pytest.raises(LeaseLostError):
-        queue.add_events(job.id, lost, [("line", {})])
+    with pytest.raises(LeaseLostError), queue.writing(job.id, lost, [("line", {})]):
+        pass
     queue.end(job.id, token_of(second), "finished")
     assert [state for _, _, state in kinds(queue, job)] == ["queued", "running", "queued", "running", "finished"]
 
