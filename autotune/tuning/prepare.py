@@ -447,7 +447,7 @@ def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
     Raises ``NothingFitsError`` where the host has too little memory for the rest.
     """
     host_bytes, free_bytes = _HOST_BYTES * model.trainable_parameters, host_memory().free_bytes
-    if free_bytes is not None and free_bytes < host_bytes:
+    if request.is_at_hand and free_bytes is not None and free_bytes < host_bytes:
         raise NothingFitsError(
             f"--strategy zero2-offload keeps {format_bytes(host_bytes)} of {request.workload.model} in the host's "
             f"memory, where {format_bytes(free_bytes)} are free",

@@ -62,7 +62,7 @@ def may_offload(request: SearchRequest, state_bytes: int) -> bool:
         return False
     host_bytes = host_memory().free_bytes
     is_large = 2 * state_bytes // request.ranks > request.reachable_bytes
-    return is_large and (host_bytes is None or host_bytes > state_bytes)
+    return is_large and (host_bytes is None or host_bytes > state_bytes or not request.is_at_hand)
 
 
 def is_zero(strategy: Strategy) -> bool:

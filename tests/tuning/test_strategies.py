@@ -17,6 +17,7 @@ from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionWork
 from autotune.core.units import GIB
 from autotune.devices import Device
+from autotune.devices.host import HostMemory
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
@@ -177,7 +178,9 @@ def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("with_deepspeed")
-def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_memory() -> None:
+def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """BERT-large takes 5 GiB: its weights, gradients and AdamW's moments."""
 
     def strategies(**options: Any) -> set[str | None]:
@@ -194,6 +197,13 @@ def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_m
     on_two = of_two(memory_limit_bytes=4 * GIB)
     assert [arm.strategy for arm in on_two.space.arms if arm.offloads_optimizer]
     assert not [arm.strategy for arm in of_two().space.arms if arm.offloads_optimizer]
+    # The host of a prediction is not this one.
+    monkeypatch.setattr("autotune.tuning.prepare.host_memory", lambda: HostMemory(4 * GIB, GIB))
+    monkeypatch.setattr("autotune.tuning.strategies.host_memory", lambda: HostMemory(4 * GIB, GIB))
+    with pytest.raises(NothingFitsError, match=r"keeps 5.0 GiB of .* in the host's memory, where 1.0 GiB are free"):
+        strategies(strategies=("zero2-offload",))
+    assert strategies(memory_limit_bytes=8 * GIB) == {None}
+    assert strategies(memory_limit_bytes=8 * GIB, is_at_hand=False) == {None, "zero2-offload"}
 
 
 def test_the_optimizer_goes_to_the_cpu_only_where_nothing_else_fits() -> None:
