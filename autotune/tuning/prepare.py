@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from autotune.core import loop
 from autotune.core.candidate import OWN_OPTIM, Candidate, Document, Precision
 from autotune.core.chip import Chip
-from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
+from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
 from autotune.core.prediction import ArmsToTrace
@@ -94,6 +94,11 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the
     memory limit is below what its weights, gradients and optimizer state alone need.
     """
+    if facts.lacks_nccl:
+        raise DeviceError(
+            f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
+            "install torch as pytorch.org says for CUDA, or search on one GPU",
+        )
     model = facts.model
     if model is None:
         raise UnknownModelError(

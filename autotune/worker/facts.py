@@ -16,6 +16,7 @@ from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import has_fsdp2
 from autotune.worker.private.transformers import attention_implementations, modules_not_to_split, optimizer_names
+from autotune.worker.rendezvous import lacks_nccl
 from autotune.worker.trial.build import build_config, build_model, model_class
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
@@ -86,6 +87,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
 def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the workload's model; ``model_error`` where it cannot be built."""
     found = inspect_environment()
+    found = dataclasses.replace(found, lacks_nccl=lacks_nccl(work.devices))
     try:
         return dataclasses.replace(found, model=_model_facts(workload, work.devices.ranks))
     except Exception as error:

@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any, TypeVar
 
+from autotune.core.placement import RankDevices
 from autotune.devices import gpu_number
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import offloading_threads
@@ -25,6 +26,13 @@ def open_store() -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def lacks_nccl(devices: RankDevices) -> bool:
+    """Return whether ranks on these devices need NCCL, and torch was built without it."""
+    from torch.distributed import is_nccl_available
+
+    return devices.kind == "cuda" and devices.ranks > 1 and not is_nccl_available()
 
 
 def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -111,6 +111,11 @@ def test_the_ceiling_is_that_of_the_gpu_with_the_least_memory_free() -> None:
     assert prepare(of_two(), FACTS).ceiling.free_bytes == 90 * GIB
 
 
+def test_a_torch_without_nccl_is_told_before_a_trial() -> None:
+    with pytest.raises(DeviceError, match="this torch has no NCCL, through which 2 GPUs exchange gradients"):
+        prepare(of_two(), dataclasses.replace(FACTS, lacks_nccl=True))
+
+
 def test_unused_parameters_are_left_to_ddp_where_there_are_some() -> None:
     for unused, expected in (([], False), (["bert.pooler.weight"], None), (None, None)):
         given = facts(after_step=AfterStep(None if unused is None else tuple(unused), ()))

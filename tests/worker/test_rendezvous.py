@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from autotune.worker.rendezvous import prepare_deepspeed
+from autotune.core.placement import RankDevices
+from autotune.worker.rendezvous import lacks_nccl, prepare_deepspeed
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [({"GPU-a": 2, "GPU-b": 0}, "2,0"), ({"GPU-a": 2}, "GPU-a,GPU-b")])
@@ -20,3 +21,11 @@ def test_gpus_are_numbered(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, i
     prepare_deepspeed("cuda", 2, offloads=False)
     assert seen == ["GPU-a,GPU-b"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_nccl_is_asked_for_where_gpus_need_it(monkeypatch: pytest.MonkeyPatch, has_nccl: bool) -> None:
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: has_nccl)
+    assert lacks_nccl(RankDevices("cuda", ("a", "b"))) is not has_nccl
+    assert not lacks_nccl(RankDevices("cuda", ("a",)))
+    assert not lacks_nccl(RankDevices("cpu", ("cpu", "cpu")))
