@@ -3,6 +3,7 @@
     python studies/kernel_times.py record FILE.jsonl [--seconds 300] [--device cuda:0] [--only MODEL …]
     python studies/kernel_times.py trace
     python studies/kernel_times.py compare FILE.jsonl[.gz]
+    python studies/kernel_times.py fit FILE.jsonl[.gz]
 
 ``record`` needs a GPU. It runs the steps that a stock ``Trainer`` runs (autocast, clipping, the fused AdamW) under
 CUPTI, through ``torch.profiler``. With CUDA activity alone it takes down the time of each kernel by name, for three
@@ -13,8 +14,10 @@ The most informative cells of all models come first, so that it may end at any t
 tells whether the program runs.
 
 ``trace`` records what the steps of all cells consist of, so that ``compare`` need not trace them. ``compare`` prints
-predicted and measured GPU time for each cell, and errors by part, by precision and by what is known of a model: GPU
-times of its family took part in the fit of constants, step times alone did, or nothing did. Neither needs a GPU.
+predicted and measured GPU time for each cell, and errors by part, by precision and by whether the model's family took
+part in the fit. ``fit`` prints the constants of ``autotune/estimate/gpu_time.py``, fitted to the families whose GPU
+times other recordings have as well: to their micro-steps here, as a whole and by class, and to those other recordings.
+No other family takes part. ``fit`` needs scipy, and none of the three a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ import functools
 import gc
 import gzip
 import json
+import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -36,12 +41,22 @@ from pathlib import Path
 from typing import Any
 
 from recorded_steps import Subject
-from step_times import H200, error_line, known_steps, operations_of, trace
+from step_times import (
+    H200,
+    MOST_OF_A_FAMILY,
+    RELATIVE_ERROR,
+    ROUND_NUMBERS,
+    error_line,
+    fitted,
+    known_steps,
+    operations_of,
+    trace,
+)
 from step_times import cells as fitted_cells
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.kernel_kinds import kind_of_kernel
-from autotune.estimate.gpu_time import GpuModel, GpuTime, gpu_time
+from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, gpu_time
 
 _NS = 1e-9
 _WARM_UP_STEPS = 2
@@ -383,26 +398,22 @@ def _arm_run(cell: Cell) -> Arm:
 
 def compare(path: Path) -> None:
     """Print predicted and measured GPU times."""
-    content = path.read_bytes()
-    text = gzip.decompress(content) if path.suffix == ".gz" else content
-    rows = [json.loads(line) for line in text.splitlines()]
-    # The first of those that were recorded again, with their operations.
-    measured = list({_key(row): row for row in reversed(rows) if "gpu_seconds" in row}.values())[::-1]
-    assert H200.rates is not None
-    fitted = _what_was_fitted()
+    rows = _rows(path)
+    measured = measured_cells(path)
+    families = fitted_families()
     errors: dict[str, list[float]] = {}
     kinds: dict[str, list[tuple[float, float]]] = {}
     for row in measured:
         subject, arm = Subject(row["model"], row["seq_len"], row["task"]), Arm(**row["arm"])
-        predicted = gpu_time(operations_of(subject, arm), GpuModel(H200.rates, arm.precision), row["batch"], 1)
+        predicted = predicted_for(row, EFFICIENCIES)
         _add_kinds(kinds, predicted, row)
-        known = fitted.get(subject.family, _HELD_OUT)
-        for part, (ours, theirs) in _parts(predicted, row).items():
+        known = "fitted" if subject.family in families else "held out"
+        for part, (ours, theirs) in parts(predicted, row).items():
             if theirs > 0:
                 groups = (part, f"{part}, {arm.precision}", f"{part}, {known}", f"{part}, {known}, {arm.precision}")
                 for group in groups[: 4 if part == _MICRO_STEP else 1]:
                     errors.setdefault(group, []).append(ours / theirs - 1)
-        ours, theirs = _parts(predicted, row)[_MICRO_STEP]
+        ours, theirs = parts(predicted, row)[_MICRO_STEP]
         candidate = Candidate(arm, row["batch"]).describe()
         told = f"{theirs * 1000:>9.2f} ms{ours * 1000:>9.2f} ms{ours / theirs - 1:>+8.1%}"
         print(f"{subject.model:<36}{candidate:<38}{told}  {known}")
@@ -428,17 +439,81 @@ def _key(row: Document) -> tuple[Any, ...]:
 
 
 _MICRO_STEP = "micro-step"
-_HELD_OUT = "held out"
 
 
-def _what_was_fitted() -> dict[str, str]:
-    """Return what of a family took part in the fit of the constants."""
+def fitted_families() -> set[str]:
+    """Return the families that take part in the fit: those whose GPU times other recordings have as well."""
+    by_gpu_time, _ = fitted_cells(known_steps())
+    return {cell.subject.family for cell in by_gpu_time}
+
+
+def _rows(path: Path) -> list[Document]:
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def measured_cells(path: Path) -> list[Document]:
+    """Return each recorded cell once: the first of those that were recorded again, with their operations."""
+    return list({_key(row): row for row in reversed(_rows(path)) if "gpu_seconds" in row}.values())[::-1]
+
+
+def predicted_for(row: Document, efficiencies: Efficiencies) -> GpuTime:
+    """Return the predicted GPU time of a recorded cell."""
+    assert H200.rates is not None
+    arm = Arm(**row["arm"])
+    operations = _operations_of(Subject(row["model"], row["seq_len"], row["task"]), arm)
+    return gpu_time(operations, GpuModel(H200.rates, arm.precision, efficiencies), row["batch"], 1)
+
+
+_operations_of = functools.cache(operations_of)
+
+
+def fit(path: Path) -> None:
+    """Print constants fitted to the families that take part."""
+    families = fitted_families()
     by_gpu_time, by_step_time = fitted_cells(known_steps())
-    found = {cell.subject.family: "fitted to step times" for cell in by_step_time}
-    return found | {cell.subject.family: "fitted" for cell in by_gpu_time}
+    others = [cell for cell in by_gpu_time + by_step_time if cell.subject.family in families]
+    rows = [row for row in measured_cells(path) if Subject(row["model"], row["seq_len"]).family in families]
+    counts = Counter(Subject(row["model"], row["seq_len"]).family for row in rows)
+
+    def errors(efficiencies: Efficiencies) -> list[float]:
+        found: list[float] = []
+        for row in rows:
+            most = MOST_OF_A_FAMILY / counts[Subject(row["model"], row["seq_len"]).family]
+            weight = math.sqrt(min(1.0, most)) / RELATIVE_ERROR
+            found += [weight * error for error in _errors(row, efficiencies)]
+        return found
+
+    for name, value in asdict(fitted(others, ROUND_NUMBERS, errors)).items():
+        print(f"{name}: {value:.3g}")
 
 
-def _parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
+# Kernels of several kinds of operations have one name: a copy casts, or changes the order of elements.
+_ALIKE = {"copy": "cast", "transpose": "cast", "elementwise_cast": "elementwise"}
+_FITTED_KINDS = ("matrix_product", "attention", "attention_backward", "elementwise", "cast", "normalisation")
+_FITTED_KINDS += ("normalisation_backward", "softmax", "reduction", "dropout")
+
+
+def _errors(row: Document, efficiencies: Efficiencies) -> list[float]:
+    """Return errors of a micro-step and of the update, and those of classes as shares of the micro-step."""
+    predicted = predicted_for(row, efficiencies)
+    pairs = parts(predicted, row)
+    ours, theirs = _alike(predicted.by_kind), _alike(_measured_kinds(row, ("first_micro_step",)))
+    whole = pairs[_MICRO_STEP][1]
+    found = [math.log(one / other) for one, other in (pairs[_MICRO_STEP], pairs["update"])]
+    return found + [(ours.get(kind, 0.0) - theirs.get(kind, 0.0)) / whole for kind in _FITTED_KINDS]
+
+
+def _alike(seconds: dict[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, value in seconds.items():
+        name = _ALIKE.get(kind, kind)
+        found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
     """Return predicted and measured seconds of the parts of a step."""
     seconds, micro_step = row["gpu_seconds"], predicted.forward + predicted.backward
     return {
@@ -450,14 +525,19 @@ def _parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
 
 def _add_kinds(kinds: dict[str, list[tuple[float, float]]], predicted: GpuTime, row: Document) -> None:
     """Add what the classes of one micro-step and update took, as predicted and as measured."""
-    theirs: dict[str, float] = {}
-    for part in ("first_micro_step", "update"):
+    ours, theirs = _alike(predicted.by_kind), _alike(_measured_kinds(row, ("first_micro_step", "update")))
+    for kind in {**ours, **theirs}:
+        kinds.setdefault(kind, []).append((ours.get(kind, 0.0), theirs.get(kind, 0.0)))
+
+
+def _measured_kinds(row: Document, parts: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of each class; names are classed anew, since more are told apart than when recorded."""
+    found: dict[str, float] = {}
+    for part in parts:
         for _, name, _, ns in row["kernels"][part]:
-            # Classed anew: more names are told apart than when it was recorded.
             kind = kind_of_kernel(name)
-            theirs[kind] = theirs.get(kind, 0.0) + ns * _NS
-    for kind in {**predicted.by_kind, **theirs}:
-        kinds.setdefault(kind, []).append((predicted.by_kind.get(kind, 0.0), theirs.get(kind, 0.0)))
+            found[kind] = found.get(kind, 0.0) + ns * _NS
+    return found
 
 
 def main() -> None:
@@ -470,15 +550,17 @@ def main() -> None:
     recording.add_argument("--device", default="cuda:0")
     recording.add_argument("--only", nargs="*", default=[])
     commands.add_parser("trace")
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("file", type=Path)
+    for name in ("compare", "fit"):
+        commands.add_parser(name).add_argument("file", type=Path)
     given = parser.parse_args()
     if given.command == "record":
         record(given.file, given.seconds, given.device, given.only)
     elif given.command == "trace":
         trace_all()
-    else:
+    elif given.command == "compare":
         compare(given.file)
+    else:
+        fit(given.file)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
 import kernel_times
 import pytest
-from recorded_steps import Subject
+from recorded_steps import LANDSCAPES, Subject
 from step_times import H200, operations_of
 
 from autotune.core.candidate import Arm, Document
-from autotune.estimate.gpu_time import GpuModel, gpu_time
+from autotune.core.prediction import Operation
+from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, gpu_time
+
+KERNEL_TIMES = LANDSCAPES / "kernel_times_h200.jsonl.gz"
 
 
 def test_each_round_has_every_model_and_the_first_ones_are_the_most_informative() -> None:
@@ -41,6 +45,31 @@ def test_cells_are_recorded_and_one_that_fails_leaves_the_others(
     assert checkpointed["batch"] == 2
     assert all(seconds > 0 for seconds in checkpointed["gpu_seconds"].values())
     assert "no/such" in failed["error"]
+
+
+def test_recorded_kernel_times_of_models_without_a_part_in_the_fit_are_predicted() -> None:
+    rows = kernel_times.measured_cells(KERNEL_TIMES)
+    held_out = [row for row in rows if Subject(row["model"]).family not in kernel_times.fitted_families()]
+    assert len({row["model"] for row in held_out}) >= 8
+    pairs = [kernel_times.parts(kernel_times.predicted_for(row, EFFICIENCIES), row)["micro-step"] for row in held_out]
+    errors = sorted(abs(ours / theirs - 1) for ours, theirs in pairs)
+    assert statistics.median(errors) < 0.05
+    assert errors[int(0.9 * len(errors))] < 0.1
+
+
+def test_long_sequences_reach_more_of_the_peak_and_dropout_takes_time() -> None:
+    assert H200.rates is not None
+    model = GpuModel(H200.rates, "bf16")
+
+    def share(length: int, drops: int, causal: int) -> float:
+        shape = ((1, 0), *[(0, number) for number in (16, length, length, 64, 1, 0, drops, causal)])
+        flops = 2 * 2 * 16 * length**2 * 64 // (1 + causal)
+        attention = Operation("forward", "attention", "bfloat16", (flops, 0), (0, 0), shape, 1)
+        assert H200.rates is not None
+        return 64 * flops / model.seconds(attention, 64) / H200.rates.half_flops
+
+    assert share(128, 0, 0) < share(512, 0, 0) < share(2048, 0, 0)
+    assert share(512, 1, 1) < share(512, 1, 0) < share(512, 0, 0)
 
 
 def line(subject: Subject, arm: Arm, batch: int, factor: float) -> Document:

@@ -26,47 +26,59 @@ def is_predictable(arm: Arm) -> bool:
 class Efficiencies:
     """Share of a chip's specified rates that each class of operation reaches.
 
-    The defaults were fitted by ``studies/step_times.py fit`` to GPU times of an H200 (torch 2.11, CUDA 13.0).
+    The defaults were fitted by ``studies/kernel_times.py fit`` to kernel and GPU times of nine models on an H200 (torch
+    2.11, CUDA 13.0).
     """
 
-    half_products: float = 0.78
-    tf32_products: float = 0.55
-    fp32_products: float = 0.81
-    unaligned_half_products: float = 0.17
+    half_products: float = 0.853
+    tf32_products: float = 0.643
+    fp32_products: float = 0.812
+    unaligned_half_products: float = 0.156
     """Further factor for matrices whose rows are not multiples of 16 bytes, which cannot be loaded in blocks."""
-    unaligned_tf32_products: float = 0.32
+    unaligned_tf32_products: float = 0.394
     half_rate_products: float = 1.0
     """Share on chips whose tensor cores sum in float32 at half rate, for 16-bit and TF32 products. Not fitted: 1.01 on
     an RTX 3090 Ti and 1.04 on an RTX 4090, where 0.74 of an A100's rate was reached (github.com/mli/
     transformers-benchmarks, micro-benchmarks of 2022 and 2024). These chips are not held back by their power limit."""
-    product_overhead: float = 76.0
+    product_overhead: float = 28.6
     """Overhead at the beginning and end of each tile of a product, in steps of its inner dimension."""
-    product_traffic: float = 0.98
-    flash_forward: float = 0.29
-    """Share of the 16-bit peak that attention reaches."""
-    flash_backward: float = 0.16
-    efficient_forward: float = 0.18
-    efficient_backward: float = 0.12
-    float32_forward: float = 0.57
+    product_traffic: float = 0.652
+    flash_forward: float = 0.409
+    """Share of the 16-bit peak that attention over long sequences reaches, without dropout and causal masks."""
+    flash_backward: float = 0.294
+    efficient_forward: float = 0.168
+    efficient_backward: float = 0.135
+    float32_forward: float = 0.584
     """Share of the float32 peak that attention in float32 reaches, whatever the precision of other products."""
-    float32_backward: float = 0.44
-    convolution: float = 0.5
+    float32_backward: float = 0.648
+    flash_forward_ramp: float = 161.0
+    """Of a sequence of so many keys, attention takes twice as long as its operations would at that share."""
+    flash_backward_ramp: float = 140.0
+    flash_backward_causal: float = 154.0
+    """What a causal mask adds to the ramp: tiles on the diagonal are computed whole."""
+    flash_dropout: float = 1.39
+    """What dropout adds in the forward pass, in times of attention without; causal masks do not halve it."""
+    efficient_ramp: float = 49.2
+    """The same of attention in float32 and of attention with a bias, in both passes."""
+    efficient_causal: float = 57.4
+    efficient_dropout: float = 0.306
+    convolution: float = 0.509
     """Share of the rate of matrix products of the same dtype."""
-    elementwise: float = 0.9
+    elementwise: float = 0.765
     """This and all that follow: shares of the memory bandwidth."""
-    elementwise_cast: float = 0.56
+    elementwise_cast: float = 0.726
     """Operations on mixed dtypes, whose elements are converted one by one."""
-    dropout: float = 0.68
-    cast: float = 0.66
-    copy: float = 0.76
-    transpose: float = 0.51
-    normalisation: float = 0.64
-    normalisation_backward: float = 0.37
-    softmax: float = 0.69
-    reduction: float = 0.41
-    gather: float = 0.39
-    update: float = 0.61
-    kernel_seconds: float = 1.7e-6
+    dropout: float = 0.646
+    cast: float = 0.705
+    copy: float = 0.787
+    transpose: float = 0.386
+    normalisation: float = 0.516
+    normalisation_backward: float = 0.307
+    softmax: float = 0.776
+    reduction: float = 0.272
+    gather: float = 0.329
+    update: float = 0.712
+    kernel_seconds: float = 1.67e-06
     """Shortest time of a kernel."""
 
 
@@ -77,7 +89,8 @@ _KERNELS = {
     "normalisation_backward": 2.0,
     "reduction": 1.3,
     "gather": 1.5,
-    "attention_backward": 3.0,
+    "attention": 2.5,
+    "attention_backward": 6.0,
     "convolution": 2.0,
 }
 
@@ -87,6 +100,8 @@ _SPLITS = (1, 2, 4, 8, 16)
 """Numbers of parts into which the inner dimension may be cut, so that all multiprocessors have work."""
 _LEAST_SPLIT = 512
 _ALIGNMENT_BYTES = 16
+_ATTENTION_TILE = 64
+"""Queries and keys of a tile of attention."""
 _HALF = ("float16", "bfloat16")
 
 
@@ -112,9 +127,8 @@ class GpuModel:
             return least + self._product_seconds(operation, batch)
         size_bytes = amount_at(operation.bytes, batch)
         if operation.kind in ("attention", "attention_backward"):
-            rate = self._attention_rate(operation)
             traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
-            return least + max(amount_at(operation.flops, batch) / rate, traffic)
+            return least + max(self._attention_seconds(operation, batch), traffic)
         if operation.kind == "convolution":
             rate = self._product_rate(operation.dtype) * self._efficiencies.convolution
             traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
@@ -131,6 +145,23 @@ class GpuModel:
 
     def _product_rate(self, dtype: str) -> float:
         return self._half if dtype in _HALF else self._single
+
+    def _attention_seconds(self, operation: Operation, batch: int) -> float:
+        """Return the seconds of whole tiles; short sequences, causal masks and dropout make each take longer."""
+        own = self._efficiencies
+        length, keys = (amount_at(size, batch) for size in operation.shape[2:4])
+        is_flash, _, drops, is_causal = (option[1] for option in operation.shape[5:9])
+        backward = operation.kind == "attention_backward"
+        if is_flash and backward:
+            ramp, causal, dropout = own.flash_backward_ramp, own.flash_backward_causal, 0.0
+        elif is_flash:
+            ramp, causal, dropout = own.flash_forward_ramp, 0.0, own.flash_dropout
+        else:
+            ramp, causal, dropout = own.efficient_ramp, own.efficient_causal, own.efficient_dropout
+        longer = 1 + (ramp + causal * is_causal) / keys + dropout * drops * (1 + is_causal)
+        tiles = math.ceil(length / _ATTENTION_TILE) * math.ceil(keys / _ATTENTION_TILE)
+        whole = tiles * _ATTENTION_TILE**2 / (length * keys)
+        return amount_at(operation.flops, batch) * whole * longer / self._attention_rate(operation)
 
     def _attention_rate(self, operation: Operation) -> float:
         own = self._efficiencies
