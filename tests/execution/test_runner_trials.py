@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,10 +55,11 @@ def runner(
         for name, value in LAUNCHED.items():
             patch.setenv(name, value)
         # The first server starts cold, as users do.
-        with warm.cold():
-            started = TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs"))
-        with started:
-            model = started.inspect().model
+        with contextlib.ExitStack() as stack:
+            with warm.cold():
+                server = TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs"))
+                started = stack.enter_context(server)
+                model = started.inspect().model
             assert model is not None
             assert model.class_name == "BertForSequenceClassification"
             yield started
@@ -144,7 +146,9 @@ def test_a_second_runner_disturbs_neither(
 
 
 def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    environment = {**variables, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     with warm.Popen(
         [sys.executable, str(CONTROLLER), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
     ) as controller:
