@@ -9,7 +9,7 @@ import torch
 from tiny import ONE_OF_EACH_TASK, tiny_workload
 
 from autotune.core.workload import DTYPES, TASKS, DTypeName, Task
-from autotune.worker.trial.build import build_config, build_model, model_class
+from autotune.worker.trial.build import build_config, build_model, in_deepspeeds_dtype, model_class
 
 CPU = torch.device("cpu")
 
@@ -21,6 +21,15 @@ def test_the_class_is_the_tasks(task: Task) -> None:
     assert type(model) is model_class(workload)
     assert model.training
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("tf32", torch.float32)]
+)
+def test_a_model_for_deepspeed_is_built_in_the_dtype_that_it_converts_to(precision: str, dtype: torch.dtype) -> None:
+    """With float32 weights, models would run out of memory that fit once they are converted."""
+    model = build_model(in_deepspeeds_dtype(tiny_workload("bert-tiny"), precision), "sdpa", CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize("said", ["dtype", "torch_dtype"])

@@ -107,7 +107,6 @@ class ZeroRank:
 
         They are recorded as a whole: DeepSpeed copies them into one flat tensor for each group of the optimizer.
         """
-        held = self._hold("weights", self._elements, _FLOAT_BYTES)
         made: dict[int, Any] = {}
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -124,7 +123,6 @@ class ZeroRank:
         ranks = self._ranks if self._stage == 3 else 1
         # Parameters of their own, until they are parts of the flat tensors.
         self._cast = [self._hold("weights", p.numel() // ranks) for p in model.parameters()]
-        self._tracer.let_go(held)
 
     def _rename(self, made: dict[int, Any]) -> None:
         """Know parameters by their new ids."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from autotune.core.workload import Workload
+from autotune.core.workload import DTypeName, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK
 from autotune.worker.private.transformers import class_for_config
 from autotune.worker.trial.adapters import adapt, quantization_config
@@ -57,6 +58,18 @@ def check_liger_knows(model_type: str) -> None:
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         known = ", ".join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))
         raise ValueError(f"Liger has no kernels for models of type {model_type!r}; it has them for {known}")
+
+
+_HALF: dict[str, DTypeName] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
+    """Return the workload with weights in the dtype to which DeepSpeed converts a model.
+
+    A ``Trainer`` leaves the model on the CPU until DeepSpeed has converted it, so that its float32 weights never have
+    to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and seconds less.
+    """
+    return dataclasses.replace(workload, dtype=_HALF.get(precision, "float32"))
 
 
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:

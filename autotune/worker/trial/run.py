@@ -27,7 +27,7 @@ from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import build_model, check_liger_knows
+from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
@@ -174,7 +174,8 @@ class Trial:
             prepare_deepspeed(self._device_kind, self._ranks.count, offloads=arm.offloads_optimizer)
         # Once transformers knows of ZeRO-3, it shards a model while it builds it.
         arguments = make_arguments() if arm.zero_stage == 3 else None
-        model = build_model(self._workload, arm.attn_implementation, meter.device)
+        workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
+        model = build_model(workload, arm.attn_implementation, meter.device)
         meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:

@@ -22,7 +22,7 @@ from autotune.worker.facts import package_versions
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import build_model
+from autotune.worker.trial.build import build_model, in_deepspeeds_dtype
 from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, open_meter
 from autotune.worker.trial.synthetic import synthetic_dataset
@@ -161,7 +161,10 @@ def build_trainer(
         prepare_deepspeed(work.devices.kind, work.devices.ranks, offloads=offloads)
     made = TrainingArguments(**{**work.arguments, **fixed})
     # After the arguments, as in scripts: ZeRO-3 then shards the model while it is built.
-    model = build_model(workload, work.attn_implementation, meter.device)
+    built = workload
+    if "deepspeed" in work.arguments:
+        built = in_deepspeeds_dtype(workload, "bf16" if made.bf16 else "fp16" if made.fp16 else "fp32")
+    model = build_model(built, work.attn_implementation, meter.device)
     if made.n_gpu > 1:
         raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
     if made.world_size != work.devices.ranks:
