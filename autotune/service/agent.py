@@ -53,6 +53,8 @@ _HEARTBEAT_SECONDS = 5.0
 _STATUS_SECONDS = 0.5
 """What runs now changes with every step; nobody needs to see it more often."""
 _RETRY_SECONDS = 2.0
+_PATIENCE_SECONDS = 60.0
+"""How long a service that is away, or whose database is, is asked again."""
 
 WhyEnded = Literal["cancelled", "lost"]
 
@@ -154,9 +156,20 @@ class _Lease:
             self._logs |= logs
 
     def fetch_records(self) -> Document:
-        """Return what the service has recorded of the search, and of others that it may reuse."""
-        found: Document = self._client.request("GET", f"{self._path}/records", query={"lease_token": self._token})
-        return found
+        """Return what the service has recorded of the search, and of others that it may reuse.
+
+        It is asked again while its database is away: that is no reason for the search to fail.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                query = {"lease_token": self._token}
+                found: Document = self._client.request("GET", f"{self._path}/records", query=query)
+                return found
+            except AutotuneError as error:
+                if not _is_passing(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
 
     def show(self, status: Document) -> None:
         """Show what runs now, soon."""
@@ -177,7 +190,7 @@ class _Lease:
         self._post_until_heard("end", {"state": state, "problem": problem, "why": why})
 
     def _post_until_heard(self, name: str, body: Document) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
                 self._post(name, body)

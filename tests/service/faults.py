@@ -248,7 +248,10 @@ class Scene:
 
     def winner(self, study: str) -> str:
         """The TrainingArguments that the service recommends."""
-        return json.dumps(self.call("GET", f"/v1/searches/{study}/export"), sort_keys=True)
+        try:
+            return json.dumps(self.call("GET", f"/v1/searches/{study}/export"), sort_keys=True)
+        except urllib.error.HTTPError as error:
+            return f"none: {error.read().decode(errors='replace')}"
 
     def end(self) -> int:
         """End everything in an orderly way; return how many processes are left."""
@@ -305,7 +308,11 @@ def measure(
             results = scene.results(study)
             found["studies lost"] += states.get(study) != "finished"
             found["trials doubled"] += len(results) - len({row[:2] for row in results})
-            found["wrong answers"] += results != expected or scene.winner(study) != winner
+            is_wrong = results != expected or scene.winner(study) != winner
+            found["wrong answers"] += is_wrong
+            if is_wrong or states.get(study) != "finished":
+                problem = scene.call("GET", f"/v1/searches/{study}")["problem"]
+                print(f"{study}: {states.get(study)}, {problem}, {results}, {scene.winner(study)}", file=sys.stderr)
         found["studies"] = len(studies)
         found["trials"] = len(studies) * len(expected)
     finally:
