@@ -184,21 +184,30 @@ class _Lease:
         self._thread.join()
 
     def end(self, state: str, problem: Document | None = None, why: str = "") -> None:
-        """Tell the service how the search ended; it is tried until the service answers."""
+        """Tell the service how the search ended; it is tried until the service answers.
+
+        A search has not finished whose records were refused. Where the service stays away its lease runs out, and
+        another agent goes on with it.
+        """
         while self._events or self._records:
-            self._post_until_heard("events", self._take_news())
+            refused = self._post_until_heard("events", self._take_news())
+            if refused is not None and _is_passing(refused):
+                return
+            if refused is not None and state == "finished":
+                state, problem = "failed", problem_of(refused)
         self._post_until_heard("end", {"state": state, "problem": problem, "why": why})
 
-    def _post_until_heard(self, name: str, body: Document) -> None:
+    def _post_until_heard(self, name: str, body: Document) -> AutotuneError | None:
+        """Send something until the service answers; return why it was refused, or why nobody answered for long."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
                 self._post(name, body)
-                return
+                return None
             except AutotuneError as error:
                 # Its lease was lost, or the service is gone for good: the search then belongs to another.
                 if not _is_passing(error) or time.monotonic() > deadline:
-                    return
+                    return error
             time.sleep(_RETRY_SECONDS)
 
     def _post(self, name: str, body: Document) -> Any:

@@ -284,7 +284,7 @@ class Searches:
 
     def register_agent(self, document: Document) -> Document:
         """Connect an agent; ``ServiceError`` for one of another version, whose trials may measure otherwise."""
-        text = {name: _printable(document.get(name))[:200] for name in ("name", "host", "version")}
+        text = {name: _storable(document.get(name))[:200] for name in ("name", "host", "version")}
         if text["version"] != __version__:
             raise ServiceError(
                 f"the agent is autotune {text['version']}, the service {__version__}",
@@ -473,8 +473,9 @@ def _unmet(needs: Needs, agents: Sequence[AgentRecord]) -> str | None:
     return f"no agent has {needs.describe()}; there are {have}"
 
 
-def _printable(value: Any) -> str:
-    return "".join(letter for letter in str(value or "") if letter.isprintable())
+def _storable(value: Any) -> str:
+    """Return a text without what a database cannot store: zero bytes and lone surrogates."""
+    return "".join(letter for letter in str(value or "") if letter != "\0" and not "\ud800" <= letter <= "\udfff")
 
 
 def _lease(document: Document) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import outcome_from_document
-from autotune.store.engine import transaction
+from autotune.store.engine import storage_errors, transaction
 from autotune.store.records import new_id
 from autotune.store.tables import Base, EnvironmentRow, StudyRow, TrialRow, UtcDateTime, WorkloadRow
 
@@ -58,6 +58,9 @@ def related_studies(engine: Engine, model: str) -> list[Document]:
     return [document for document in found if document is not None]
 
 
+_WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+
 def take_in(connection: Connection, document: Document, name: str | None = None) -> None:
     """Write a study that another database has, over what is here of it.
 
@@ -81,13 +84,16 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
                 outcome_from_document(trial["outcome"])
             ids = {name: study[name] for name in ("workload_id", "environment_id")}
             _put(connection, TrialRow, {**trial, **ids, "study_id": study["id"]})
-    except (KeyError, TypeError, ValueError, AttributeError, SQLAlchemyError) as error:
+    except (*_WRONG_CONTENT, SQLAlchemyError) as error:
+        # A database that is away or full is no fault of the document, which is sent again then.
+        if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError):
+            raise
         raise InvalidRequestError(f"this is no study that can be taken in: {error}"[:300], _HINT) from error
 
 
 def take_in_study(engine: Engine, document: Document) -> None:
     """Write a study that another database has, in a transaction of its own; raises as ``take_in`` does."""
-    with transaction(engine, writes=True) as connection:
+    with storage_errors(engine.url.render_as_string()), transaction(engine, writes=True) as connection:
         take_in(connection, document)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import interrupt_after, search
+from sqlalchemy import event
 
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.store import Store, open_store
 from autotune.store.engine import transaction
 from autotune.store.transfer import make_way, read_study, related_studies, take_in, take_in_all, take_in_study
@@ -103,6 +105,23 @@ def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Sto
         with pytest.raises(InvalidRequestError, match="no study that can be taken in"):
             take_in_study(other.engine, document)
     assert other.studies() == []
+
+
+def test_a_database_that_fails_is_no_fault_of_the_study(store: Store, other: Store) -> None:
+    """The agent sends it again, where a study that is refused would be lost."""
+    search(store, RecordedRunner(EFFECTIVE_64))
+
+    def refuse_writes(*arguments: Any) -> None:
+        if str(arguments[2]).startswith("INSERT INTO autotune_trials"):
+            arguments[0].connection.dbapi_connection.execute("PRAGMA query_only=ON")
+
+    event.listen(other.engine, "before_cursor_execute", refuse_writes)
+    with pytest.raises(StorageError, match="cannot be written"):
+        take_in_study(other.engine, sent(store))
+    event.remove(other.engine, "before_cursor_execute", refuse_writes)
+    other.engine.dispose()
+    take_in_study(other.engine, sent(store))
+    assert len(other.trials(other.existing_study("bert").id)) == len(sent(store)["trials"])
 
 
 def test_finished_studies_of_the_model_are_offered_for_reuse(store: Store) -> None:
