@@ -19,6 +19,12 @@ from typing import Any
 _MOST = 5
 _WRITING = frozenset("wax+")
 _REPLACING = frozenset("wa")
+# What libraries keep for later runs, compiled kernels among it.
+_CACHE_VARIABLES = (
+    "HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "TRANSFORMERS_CACHE",
+    "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR", "MPLCONFIGDIR",
+)  # fmt: skip
 
 
 class WrittenFiles:
@@ -154,5 +160,4 @@ def _lines(path: str) -> list[str]:
 def _caches() -> list[str]:
     """List the folders of caches, which are there to be written to."""
     home = os.environ.get("XDG_CACHE_HOME", os.path.join(Path.home(), ".cache"))
-    named = [os.environ.get(name) for name in ("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "TORCH_HOME")]
-    return [home, *filter(None, named)]
+    return [home, *filter(None, map(os.environ.get, _CACHE_VARIABLES))]
