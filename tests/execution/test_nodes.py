@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,18 +16,21 @@ import pytest
 from executor_contract import ExecutorContract
 from tiny import tiny_workload
 
+from autotune.cli.main import cli
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError, InvalidRequestError, ServiceError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
+from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution import Event, TrialJob
 from autotune.execution.ray_cluster import ClusterNode, NodeLostError
 from autotune.tuning.nodes import remote
-from autotune.tuning.nodes.node import Node
-from autotune.tuning.nodes.remote import NodeExecutor, Nodes, Wanted, wanted_of
+from autotune.tuning.nodes.node import Node, _check_files, _forget_launcher
+from autotune.tuning.nodes.remote import NodeExecutor, Nodes, Wanted, open_nodes, wanted_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -292,6 +297,70 @@ class TestGpus:
     def test_a_node_where_ray_hides_no_gpu_is_refused(self) -> None:
         with pytest.raises(DeviceError, match=r"Ray gave 1 GPU of the node .*, and all 8 are visible there.*NOSET"):
             self.nodes(8, 1).__enter__()
+
+
+def test_a_stock_run_at_the_end_is_refused_since_it_trains_here() -> None:
+    with (
+        pytest.raises(InvalidRequestError, match="--verify trains on this machine, and --executor searches on another"),
+        open_nodes("ray://head:10001", {}, wait=False, verifies=True, note=print),
+    ):
+        pass
+
+
+def test_a_service_and_a_cluster_are_two_places() -> None:
+    words = ["search", "--model", "bert-tiny", "--server", "http://here:1", "--executor", "ray://auto"]
+    with pytest.raises(InvalidRequestError, match="--server and --executor are two places"):
+        cli.main(words, standalone_mode=False)
+
+
+class TestFiles:
+    """What the search names must be on the node as well, and be the same."""
+
+    def workload(self, file: Path) -> Workload:
+        file.write_text("def build(overrides): ...")
+        return Workload.of_source(find_trainer(str(file)))
+
+    def test_code_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        workload = self.workload(tmp_path / "train.py")
+        (tmp_path / "train.py").unlink()
+        with pytest.raises(InvalidRequestError, match=r"train\.py is not on the node .*same path on every node"):
+            _check_files(workload)
+
+    def test_code_that_differs_is_named(self, tmp_path: Path) -> None:
+        workload = self.workload(tmp_path / "train.py")
+        _check_files(workload)
+        (tmp_path / "train.py").write_text("def build(overrides): return None")
+        with pytest.raises(InvalidRequestError, match=r"train\.py differs on the node"):
+            _check_files(workload)
+
+
+class TestLauncher:
+    """What Ray did to a process is undone, and what the user set is kept."""
+
+    def test_threads_that_ray_set_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        # A process without the variable stands for the raylet.
+        raylet = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"]})
+        try:
+            monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+            monkeypatch.setattr("sys.path", ["/x/ray/thirdparty_files", "/x/ray/_private/workers", "/x"])
+            _forget_launcher()
+            assert "OMP_NUM_THREADS" not in os.environ
+            assert sys.path == ["/x"]
+        finally:
+            raylet.kill()
+            raylet.wait()
+
+    def test_threads_that_the_user_set_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        raylet = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
+        try:
+            monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+            _forget_launcher()
+            assert os.environ["OMP_NUM_THREADS"] == "3"
+        finally:
+            raylet.kill()
+            raylet.wait()
 
 
 def test_folders_of_nodes_that_were_killed_are_removed(scene: Scene, tmp_path: Path) -> None:
