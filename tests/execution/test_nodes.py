@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from executor_contract import ExecutorContract
+from processes import wait_until
 from tiny import tiny_workload
 
 from autotune.cli.main import cli
@@ -337,30 +339,33 @@ class TestFiles:
 class TestLauncher:
     """What Ray did to a process is undone, and what the user set is kept."""
 
+    @contextlib.contextmanager
+    def raylet(self, **variables: str) -> Iterator[str]:
+        """A process with these variables, which stands for the raylet; its id."""
+        process = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], **variables})
+        try:
+            # The kernel shows the variables a moment after the program has begun.
+            assert wait_until(lambda: b"PATH=" in Path(f"/proc/{process.pid}/environ").read_bytes())
+            yield str(process.pid)
+        finally:
+            process.kill()
+            process.wait()
+
     def test_threads_that_ray_set_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        # A process without the variable stands for the raylet.
-        raylet = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"]})
-        try:
-            monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        with self.raylet() as pid:
+            monkeypatch.setenv("RAY_RAYLET_PID", pid)
             monkeypatch.setattr("sys.path", ["/x/ray/thirdparty_files", "/x/ray/_private/workers", "/x"])
             _forget_launcher()
-            assert "OMP_NUM_THREADS" not in os.environ
-            assert sys.path == ["/x"]
-        finally:
-            raylet.kill()
-            raylet.wait()
+        assert "OMP_NUM_THREADS" not in os.environ
+        assert sys.path == ["/x"]
 
     def test_threads_that_the_user_set_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        raylet = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
-        try:
-            monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        with self.raylet(OMP_NUM_THREADS="3") as pid:
+            monkeypatch.setenv("RAY_RAYLET_PID", pid)
             _forget_launcher()
-            assert os.environ["OMP_NUM_THREADS"] == "3"
-        finally:
-            raylet.kill()
-            raylet.wait()
+        assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def test_folders_of_nodes_that_were_killed_are_removed(scene: Scene, tmp_path: Path) -> None:
