@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parents[1]
-SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_throughput.json"
+SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_search.json"
 GRID = ROOT / "tests" / "landscapes" / "bert-large-uncased_h200_cap23.5GiB_effective64.jsonl"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 BATCHES = (8, 16, 32, 64)
