@@ -95,7 +95,9 @@ def test_ranks_find_the_variables_of_torchrun(ranks: TrialServer, tmp_path: Path
 def trainers(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialServer]:
     """A server whose trials are two ranks of a real Trainer."""
     placement = Placement.of(cpu, cpu)
-    with TrialServer(placement, tiny_workload("bert-tiny"), tmp_path_factory.mktemp("logs")) as server:
+    # Large enough that memory runs out for tensors, not for threads, under a small limit.
+    workload = tiny_workload("bert-tiny", config={"vocab_size": 30522})
+    with TrialServer(placement, workload, tmp_path_factory.mktemp("logs")) as server:
         yield server
 
 
