@@ -34,7 +34,7 @@ _REPORT_VARIABLE = "WARM_REPORT"
 # Read where they are used, not when something is imported; others must be as they were when the imports were made.
 _FREE_VARIABLES = {
     "COLUMNS", "FORCE_COLOR", "HF_DATASETS_CACHE", "LINES", "NO_COLOR", "OLDPWD", "PWD", "PYTEST_CURRENT_TEST",
-    "PYTHONPATH",
+    "PYTHONPATH", "RAY_AUTH_MODE",
     "PYTORCH_NVML_BASED_CUDA_CHECK", "SHLVL", "TERM", "TMPDIR", "TOKENIZERS_PARALLELISM", "_", _REPORT_VARIABLE,
 }  # fmt: skip
 _FREE_PREFIX = "AUTOTUNE_"
