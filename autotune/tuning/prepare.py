@@ -356,6 +356,9 @@ _PREDICTION_BYTES = GIB
 # Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
 # predictions there, in total no longer than this.
 _PATIENCE_SECONDS = 20.0
+# The same for several ranks, whose strategies make more and slower predictions. With 20 s a search of Llama-3.2-1B on
+# two H200 tried nine candidates without one that ran out of memory, and took 96 s.
+_RANKS_PATIENCE_SECONDS = 60.0
 # Free batches double from 8; no GPU has memory for more doublings than this.
 _MOST_RUNGS = 12
 
@@ -380,7 +383,7 @@ def forecast_of(
     *,
     cores: int | None = None,
     free_host_bytes: int | None = None,
-    patience_seconds: float = _PATIENCE_SECONDS,
+    patience_seconds: float | None = None,
 ) -> Forecast | None:
     """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
 
@@ -409,6 +412,8 @@ def forecast_of(
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes)
     target = Target(prepared.chip, prepared.ceiling, asked)
+    if patience_seconds is None:
+        patience_seconds = _PATIENCE_SECONDS if prepared.request.ranks == 1 else _RANKS_PATIENCE_SECONDS
     return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds)
 
 
