@@ -70,7 +70,7 @@ class TestFunction:
 
 class TestRequest:
     def test_every_field_is_an_option_s(self) -> None:
-        devices = {"device", "others", "beside"}
+        devices = {"device", "others", "beside", "is_at_hand"}
         assert set(FIELDS) - {"workload"} - devices == {o.request_field for o in OPTIONS if o.request_field}
 
     @pytest.mark.parametrize("option", [o for o in OPTIONS if o.request_field], ids=lambda o: o.name)
