@@ -65,8 +65,9 @@ lint: install-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Each process of pytest has a process of its own from which others are forked (tests/warm.py): 1 GiB together.
-PROCESSES ?= 2
+# One more than the cores that the tests are meant for, since some wait for a time limit. Each has a process of its own
+# from which others are forked (tests/warm.py): 1 GiB together.
+PROCESSES ?= 3
 
 # Compiled modules are kept: each test process would else compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE

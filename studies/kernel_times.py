@@ -441,6 +441,7 @@ def _key(row: Document) -> tuple[Any, ...]:
 _MICRO_STEP = "micro-step"
 
 
+@functools.cache
 def fitted_families() -> set[str]:
     """Return the families that take part in the fit: those whose GPU times other recordings have as well."""
     by_gpu_time, _ = fitted_cells(known_steps())

@@ -337,6 +337,7 @@ print(json.dumps([*shown, repr(result), str(result), repr(result.best)]))
 """
 
 
+@pytest.mark.whole
 def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
     """What is not kept raises, and says where the result is; the result's own text is short."""
     ended = run_python(VERIFIED, tmp_path)

@@ -107,6 +107,7 @@ def test_the_wait_for_predictions_is_charged_once(model: str, baseline_first: bo
     assert charged.ended.seconds == pytest.approx(free.ended.seconds + waited, abs=0.01)
 
 
+@pytest.mark.whole
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """As ``make bench`` runs it, with one landscape and one seed; what scipy is needed for may be missing."""
     path = LANDSCAPES["roberta-base"]

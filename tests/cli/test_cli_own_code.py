@@ -150,6 +150,7 @@ def test_a_function_is_searched_at_its_own_effective_batch(tmp_path: Path, cold:
     assert not (tmp_path / "own_output").exists()
 
 
+@pytest.mark.whole
 def test_the_loader_of_ones_own_data_is_tuned_where_it_is_the_bottleneck(tmp_path: Path) -> None:
     """And the report says which it was."""
     trainer = f"{OWN_CODE / 'build_trainer.py'}:load_slowly"

@@ -118,9 +118,9 @@ class TestMeasurements:
     @pytest.mark.parametrize(("events", "why"), [("0", ["clocks of 1200 MHz, not 1980 MHz as before"]), ("4", [])])
     def test_clocks_that_fell(self, machine: Machine, events: str, why: list[str]) -> None:
         code = f"""
-executor, run = watched(Trials(COMPLETED))
+executor, run = watched(Trials(COMPLETED, seconds=0.5))
 first = run().disturbed
-executor._executor = Trials(COMPLETED, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
+executor._executor = Trials(COMPLETED, seconds=0.5, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
 answer = [first, run().disturbed]"""
         assert ask(machine, code) == [[], why]
 

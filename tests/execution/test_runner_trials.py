@@ -123,6 +123,7 @@ def test_a_trial_that_is_killed_from_outside_says_by_what(runner: TrialServer, s
     assert isinstance(run_trial(runner), Completed)
 
 
+@pytest.mark.whole
 def test_a_second_runner_disturbs_neither(
     runner: TrialServer, servers: Servers, cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

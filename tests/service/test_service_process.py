@@ -100,6 +100,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield scene
 
 
+@pytest.mark.service
 def test_a_search_whose_agent_is_ended_is_gone_on_with_by_another(scene: Scene) -> None:
     service = scene.serve("--no-agent")
     client = scene.start("search", "search", "--server", scene.url, "--model", "bert-tiny", "--seq-len", "32",
