@@ -274,7 +274,7 @@ def _search(study: Study, name: str, subject: Subject) -> dict[str, Any]:
 
 
 def _verify(study: Study, name: str, _: Subject) -> dict[str, Any]:
-    steps = "20" if study.is_cpu else "40"
+    steps = "20" if study.is_cpu else "100"
     found = study.command(f"{name}_verify", ["verify", name, "--steps", steps], min(150.0, study.clock.left))
     document = found.pop("document", None) or {}
     kept = ("verdict", "promised", "obtained", "samples_per_second_ratio", "peak_ratio", "misses", "why")

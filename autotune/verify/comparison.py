@@ -38,9 +38,30 @@ def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interva
 
     A stretch is the mean of several steps, so neighbouring steps that are slow together widen the interval. From a
     single stretch no variance is known, so its interval is unbounded.
+
+    A run's mean speed is that of its total time, so the interval is that of the mean seconds a sample, and its ends are
+    turned into speeds. A stall of the host in one stretch then widens it to the speed of the other stretches at least:
+    one stall does not refute a promise. What the run cannot reach even without its slowest stretch, it cannot reach.
     """
-    share = estimate_mean(stretches, relative_prior=None).relative_half_width() if stretches else math.inf
-    return Interval(samples_per_second, max(0.0, samples_per_second * (1 - share)), samples_per_second * (1 + share))
+    if not stretches:
+        return Interval(samples_per_second, 0.0, math.inf)
+    seconds = [1 / speed for speed in stretches]
+    mean = math.fsum(seconds) / len(seconds)
+    least, most = _ends_of_mean(seconds)
+    slowest = seconds.index(max(seconds))
+    least_without_slowest, _ = _ends_of_mean(seconds[:slowest] + seconds[slowest + 1 :])
+    least = max(least, least_without_slowest)
+    high = samples_per_second * mean / least if least else math.inf
+    return Interval(samples_per_second, samples_per_second * mean / most, high)
+
+
+def _ends_of_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the interval of a mean of positive values; 0 and infinity where it is unbounded."""
+    if len(values) < 2:
+        return 0.0, math.inf
+    estimate = estimate_mean(values, relative_prior=None)
+    half = estimate.half_width()
+    return max(0.0, estimate.mean - half), estimate.mean + half
 
 
 def slack(promised: Interval, obtained: Interval) -> float:

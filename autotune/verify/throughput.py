@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_spread
+from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds, format_spread
 from autotune.core.verification import StockResult
 from autotune.estimate.bottleneck import what_limits
 from autotune.execution import TrialServer
@@ -28,6 +29,8 @@ CPU_SLACK_BYTES = 96 * MIB
 # Imports took 10 s on a cold disk. Evaluating and writing a checkpoint of a few GiB may take minutes.
 _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
+# From this multiple of the median seconds a sample on, a stretch is told as a stall. A choice.
+_STALL = 3.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,10 +195,23 @@ class Verification:
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
             found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
         else:
-            found.append(f"the run is noisy, ± {speed.relative_half_width:.1%}: its own steps differ by that much")
+            found.append(f"the run is noisy, ± {speed.relative_half_width:.1%}: {self._why_run_is_noisy()}")
         if not self._is_host_bound:
             return found
         return [*found, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
+
+    def _why_run_is_noisy(self) -> str:
+        each = [stretch.seconds / stretch.samples for stretch in self.obtained.stretches]
+        usual = statistics.median(each)
+        stalls = [stretch for stretch in self.obtained.stretches if stretch.seconds > _STALL * usual * stretch.samples]
+        if not stalls:
+            return "its own steps differ by that much"
+        stall = max(stalls, key=lambda stretch: stretch.seconds)
+        times, expected = "once" if len(stalls) == 1 else f"{len(stalls)} times", usual * stall.samples
+        return (
+            f"it stood still {times}, {format_count(stall.steps)} steps took {format_seconds(stall.seconds)} where "
+            f"such steps take {format_seconds(expected)}; give --steps more, or verify again"
+        )
 
     @property
     def _is_host_bound(self) -> bool:

@@ -128,6 +128,12 @@ def test_it_is_said_which_side_cannot_tell_and_why() -> None:
     assert "lie below the promised 316.8 to 323.2, but reach into them" in reaching.verdict_line()
 
 
+def test_a_stall_is_told_apart_from_steps_that_differ() -> None:
+    stalled = Verification(target(), 100, obtained(stretches=stretches([315.0] * 6 + [20.0] + [325.0] * 5, steps=3)))
+    assert stalled.verdict() == "cannot_tell"
+    assert "it stood still once, 3 steps took 9.6 s where such steps take" in stalled.verdict_line()
+
+
 def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:
     over = Verification(target(0.40), 100, obtained(260.0, peak=22 * GIB))
     assert over.verdict() == "missed"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from autotune.core.outcome import Failed, OutOfMemory
@@ -38,8 +39,9 @@ _MOST_WARMUP_STEPS = 5
 class _Watch(TrainerCallback):  # type: ignore[misc]
     """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
 
-    def __init__(self, meter: Meter, steps: int, evaluates: bool) -> None:
+    def __init__(self, meter: Meter, steps: int, evaluates: bool, wait_for_ranks: Callable[[], None]) -> None:
         self._meter = meter
+        self._wait_for_ranks = wait_for_ranks
         self._steps = steps
         self._warmup = min(_MOST_WARMUP_STEPS, steps // 4)
         self._pause_after = (self._warmup + steps) // 2 if evaluates else None
@@ -92,9 +94,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.during = "save"
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the checkpoint, and go on with training."""
+        """Record the end of the checkpoint, and go on with training.
+
+        The first rank alone writes the model. The others would wait for it in their next step, which is timed.
+        """
         self._after("save")
         self.during = "train"
+        self._wait_for_ranks()
         self._begin(state.global_step)
 
     def _peaks(self) -> PeakBytes:
@@ -126,7 +132,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     meter = open_meter(work.devices.kind, uuid, rank)
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
-    watch = _Watch(meter, work.steps, work.evaluates)
+    watch = _Watch(meter, work.steps, work.evaluates, wait_for_ranks=lambda: PartialState().wait_for_everyone())
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:

@@ -1,0 +1,44 @@
+"""Test what a stock run times: its steps, and neither the evaluation nor the checkpoint between them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.worker.verify import stock
+
+
+class _Meter:
+    """Answers as a device without work."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def peaks(self) -> tuple[int, int]:
+        return 1, 2
+
+    def energy_joules(self) -> None:
+        return None
+
+
+def test_a_rank_does_not_time_the_checkpoint_that_another_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes a second; the first rank then writes for 100 s, for which this one waits."""
+    now = 0.0
+    monkeypatch.setattr(stock, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def wait_for_ranks() -> None:
+        nonlocal now
+        now += 100.0
+
+    watch: Any = stock._Watch(_Meter(), 20, True, wait_for_ranks)  # type: ignore[arg-type]
+    state, control = SimpleNamespace(global_step=0), SimpleNamespace(should_evaluate=False)
+    for step in range(1, 21):
+        state.global_step, now = step, now + 1.0
+        control.should_evaluate = False
+        watch.on_step_end(None, state, control)
+        if control.should_evaluate:
+            watch.on_evaluate(None, state, control)
+            watch.on_save(None, state, control)
+    assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
