@@ -87,6 +87,19 @@ def _not_used_by(workload: Workload) -> tuple[str, ...]:
     return (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
 
 
+def renew_thread_pool_in_forks() -> None:
+    """Have forks of this process, and theirs, make a new thread pool before any of their threads asks for it.
+
+    After a fork, torch makes the pool of caffe2 (``pthreadpool-cpp.cc``) anew when it is first asked for, without a
+    lock. OpenMP's threads ask for it all at once in their first nested operation, such as attention with dropout on a
+    CPU. Of several that do, one makes the pool, and others find none: "Invalid thread pool!". Seen with torch 2.11 on
+    16 cores, in forks of a fork that had set its number of threads.
+    """
+    import torch
+
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
+
 def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False) -> int:
     """Import what trials need; return the number of threads that torch would use.
 
@@ -97,6 +110,7 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
     threads = torch.get_num_threads()
     # After a parallel operation in this process, children would wait for threads that fork does not copy.
     torch.set_num_threads(1)
+    renew_thread_pool_in_forks()
     if COLD_VARIABLE in os.environ:
         return threads
     workload = Workload.from_document(preload) if preload else None
