@@ -104,6 +104,7 @@ class Forecast:
         parallel: int,
         kept: Kept | None = None,
         patience_seconds: float = math.inf,
+        asks_ahead: bool = False,
     ) -> None:
         self.models = [MemoryModel(target.ceiling) for target in targets]
         self._submitter = submitter
@@ -112,6 +113,8 @@ class Forecast:
         self._asked: dict[str, _Inquiry] = {}
         self._parallel = max(1, parallel)
         self._patience_seconds = patience_seconds
+        self._asks_ahead = asks_ahead
+        """Whether a caller that waits for one arm has the next questions answered meanwhile."""
         self._number = 0
         self.unanswered: list[Question] = []
         """Questions whose process failed. Nothing is predicted there, and the search goes on without."""
@@ -144,7 +147,8 @@ class Forecast:
         An answer may change which arm is the upcoming one, so that is asked again after each.
         """
         while (arm := upcoming()) is not None and not self.is_settled(arm):
-            self._ask_about(arm)
+            if self._ask_about(arm) and self._asks_ahead:
+                self._fill()
             if self._patience_seconds <= 0:
                 return
             self._wait()
@@ -168,10 +172,13 @@ class Forecast:
         self._collect(min(1.0, self._patience_seconds))
         self._patience_seconds -= time.monotonic() - began
 
-    def _ask_about(self, arm: Arm) -> None:
-        for inquiry in [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]:
+    def _ask_about(self, arm: Arm) -> bool:
+        """Send the questions about an arm; return whether there were any."""
+        about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
+        for inquiry in about:
             self._waiting.remove(inquiry)
             self._ask(inquiry)
+        return bool(about)
 
     def _fill(self) -> None:
         """Ask in order, as many questions as may be asked at once."""

@@ -352,12 +352,14 @@ def _in_short(recorded: Document, asked: Document) -> list[str]:
 
 # A prediction takes a core for a few seconds, and about 1 GiB of host memory.
 _MOST_PARALLEL = 8
+# Of several ranks there are 20 questions for a model with checkpointing, of 2 to 10 s of a core each (Llama-3.2-1B).
+_MOST_PARALLEL_OF_RANKS = 16
 _PREDICTION_BYTES = GIB
 # Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
 # predictions there, in total no longer than this.
 _PATIENCE_SECONDS = 20.0
 # The same for several ranks, whose strategies make more and slower predictions. With 20 s a search of Llama-3.2-1B on
-# two H200 tried nine candidates without one that ran out of memory, and took 96 s.
+# two H200 tried candidates before they were predicted: 12 of 17 ran out of memory, and it took 96 s.
 _RANKS_PATIENCE_SECONDS = 60.0
 # Free batches double from 8; no GPU has memory for more doublings than this.
 _MOST_RUNGS = 12
@@ -369,11 +371,11 @@ def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
     return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
 
 
-def most_predictions(cores: int, free_bytes: int | None = None) -> int:
+def most_predictions(cores: int, free_bytes: int | None = None, ranks: int = 1) -> int:
     """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
     free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
-    most = _MOST_PARALLEL if free_bytes is None else free_bytes // _PREDICTION_BYTES
-    return max(1, min(_MOST_PARALLEL, cores, most))
+    most = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
+    return max(1, min(most, cores, most if free_bytes is None else free_bytes // _PREDICTION_BYTES))
 
 
 def forecast_of(
@@ -407,14 +409,24 @@ def forecast_of(
     known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
     if traces is not None:
         known = [arm for arm in known if traces.has(arm)]
-    arms = sorted(known, key=lambda arm: objective == "max-batch" and not arm.gradient_checkpointing)
+    ranks = prepared.request.ranks
+    # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
+    arms = sorted(
+        known,
+        key=lambda arm: (
+            objective == "max-batch" and not arm.gradient_checkpointing,
+            ranks > 1 and arm.precision not in ("bf16", "fp16"),
+        ),
+    )
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A trial on a GPU needs one or two cores to feed it.
-    parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes)
+    parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
     target = Target(prepared.chip, prepared.ceiling, asked)
     if patience_seconds is None:
-        patience_seconds = _PATIENCE_SECONDS if prepared.request.ranks == 1 else _RANKS_PATIENCE_SECONDS
-    return Forecast(submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds)
+        patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
+    return Forecast(
+        submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds, asks_ahead=ranks > 1
+    )
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate, Strategy
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
@@ -246,6 +246,30 @@ def test_what_comes_when_patience_is_spent_still_counts() -> None:
     assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
 
 
+@pytest.mark.parametrize(("asks_ahead", "asked"), [(True, 3), (False, 1)])
+def test_whoever_waits_for_one_arm_has_others_predicted_meanwhile(asks_ahead: bool, asked: int) -> None:
+    ready, answers = prepared(), Answers()
+    every = questions(list(ready.space.arms), [(32, 2), (16, 4)], None)
+    target = Target(CHIPS["h200"], ready.ceiling, every)
+    forecast = Forecast(answers, [target], parallel=3, asks_ahead=asks_ahead)
+    forecast.settle(lambda: Arm("tf32"))
+    assert (len(answers.submitted), answers.most_at_once) == (asked, asked)
+    assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
+
+
+def test_of_several_ranks_sixteen_bits_are_predicted_first() -> None:
+    second = dataclasses.replace(request().device, uuid="GPU-1", index=1)
+    several = request(others=(second,), world_size=2, precisions=("fp32", "tf32", "bf16"))
+    layered = dataclasses.replace(FACTS.model, layer_classes=("BertLayer",)) if FACTS.model else None
+    ready = prepare(several, dataclasses.replace(FACTS, model=layered, chip=CHIPS["h200"]))
+    answers = Answers()
+    forecast = forecast_of(ready, answers, cores=128, free_host_bytes=64 * GIB)
+    assert forecast is not None
+    forecast.begin(None)
+    works = list(answers._running.values())
+    assert [work.arm.precision for work in works] == ["bf16"] * 10 + ["tf32"] * 6
+
+
 def model_of(*rows: tuple[Arm, int, int, int], micro_batch_mib: int = 0) -> MemoryModel:
     """A memory model that was told ``(arm, batch, accumulation, MiB)``, reserved as much as allocated."""
     ceiling = prepared().ceiling
@@ -314,6 +338,24 @@ def test_a_checked_prediction_rules_out() -> None:
     model = model_of((Arm("bf16"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
     model.learn(Candidate(Arm("bf16"), 16, 4), peak(14140))
     assert model.surely_over(over)
+
+
+@pytest.mark.parametrize(("strategy", "rules_out"), [("fsdp", True), ("ddp", True), ("zero3", False), (None, False)])
+def test_of_several_ranks_what_is_reserved_rules_out_too(strategy: Strategy | None, rules_out: bool) -> None:
+    """Llama-3.2-1B on two H200, sharded: 8 × 4 reserved 22.1 GiB and ran out of memory with 20.8 allocated."""
+    arm = Arm("bf16", True, strategy=strategy, ranks=2 if strategy else 1)
+    model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
+    over = Candidate(arm, 8, 4)
+    known = model.prediction(over)
+    assert known is not None
+    loose = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * 1.02) * MIB, runs_out=True, fits=False)
+    model.add(Question(arm, ((8, 4),), None), PredictionAnswer((loose,), None))
+    assert model.surely_over(over) is rules_out, "it waits for what is predicted to fit"
+    model.learn(Candidate(arm, 4, 8), peak(14000))
+    assert model.surely_over(over) is rules_out
+    near = dataclasses.replace(loose, peak_reserved_bytes=round(LINE_MIB * 1.01) * MIB)
+    model.add(Question(arm, ((8, 4),), None), PredictionAnswer((near,), None))
+    assert not model.surely_over(over)
 
 
 def test_a_prediction_that_a_trial_contradicted_rules_nothing_out() -> None:

@@ -67,6 +67,10 @@ def test_predictions_at_once_are_limited_by_cores_and_memory(cores: int, free_by
     assert most_predictions(cores, free_bytes) == most
 
 
+def test_more_predictions_of_several_ranks_run_at_once() -> None:
+    assert most_predictions(128, 64 * GIB, ranks=2) == 16
+
+
 class TestOwnCheckpointing:
     """Of code whose model checkpoints, whatever its ``TrainingArguments`` say."""
 
