@@ -70,7 +70,7 @@ class Searches:
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
-    _result_lines: dict[str, str | None] = field(default_factory=dict)
+    _result_lines: dict[str, str] = field(default_factory=dict)
     """By job: a list of many is shown often."""
 
     # Taking in
@@ -171,22 +171,25 @@ class Searches:
             raise UnknownStudyError(f"the search {job.study!r} has nothing to show: {waits}", "ask again later")
         return load_report(self.store, job.study)
 
-    def result_line(self, job: JobRecord) -> str | None:
-        """Return the result of a finished job in a line; ``None`` where there is none."""
-        if job.state != "finished":
-            return None
-        if VERIFIES in job.request:
-            shown = (self.verification(job) or {}).get("verification") or {}
-            verdict = shown.get("verdict")
-            return "cannot tell" if verdict == "cannot_tell" else f"the promise is {verdict}" if verdict else None
-        if job.id not in self._result_lines:
-            self._result_lines[job.id] = self._line_of(job)
-        return self._result_lines[job.id]
+    def result_lines(self, jobs: Sequence[JobRecord]) -> dict[str, str]:
+        """Return the results of those jobs that have finished with one, by their ids, in a line each."""
+        finished = [job for job in jobs if job.state == "finished"]
+        new = [job for job in finished if job.id not in self._result_lines]
+        # One question for all: an agent may have recorded nothing.
+        known = self.store.names_of({job.study for job in new}) if new else set()
+        for job in new:
+            if VERIFIES in job.request:
+                self._result_lines[job.id] = self._line_of_verification(job)
+            else:
+                self._result_lines[job.id] = self._line_of_study(job) if job.study in known else ""
+        return {job.id: self._result_lines[job.id] for job in finished}
 
-    def _line_of(self, job: JobRecord) -> str | None:
-        if self.store.study(job.study) is None:
-            # Its agent recorded nothing.
-            return None
+    def _line_of_verification(self, job: JobRecord) -> str:
+        shown = (self.verification(job) or {}).get("verification") or {}
+        verdict = shown.get("verdict")
+        return "cannot tell" if verdict == "cannot_tell" else f"the promise is {verdict}" if verdict else ""
+
+    def _line_of_study(self, job: JobRecord) -> str:
         report = self.report(job)
         speed = report.speed(report.best)
         told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""

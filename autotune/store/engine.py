@@ -58,6 +58,8 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
                 "json_serializer": write_strict_json,
                 "json_deserializer": read_strict_json,
                 **postgres.pool(location, POOL_SIZE),
+                # ``prepare_connections`` looks without asking the server.
+                "pool_pre_ping": False,
             }
         try:
             engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})
@@ -96,14 +98,18 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
 
 
 @contextmanager
-def transaction(engine: Engine, *, writes: bool) -> Iterator[Connection]:
+def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Iterator[Connection]:
     """Run one transaction on its own connection: committed at the end, rolled back on any exception.
 
-    One that only reads sees the database as it was at its first query, on a server as well.
+    One that only reads sees the database as it was at its first query, on a server as well. ``is_single`` says that
+    it is one statement: a server then needs neither ``BEGIN`` nor ``COMMIT``, each of which is a round trip.
     """
     options: dict[str, Any] = {_WRITES: writes}
-    if not writes and engine.dialect.name == "postgresql":
-        options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+    if engine.dialect.name == "postgresql":
+        if is_single:
+            options |= {"isolation_level": "AUTOCOMMIT"}
+        elif not writes:
+            options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
     with engine.connect() as connection, connection.execution_options(**options).begin():
         yield connection
 

@@ -251,7 +251,7 @@ class Queue:
         if "\0" in job_id:
             # No job's name; a PostgreSQL server refuses to look for it.
             return None
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
         return None if row is None else _job(row)
 
@@ -276,24 +276,24 @@ class Queue:
             query = query.where(_JOB.c.number < before)
         # State by state, in the order of their index; with IN all jobs of the states would be read and sorted.
         queries = [query.where(_JOB.c.state == state) for state in states] or [query]
-        with self._transaction() as connection:
+        with self._transaction(is_single=len(queries) == 1) as connection:
             found = [_job(row) for each in queries for row in connection.execute(each)]
         return sorted(found, key=lambda job: -job.number)[:most]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
         """Return the queued jobs that are claimed next, in the order of their turns."""
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return [_job(row) for row in connection.execute(_IN_TURN, {"most": most})]
 
     def counts(self) -> dict[str, int]:
         """Return how many jobs are in each state."""
         query = select(_JOB.c.state, func.count()).group_by(_JOB.c.state)
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
     def count_queued(self) -> int:
         """Return how many jobs wait."""
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return int(connection.execute(_COUNT_QUEUED).scalar_one())
 
     def ahead_of(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
@@ -310,7 +310,7 @@ class Queue:
     def events(self, job_id: str, after: int = 0, most: int = 1000) -> list[JobEvent]:
         """Return what happened to a job since the event number ``after``, in order."""
         asked = {"job_id": job_id, "after": after, "most": most}
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
@@ -367,7 +367,7 @@ class Queue:
         """
         expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
         given: dict[str, Any] = {"job_id": job_id, "token": token, "expiry": expiry}
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             if status is None:
                 row = connection.execute(_RENEW, given).first()
             else:
@@ -415,7 +415,7 @@ class Queue:
         """
         moment = self.clock()
         silent = and_(_JOB.c.state == "running", _JOB.c.lease_expires_at < moment)
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             if connection.execute(select(_JOB.c.id).where(silent).limit(1)).first() is None:
                 return []
         found = []
@@ -449,21 +449,21 @@ class Queue:
     def grant_grace(self) -> None:
         """Renew every lease: while a service was down, no heartbeat could reach it."""
         expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             connection.execute(update(_JOB).where(_JOB.c.state == "running").values(lease_expires_at=expiry))
 
     # Agents
 
     def register(self, agent: AgentRecord) -> None:
         """Record an agent that has started."""
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             connection.execute(insert(_AGENT).values(**_fields(agent)))
 
     def saw_agent(self, agent_id: str, *, leaves: bool = False) -> bool:
         """Record a heartbeat of an agent, or that it ended; return whether it is known."""
         moment = self.clock()
         values = {"heartbeat_at": moment, "gone_at": moment if leaves else None}
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             return connection.execute(update(_AGENT).where(_AGENT.c.id == agent_id).values(**values)).rowcount > 0
 
     def agents(self, seen_since: datetime | None = None) -> list[AgentRecord]:
@@ -471,7 +471,7 @@ class Queue:
         query = select(*(_AGENT.c[name] for name in _AGENT_FIELDS)).where(_AGENT.c.gone_at.is_(None))
         if seen_since is not None:
             query = query.where(_AGENT.c.heartbeat_at >= seen_since)
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return [AgentRecord(*row) for row in connection.execute(query.order_by(_AGENT.c.started_at.desc()))]
 
     # Tokens
@@ -479,32 +479,35 @@ class Queue:
     def add_token(self, name: str, digest: str, role: Role) -> TokenRecord:
         """Record a token by its digest."""
         token = TokenRecord(new_id(), name, role, self.clock())
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             connection.execute(insert(_TOKEN).values(**_fields(token), digest=digest))
         return token
 
     def token(self, digest: str) -> TokenRecord | None:
         """Return the token of this digest."""
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             row = connection.execute(_TOKENS.where(_TOKEN.c.digest == digest)).first()
         return None if row is None else _token(row)
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             return [_token(row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
 
     def remove_token(self, name: str) -> bool:
         """Remove the tokens of this name; return whether there was one."""
-        with self._transaction(writes=True) as connection:
+        with self._transaction(writes=True, is_single=True) as connection:
             return connection.execute(delete(_TOKEN).where(_TOKEN.c.name == name)).rowcount > 0
 
     # Within
 
     @contextlib.contextmanager
-    def _transaction(self, *, writes: bool = False, is_urgent: bool = False) -> Iterator[Connection]:
+    def _transaction(
+        self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
+    ) -> Iterator[Connection]:
         turn = self._turns.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
-        with turn, storage_errors(self._label), transaction(self._engine, writes=writes) as connection:
+        told = transaction(self._engine, writes=writes, is_single=is_single)
+        with turn, storage_errors(self._label), told as connection:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:

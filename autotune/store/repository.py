@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -169,9 +169,14 @@ class Store:
 
     def study(self, name: str) -> StudyRecord | None:
         """Return the study with this name; ``None`` where there is none."""
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             row = connection.execute(select(*_STUDY_COLUMNS).where(StudyRow.name == name)).first()
         return None if row is None else _study_record(row._mapping)
+
+    def names_of(self, names: Collection[str]) -> set[str]:
+        """Return those of these names that studies have."""
+        with self._transaction(is_single=True) as connection:
+            return set(connection.execute(select(StudyRow.name).where(StudyRow.name.in_(names))).scalars())
 
     def existing_study(self, name: str) -> StudyRecord:
         """Return the study with this name; raises ``UnknownStudyError``, with similar names, where there is none."""
@@ -275,8 +280,9 @@ class Store:
             yield connection
 
     @contextmanager
-    def _transaction(self, *, writes: bool = False) -> Iterator[Connection]:
-        with storage_errors(self.label), transaction(self._engine, writes=writes) as connection:
+    def _transaction(self, *, writes: bool = False, is_single: bool = False) -> Iterator[Connection]:
+        told = transaction(self._engine, writes=writes, is_single=is_single)
+        with storage_errors(self.label), told as connection:
             yield connection
 
     def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
@@ -295,7 +301,7 @@ class Store:
         return str(known or row["id"])
 
     def _document(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
-        with self._transaction() as connection:
+        with self._transaction(is_single=True) as connection:
             document: Document | None = connection.execute(select(table.document).where(table.id == row_id)).scalar()
         if document is None:
             raise ValueError(f"{table.__tablename__} has no row {row_id}")

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from serving import URL, Agent, run_recorded
+from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
@@ -255,3 +256,18 @@ def test_all_searches_are_listed_page_by_page(visitor: TestClient, store: Store)
     assert "Older searches" not in rest
     assert re.findall(r">(study-\d+)<", visitor.get("/searches?state=ended").text) == ["study-60"]
     assert visitor.get("/searches?state=odd").status_code == 422
+
+
+def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, gpu_agent: Agent) -> None:
+    """A busy queue ends many searches between two looks at the page."""
+    asked: list[str] = []
+    jobs = [store.queue.submit(f"s{number}", LARGE, Needs())[0] for number in range(5)]
+    for _ in jobs:
+        job = gpu_agent.claim()
+        assert job is not None
+        gpu_agent.post(job, "end", state="finished")
+    jobs = store.queue.jobs(states=["finished"])
+    event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
+    assert list(searches.result_lines(jobs).values()) == [""] * 5
+    searches.result_lines(jobs)
+    assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1

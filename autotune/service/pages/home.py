@@ -17,7 +17,7 @@ from autotune.service.access import Known, Reader, Writer
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FieldError, command_of, read_form, render_form
 from autotune.service.pages.frame import Visitor, error_box, form_fields, page, sign_in_page, table
-from autotune.service.pages.listing import how_it_ended, searches_table, what_runs
+from autotune.service.pages.listing import how_they_ended, searches_table, what_runs
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
 from autotune.service.searches import Searches, describe_agent, waits_for
@@ -120,7 +120,8 @@ def _parts(searches: Searches) -> list[Child]:
     shown = [*running[:_MOST_SHOWN], *waiting]
     counts = queue.counts()
     more = counts.get("queued", 0) + counts.get("running", 0) - len(shown)
-    none = "No search waits or runs. Ask for one above, or with autotune search --server."
+    command = element("code", "autotune search --server", class_="whole")
+    none = ["No search waits or runs. Ask for one above, or with ", command, "."]
     return [
         _section(
             "Queue",
@@ -132,9 +133,7 @@ def _parts(searches: Searches) -> list[Child]:
         _section("Agents", _agents_table([describe_agent(agent, running) for agent in agents], queue.clock())),
         _section(
             "Ended",
-            searches_table(
-                "searches that have ended", "result", ended, {job.id: how_it_ended(searches, job) for job in ended}
-            )
+            searches_table("searches that have ended", "result", ended, how_they_ended(searches, ended))
             if ended
             else element("p", "No search has ended yet.", class_="empty"),
             element("p", element("a", "All that have ended", href="/searches?state=ended"))

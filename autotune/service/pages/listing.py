@@ -46,12 +46,12 @@ def _listing_page(searches: Searches, token: TokenRecord, state: Chosen, before:
     jobs = found[:_MOST_SHOWN]
     ahead = queue.ahead_of([job for job in jobs if job.state == "queued"])
     names = {agent.id: agent.name for agent in agents}
-    told = {}
+    told = how_they_ended(searches, [job for job in jobs if job.state in ENDED])
     for job in jobs:
         if job.state == "queued":
             told[job.id] = waits_for(job, agents, ahead[job.id])
-        else:
-            told[job.id] = what_runs(job, names) if job.state == "running" else how_it_ended(searches, job)
+        elif job.state == "running":
+            told[job.id] = what_runs(job, names)
     links = [
         element("a", name, href=f"/searches?state={name}", aria_current="page" if name == state else None)
         for name in _STATES
@@ -91,8 +91,10 @@ def what_runs(job: JobRecord, agents: Mapping[str, str]) -> str:
     return str((job.status or {}).get("running") or (f"starts on {name}" if name else "starts"))
 
 
-def how_it_ended(searches: Searches, job: JobRecord) -> str:
-    """Say what a search that has ended came to."""
-    if job.problem is not None:
-        return str(job.problem.get("message") or "")
-    return searches.result_line(job) or ""
+def how_they_ended(searches: Searches, jobs: Sequence[JobRecord]) -> dict[str, str]:
+    """Say what searches that have ended came to, by their ids."""
+    results = searches.result_lines(jobs)
+    return {
+        job.id: str(job.problem.get("message") or "") if job.problem is not None else results.get(job.id, "")
+        for job in jobs
+    }
