@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
 
@@ -64,6 +64,31 @@ def in_fork(kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code or 1)
+
+
+class Beside(Generic[W]):
+    """A forked child that runs beside this process, and sends one result of a type.
+
+    It gets a function that sends the result and ends the child, as with ``in_fork``.
+    """
+
+    def __init__(self, kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> None:
+        self._kind = kind
+        self._pid, self._reader = _fork(run)
+
+    def result(self, limit_seconds: float) -> W | None:
+        """Wait for the result; ``None`` where the child ended without one, or has not sent it within the limit."""
+        deadline = time.monotonic() + limit_seconds
+        lines: list[bytes] = []
+        while not lines and not self._reader.closed and (left := deadline - time.monotonic()) > 0:
+            wait_until_ready([self._reader.fd], timeout_seconds=left)
+            lines = self._reader.read()
+        self.end()
+        return decode(json.loads(lines[0]), self._kind) if lines else None
+
+    def end(self) -> None:
+        """Kill the child unless it has ended, and reap it."""
+        _end_fork(self._pid, self._reader)
 
 
 def in_forks(

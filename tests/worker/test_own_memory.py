@@ -110,6 +110,81 @@ def test_a_loop_with_an_accelerator_is_traced_as_well(trial_server: ServerClient
     assert own[1][0] == pytest.approx(like[1][0], rel=1e-3)
 
 
+LOOP = """
+import os, time
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset
+is_traced = os.environ["CUDA_VISIBLE_DEVICES"] == ""
+class Data(Dataset):
+    def __len__(self): return 96
+    def __getitem__(self, index): return {"inputs": torch.ones(1024)}
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024)
+    def forward(self, inputs):
+        assert not is_traced or type(self.layer.weight.data).__name__ == "FakeTensor", "this is computed"
+        return {"loss": self.layer(inputs).square().mean()}
+def train(calls=1):
+    accelerator = Accelerator()
+    model = Model()
+    weights = torch.nn.init.normal_(torch.nn.Parameter(torch.full((1024, 1024), 7.0)))
+    assert is_traced == bool((weights == 7).all()), "large weights of a traced model are left as they are"
+    loader, optimizer = DataLoader(Data(), batch_size=8), torch.optim.SGD(model.parameters(), 0.1)
+    model, loader, optimizer = accelerator.prepare(model, loader, optimizer)
+    for batch in loader:
+        accelerator.backward(sum(model(**batch)["loss"] for _ in range(calls)))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+WAITS = (
+    LOOP
+    + """
+until = time.monotonic() + 30
+while not is_traced and not os.path.exists("made"):
+    assert time.monotonic() < until, "nothing runs beside"
+    time.sleep(0.01)
+with open("made", "w") as file: file.write("by both")
+train()
+"""
+)
+COLLIDES = (
+    LOOP
+    + """
+until = time.monotonic() + 0.5
+while not is_traced and not os.path.isdir("made") and time.monotonic() < until: time.sleep(0.01)
+os.mkdir("made")
+train()
+"""
+)
+
+
+def of_script(server: ServerClient, folder: Path, text: str) -> ModelFacts:
+    (folder / "train.py").write_text(text)
+    workload = Workload.of_source(find_script([str(folder / "train.py")]))
+    return inspected(server, workload, precisions=("fp32",), gradient_checkpointing="off")
+
+
+@pytest.mark.parametrize("text", [WAITS, COLLIDES], ids=["at once", "one after the other where it has to be"])
+def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
+    trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = of_script(trial_server, tmp_path, text)
+    assert model.own is not None
+    assert model.own.per_device_train_batch_size == 8
+    if text is WAITS:
+        assert "memory_unknown" not in model.interface
+        assert [trace.arm for trace in model.memory] == [Arm("fp32", optim="own")]
+
+
+def test_a_loop_that_calls_its_model_twice_for_a_step_is_not_traced(trial_server: ServerClient, tmp_path: Path) -> None:
+    model = of_script(trial_server, tmp_path, LOOP + "train(calls=2)\n")
+    assert model.memory == ()
+    assert model.interface["memory_unknown"] == "its loop calls the model 2 times for a backward pass"
+
+
 # In the manner of transformers' examples, and of a loop that frees its gradients before the forward pass.
 @pytest.mark.parametrize(("function", "checkpointing"), [("classify_texts", "on"), ("classify_batches", "off")])
 def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, function: str, checkpointing: str) -> None:

@@ -105,11 +105,18 @@ class AccelerateOverlay:
     """What is put over every ``Accelerator`` that is made in this process; ``None`` leaves the script's own."""
 
     def __init__(
-        self, precision: str | None = None, accumulation: int | None = None, *, checkpointing: bool = False
+        self,
+        precision: str | None = None,
+        accumulation: int | None = None,
+        *,
+        checkpointing: bool = False,
+        on_call: Callable[[], None] = lambda: None,
     ) -> None:
         self._precision = precision
         self._accumulation = accumulation
         self._checkpointing = checkpointing
+        self._on_training_call = on_call
+        """Called before a forward pass that is trained with."""
         self.accelerator: Any = None
         """The one that was made last."""
         self.models: list[Any] = []
@@ -179,8 +186,10 @@ class AccelerateOverlay:
 
         Accelerator.prepare, Accelerator.prepare_data_loader = watched, known
 
-    def _on_call(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _on_call(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.arguments = None if given else set(named)
+        if model.training and torch.is_grad_enabled():
+            self._on_training_call()
 
 
 def silence() -> None:
@@ -280,10 +289,13 @@ class AccelerateInspection:
         """Called with the model's facts, once they are known."""
         self._seen = SeenTraining()
         self._gradients = SeenGradients()
-        self._overlay = AccelerateOverlay()
+        self._overlay = AccelerateOverlay(on_call=self._on_call)
         self._options = watch_options()
+        self._traces = work.arms is not None and work.arms.chip is not None
         self._given: Any = None
         self._loader: Any = None
+        self._calls = 0
+        """Forward passes of prepared models before the first backward pass."""
         self._passes = 0
         self._steps = 0
         self._memory: Memory | None = None
@@ -305,12 +317,24 @@ class AccelerateInspection:
             self._given = loader
             yield batch
 
+    def _on_call(self) -> None:
+        if not self.is_at_work() or self._loader is not None:
+            return
+        self._calls += 1
+        if self._traces:
+            # Nothing else is asked for, so that not even the first forward pass has to be computed.
+            self._loader = self._given
+            self._memory = self._traced()
+            self._finish(self._facts())
+
     def _on_backward(self, _: Any) -> None:
         if not self.is_at_work():
             return
         if self._loader is None:
             self._loader = self._given
-            self._memory = self._traced()
+            if self._traces:
+                # The loop does not call the model that it prepared.
+                self._memory = self._traced()
         self._passes += 1
 
     def _on_optimizer(self) -> None:
@@ -334,6 +358,11 @@ class AccelerateInspection:
             return AccelerateStep(overlay.accelerator, model, overlay.optimizers[0], self._loader, overlay.arguments)
 
         return traced(self._work, attention, OWN_OPTIM, make)
+
+    def _why_untraceable(self) -> dict[str, str]:
+        if self._calls <= 1:
+            return {}
+        return {"untraceable": f"its loop calls the model {self._calls} times for a backward pass"}
 
     def _facts(self) -> ModelFacts:
         self._gradients.check(self._source)
@@ -369,6 +398,7 @@ class AccelerateInspection:
                 "accumulates_by": by,
                 **loading_of(self._loader),
                 "flags": self._options.flags(OPTIONS),
+                **self._why_untraceable(),
             },
             own=OwnSettings(
                 OWN_OPTIM,

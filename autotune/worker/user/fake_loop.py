@@ -40,6 +40,7 @@ from autotune.worker.user.fake_steps import (
     OwnStep,
     Traced,
     arms_of,
+    leave_large_weights_unset,
     trace_in_forks,
     update_as_on_gpu,
     why_not,
@@ -83,6 +84,7 @@ def _trace(
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
+        leave_large_weights_unset()
         enter(source)
         guard = Guard(source, lambda message, _: send(Traced(why=message)))
         guard.install(scratch.stop_file)

@@ -42,6 +42,30 @@ _MOST_SECONDS = 60.0
 _MOST_AT_ONCE = 4
 
 
+# Smaller weights take no time to initialise. Larger ones are pages of their own, which the system gives out as zeros.
+_LARGE_ELEMENTS = 2**20
+
+
+def leave_large_weights_unset() -> None:
+    """Have large parameters not be filled with random numbers in the rest of this process, where they become fake.
+
+    Models of random weights are then made in no time: for 132 million parameters in 0.01 s rather than 1.5 s (one
+    core of an AMD EPYC, torch 2.13, transformers 5.23).
+    """
+
+    def unless_large(fill: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fill)
+        def filled(tensor: Any, *words: Any, **options: Any) -> Any:
+            is_large = isinstance(tensor, torch.nn.Parameter) and tensor.numel() >= _LARGE_ELEMENTS
+            return tensor if is_large else fill(tensor, *words, **options)
+
+        return filled
+
+    kind: Any = torch.Tensor
+    for name in ("normal_", "uniform_"):
+        setattr(kind, name, unless_large(getattr(kind, name)))
+
+
 class OwnStep(Training):
     """A step of the user's own training, as far as kinds of trainings have it in common."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from transformers import Trainer
 
 from autotune.core.candidate import Candidate, Document, Precision
@@ -21,18 +22,18 @@ from autotune.core.jobs import InspectionWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement
 from autotune.core.placement import RankDevices
-from autotune.core.scratch import Scratch
+from autotune.core.scratch import Scratch, remove_made
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field, training_arguments
 from autotune.worker.facts import inspect_environment
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
-from autotune.worker.process import in_fork, in_forks
+from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.accelerate_trial import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter, load_function, run_script
-from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, with_memory
+from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_trial import LightningInspection
@@ -44,6 +45,10 @@ OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
+
+# The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
+# predictions (autotune.tuning.prepare): each size that does not fit costs a trial of some seconds.
+_LEAST_WAIT_SECONDS = 20.0
 
 
 def _intercept(on_train: OnTrain) -> None:
@@ -267,19 +272,29 @@ def inspect(
     """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
-    process of its own: two models at once may be more than the device holds.
+    process of its own: two models at once may be more than the device holds. Memory is traced in another process,
+    without a GPU, at the same time.
     """
-    began = time.monotonic()
     plain = dataclasses.replace(work, arms=None)
+    began = time.monotonic()
+    tracing = _begin_tracing(source, work, scratch)
     inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+    if inspected.failed_for_company and tracing is not None:
+        tracing.end()
+        tracing = None
+        remove_made(scratch.take_made())
+        inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+        if inspected.answer.problem is None:
+            tracing = _begin_tracing(source, work, scratch)
     if inspected.failed_probing:
         # Perhaps for want of the batch that was tried: the user's own may do.
         unprobed = functools.partial(_Inspection, is_probing=False)
         again = in_fork(_Seen, lambda send: unprobed(source, plain, scratch, send).describe())
         inspected = inspected if again.answer.problem is not None else again
     found = inspected.answer.inspection
-    if found is not None and found.model is not None and work.arms is not None and work.arms.chip is not None:
-        memory = _traced_without_gpu(source, work, scratch, time.monotonic() - began)
+    if tracing is not None and found is not None and found.model is not None:
+        seconds = time.monotonic() - began
+        memory = _memory_of(tracing, found.model, work, seconds)
         found = dataclasses.replace(found, model=with_memory(found.model, memory))
         inspected = dataclasses.replace(inspected, answer=InspectionAnswer(found))
     if source.kind == "script" or found is None:
@@ -287,29 +302,40 @@ def inspect(
     _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
 
 
-def _traced_without_gpu(source: TrainingSource, work: InspectionWork, scratch: Scratch, seconds: float) -> Memory:
-    """Run the user's code up to its training once more, without a GPU, and trace its steps there.
+def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratch) -> Beside[_Seen] | None:
+    """Begin to run the user's code up to its training without a GPU, and to trace its steps there; return the process.
 
-    A process that has used a GPU cannot be forked for a backward pass. ``seconds`` is how long the first run took.
+    A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
+    on the GPU cannot trace. ``None`` where nothing is to be traced.
     """
-    assert work.arms is not None
-    left_seconds = work.arms.within_seconds - seconds
-    if left_seconds < 2 * seconds:
-        return Memory(unknown="its code takes too long to be run once more for that")
+    if work.arms is None or work.arms.chip is None:
+        return None
+    output_dir = os.path.join(scratch.path, "traced")
+    os.makedirs(output_dir, exist_ok=True)
 
     def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        leave_large_weights_unset()
         on_cpu = dataclasses.replace(work, devices=RankDevices("cpu", work.devices.uuids))
-        _Inspection(source, on_cpu, scratch, send, is_probing=False).describe()
+        _Inspection(source, on_cpu, scratch, send, is_probing=False, output_dir=output_dir).describe()
 
-    (seen,) = in_forks(_Seen, [trace], at_once=1, limit_seconds=left_seconds)
+    return Beside(_Seen, trace)
+
+
+def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
+    """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
+    assert work.arms is not None
+    if (unknown := model.interface.get("untraceable")) is not None:
+        tracing.end()
+        return Memory(unknown=unknown)
+    seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
     if seen is None:
-        return Memory(unknown="its process ended")
+        return Memory(unknown="its process ended, or took too long")
     if seen.answer.inspection is None or seen.answer.inspection.model is None:
         problem = seen.answer.problem
         return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
-    model = seen.answer.inspection.model
-    return Memory(model.memory, model.interface.get("memory_unknown"))
+    traced = seen.answer.inspection.model
+    return Memory(traced.memory, traced.interface.get("memory_unknown"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +345,8 @@ class _Seen:
     answer: InspectionAnswer
     failed_probing: bool = False
     """Whether it raised an error of its own with another batch than the user's."""
+    failed_for_company: bool = False
+    """Whether it raised an error such as two runs at a time cause: a file or a port that the other one has."""
 
 
 class _Inspection:
@@ -332,16 +360,18 @@ class _Inspection:
         finish: Callable[[_Seen], NoReturn],
         *,
         is_probing: bool = True,
+        output_dir: str | None = None,
     ) -> None:
         self._source = source
         self._work = work
         self._scratch = scratch
+        self._output_dir = output_dir or scratch.output_dir
         self._is_on_cpu = work.devices.kind == "cpu"
         self._finish = finish
         self._environment = inspect_environment()
         self._written: WrittenFiles | None = None
         self._overlay = Overlay(
-            scratch.output_dir, on_cpu=self._is_on_cpu, is_probing=is_probing and source.kind == "script"
+            self._output_dir, on_cpu=self._is_on_cpu, is_probing=is_probing and source.kind == "script"
         )
 
     def describe(self) -> NoReturn:
@@ -359,7 +389,7 @@ class _Inspection:
         try:
             self._enter()
             _intercept(on_train)
-            _run_source(self._source, {}, self._scratch.output_dir)
+            _run_source(self._source, {}, self._output_dir)
         except BaseException as error:
             self._fail(error)
 
@@ -396,7 +426,7 @@ class _Inspection:
             LightningInspection(
                 self._work,
                 self._source,
-                self._scratch.output_dir,
+                self._output_dir,
                 self._finish_with_model,
                 on_cpu=self._is_on_cpu,
             ).install()
@@ -416,7 +446,8 @@ class _Inspection:
     def _fail(self, error: BaseException) -> NoReturn:
         is_own = isinstance(error, UserCodeError)
         failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
-        self._finish(_Seen(InspectionAnswer(problem=problem_of(error, self._source)), failed_probing))
+        problem = InspectionAnswer(problem=problem_of(error, self._source))
+        self._finish(_Seen(problem, failed_probing, isinstance(error, OSError | torch.distributed.DistError)))
 
 
 def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:

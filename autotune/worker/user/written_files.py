@@ -114,6 +114,9 @@ class WrittenFiles:
 
     def _is_users(self, path: str) -> bool:
         """Return whether a file was there before this job began, and has something in it."""
+        if path not in self._made:
+            # Another process of the job may have made it since.
+            self._made |= set(_lines(self._list_file))
         return path not in self._made and os.path.isfile(path) and os.path.getsize(path) > 0
 
     def _note(self, path: str) -> None:
