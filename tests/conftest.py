@@ -19,8 +19,21 @@ from postgres import NoPostgresError, PostgresServer, shared_server
 from autotune.devices import Device, find_device
 from autotune.execution import launch
 
+_ENOUGH_BYTES = 4 << 30
+"""A run takes 0.5 GB, and pytest keeps those of three runs."""
+
+
+def _has_room(folder: Path) -> bool:
+    """Tell whether files of tests can lie in a folder."""
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _ENOUGH_BYTES
+
+
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files of tests lie in memory where there is room for them: a commit waits for a disk some milliseconds, 50,000 times.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _has_room(Path("/dev/shm")):
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = "/dev/shm"
 
 # Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
 os.environ["AUTOTUNE_LOCKS"] = tempfile.mkdtemp(prefix="autotune-test-locks-")
@@ -47,15 +60,18 @@ def cpu() -> Device:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[PostgresServer]:
-    """A PostgreSQL server, which all processes of this run share; the test is skipped where none can run."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder that all processes of this run share."""
     folder = tmp_path_factory.getbasetemp()
     # A process of pytest-xdist has a folder of its own in that of the run.
-    is_one_of_many = hasattr(request.config, "workerinput")
+    return folder.parent if hasattr(request.config, "workerinput") else folder
+
+
+@pytest.fixture(scope="session")
+def postgres_server(run_folder: Path) -> Iterator[PostgresServer]:
+    """A PostgreSQL server, which all processes of this run share; the test is skipped where none can run."""
     try:
-        with shared_server(folder.parent if is_one_of_many else folder) as server:
+        with shared_server(run_folder) as server:
             yield server
     except NoPostgresError as error:
         pytest.skip(str(error))

@@ -38,6 +38,8 @@ _STREAMS = (
     (1, "stdout", "wb", "strict"),
     (2, "stderr", "wb", "backslashreplace"),
 )
+_ROOM = "." * 200
+"""An argument that nobody reads: a command line is shown where this process's own one was, see ``_show_command``."""
 _MODULES = (
     "autotune.api", "autotune.cli.main", "autotune.cli.advise", "autotune.cli.search", "autotune.cli.session",
     "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.report", "autotune.cli.studies", "autotune.cli.export",
@@ -100,7 +102,7 @@ def start(python: str, environment: dict[str, str]) -> Connection:
     """Start a warm process. It leaves once the connection is closed, at the end of this process at the latest."""
     ours, theirs = socket.socketpair()
     with theirs:
-        words = [python, "-P", "-c", f"import zygote; zygote.main({theirs.fileno()})"]
+        words = [python, "-P", "-c", f"import zygote; zygote.main({theirs.fileno()})", _ROOM]
         process = subprocess.Popen(
             words,
             env=environment,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
 from pathlib import Path
 
 import pytest
-from command_line import TINY_SEARCH, Run, Studied, run_process, run_within
+from command_line import TINY_SEARCH, Ran, Run, Studied, run_process, run_within
 
 
 @pytest.fixture(scope="session")
-def studied(tmp_path_factory: pytest.TempPathFactory) -> Studied:
-    """The study; the database is one file, which tests only read."""
-    folder = tmp_path_factory.mktemp("studied")
-    options = ("--effective-batch", "16", "--trials", "3", "--study", "tiny")
-    ran = run_process(*TINY_SEARCH, *options, "--storage", "studies.db", "--json", folder=folder, cold=True)
+def studied(run_folder: Path) -> Studied:
+    """The study; the database is one file, which tests only read. All test processes share it."""
+    folder = run_folder / "studied"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "ran.json").exists():
+            options = ("--effective-batch", "16", "--trials", "3", "--study", "tiny")
+            ran = run_process(*TINY_SEARCH, *options, "--storage", "studies.db", "--json", folder=folder, cold=True)
+            (folder / "ran.json").write_text(json.dumps(dataclasses.asdict(ran)))
+    ran = Ran(**json.loads((folder / "ran.json").read_text()))
     assert ran.code == 0, ran.stderr
     return Studied("tiny", str(folder / "studies.db"), ran, json.loads(ran.stdout))
 

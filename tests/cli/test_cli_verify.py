@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Ran, Run, Studied, run_process
+from command_line import COLD, Ran, Run, Studied, run_process
 
 from autotune.core.units import MIB
 
@@ -36,12 +36,13 @@ def doctored(studied: Studied, tmp_path: Path) -> Doctor:
     return change
 
 
-def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Path) -> None:
+@COLD
+def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Path, cold: bool) -> None:
     """The numbers fit together, whichever way they turn out on a busy machine; no checkpoint is left."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     words = ("verify", "tiny", "--steps", "20", "--storage", studied.storage, "--json")
-    ran = run_process(*words, folder=tmp_path, cold=True, TMPDIR=str(temporary))
+    ran = run_process(*words, folder=tmp_path, cold=cold, TMPDIR=str(temporary))
     assert ran.code in (0, 11), ran.stderr
     document = json.loads(ran.stdout)
     assert (document["verdict"] == "missed") == (ran.code == 11) == bool(document["misses"])

@@ -21,6 +21,7 @@ RECORDED = dict.fromkeys(
 )
 """With the numbers of their arms: two precisions, with and without checkpointing."""
 SAMPLE = {"distilbert-base-uncased": "23", "ModernBERT-base": "01"}
+"""Each precision and each choice of checkpointing once, without and with rotary positions."""
 
 CELLS = ROOT / "studies" / "landscapes" / "memory_cells_h200.jsonl"
 
@@ -78,14 +79,18 @@ def test_the_largest_batch_is_near(cells: list[dict[str, Any]]) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        ["google/vit-large-patch16-224"],
+        pytest.param(["google/vit-large-patch16-224"], marks=pytest.mark.whole),
         pytest.param(["gpt2-medium", "roberta-base"], marks=pytest.mark.whole),
         pytest.param(["t5-base"], marks=pytest.mark.whole),
     ],
-    ids=["sample", "decoder", "both"],
+    ids=["images", "decoder", "both"],
 )
 def accumulating(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Cells with accumulation up to 32, each of whose micro-steps was run."""
+    """Cells with accumulation up to 32, each of whose micro-steps was run.
+
+    In the ordinary run, ``tests/worker/test_fake_allocator.py`` has the same on small models: the inputs of all
+    micro-steps count, and a scaled trace is the trace at that batch.
+    """
     script = ROOT / "studies" / "memory_cells.py"
     done = run(str(script), "compare", str(CELLS), "--json", "--models", *request.param)
     assert done.returncode == 0, done.stderr[-2000:]

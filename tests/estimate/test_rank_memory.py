@@ -39,8 +39,14 @@ def test_a_telling_batch_divides_no_sum_of_parameters() -> None:
     assert telling_batch([7], [61 * 8]) == 67
 
 
+_SAMPLE = {"sharded": [("fsdp", True, False), ("fsdp-keep", False, True)], "zero": ["zero2", "zero3"]}
+_OTHERS = {
+    "sharded": [("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)],
+    "zero": ["zero1", "zero2-offload"],
+}
 _TRACED = """
 import json
+import sys
 import torch
 from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
@@ -53,6 +59,7 @@ from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.trial.build import build_model
 
+kinds = json.loads(sys.argv[1])
 chip = CHIPS["h200"]
 torch.set_num_threads(1)
 
@@ -71,9 +78,7 @@ for accumulation in (1, 3):
     grown.append(other.peak_allocated_bytes - one.peak_allocated_bytes)
 
 sharded = {}
-for strategy, checkpointing, syncs in (
-    ("fsdp", True, False), ("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)
-):
+for strategy, checkpointing, syncs in kinds["sharded"]:
     arm = Arm(
         "bf16", checkpointing, strategy=strategy, ranks=2, transformer_layer_cls_to_wrap="BertLayer",
         sync_each_batch=syncs,
@@ -93,7 +98,7 @@ for strategy, checkpointing, syncs in (
         }
     sharded[" ".join(map(str, (strategy, checkpointing, syncs)))] = row
 zero = {}
-for strategy in ("zero1", "zero2", "zero3", "zero2-offload"):
+for strategy in kinds["zero"]:
     arm = Arm("bf16", strategy=strategy, ranks=1 if strategy == "zero2-offload" else 2)
     training = FakeTraining(bert, arm, chip)
     step = training.step()
@@ -121,11 +126,19 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def traced() -> dict[str, Any]:
-    """What traces of bert-tiny as a rank of two show."""
+@pytest.fixture(
+    scope="module", params=[_SAMPLE, pytest.param(_OTHERS, marks=pytest.mark.whole)], ids=["sample", "others"]
+)
+def traced(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What traces of bert-tiny as a rank of two show; the sample has each stage that splits something once."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = warm.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, timeout=240, env=variables)
+    done = warm.run(
+        [sys.executable, "-c", _TRACED, json.dumps(request.param)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=variables,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

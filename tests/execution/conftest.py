@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import pytest
+import warm
 from tiny import AMPLE_BYTES, QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.devices import Device
-from autotune.execution import TrialJob, TrialServer
+from autotune.execution import TrialJob, TrialServer, launch
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has runners start ``stand_in_server.py`` in place of the server.
+def start_stand_in(
+    module: str, result_fd: int, log: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start ``stand_in_server.py`` where a runner starts its server; see ``autotune.execution.launch``."""
+    if module != "autotune.worker.server":
+        return warm.start_module(module, result_fd, log, environment)
+    return warm.Popen(
+        [sys.executable, "-P", str(STAND_IN), str(result_fd)],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        pass_fds=[result_fd],
+        env=dict(environment),
+        start_new_session=True,
+    )
 
-    The runner calls its own interpreter as ``python -P -m autotune.worker.server …``; a script that
-    drops those three words and runs the stand-in takes that interpreter's place.
-    """
-    interpreter = tmp_path / "python"
-    interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{STAND_IN}" "$@"\n')
-    interpreter.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(interpreter))
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runners start ``stand_in_server.py`` in place of the server."""
+    monkeypatch.setattr(launch, "start_module", start_stand_in)
 
 
 @pytest.fixture

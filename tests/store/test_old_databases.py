@@ -86,6 +86,8 @@ def test_there_is_one_of_each_revision() -> None:
     assert [path.stem for path in FROZEN] == [f"search_{revision}" for revision in sorted(revisions)]
 
 
+# Each is gone on with after a migration that failed, too.
+@pytest.mark.whole
 def test_an_old_search_is_gone_on_with(frozen: Path) -> None:
     go_on(frozen)
 
@@ -98,7 +100,7 @@ def test_an_old_search_whose_trials_measured_otherwise_is_not(frozen: Path, monk
     assert "--study" in refused.value.hint
 
 
-@pytest.mark.parametrize("journal", ["delete", "wal"])
+@pytest.mark.parametrize("journal", ["delete", pytest.param("wal", marks=pytest.mark.whole)])
 def test_a_migration_that_fails_leaves_every_byte_and_the_search_can_be_gone_on_with(
     frozen: Path, tmp_path: Path, journal: str
 ) -> None:

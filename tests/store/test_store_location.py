@@ -35,8 +35,14 @@ def test_a_server_has_no_path_and_its_password_stays_out_of_messages() -> None:
     assert "secret" in location.url_text
 
 
-@pytest.mark.parametrize("name", ["a b.db", "a {b} c.db", "100%.db", "a#c.db", "größe.db", "a:b@c&d=e.db", "'q'.db"])
+ODD_NAMES = ["a b.db", "a {b} c.db", "100%.db", "a#c.db", "größe.db", "a:b@c&d=e.db", "'q'.db"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a {b}100%#größe:b@c&d='q'.db", *(pytest.param(name, marks=pytest.mark.whole) for name in ODD_NAMES)]
+)
 def test_odd_names_reach_optuna_and_us_alike(tmp_path: Path, name: str) -> None:
+    """All odd characters at once; one by one in ``make test-whole``."""
     with open_store(str(tmp_path / name)) as store:
         optuna.create_study(storage=store.optuna, study_name="study")
         store.intern_workload({}, "fingerprint")

@@ -10,8 +10,6 @@ import sys
 import threading
 from typing import Any
 
-import torch
-
 from autotune.worker.trial.affinity import pin_to_one_core
 
 PROGRAM = "import os; print(sorted(os.sched_getaffinity(0)))"
@@ -31,6 +29,9 @@ def of_process(method: str) -> list[int]:
 
 
 def main() -> None:
+    # Not above: the processes that are spawned import this file, too.
+    import torch
+
     before, waiting = cores(), threading.Event()
     early = threading.Thread(target=waiting.wait, daemon=True)
     early.start()

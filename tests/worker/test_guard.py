@@ -81,7 +81,7 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     assert hint in answer.problem.hint
     assert "has trained" not in answer.log
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"loop.py", "run.py"}
-    if text in (LOOP, STARTS):
+    if text == LOOP:
         outcome = trial_server.trial(workload, Candidate(Arm(), 8)).outcome
         assert isinstance(outcome, Failed)
         assert outcome.message.startswith(message)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from server_client import ServerClient
 from tiny import tiny_workload
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not can_pin(), reason="this system cannot pin")
 
 def test_all_threads_are_pinned_and_no_child_is() -> None:
     script = Path(__file__).with_name("print_affinity.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     alone = [found["core"]]
