@@ -8,10 +8,13 @@ Parts, in the order in which they run:
 ``search``    ``autotune search --gpus N`` as a whole command, timed; its JSON in ``WORKLOAD_search.json``.
 ``grid``      cells over strategies, checkpointing, batches and precisions, the most informative first; a line each in
               ``WORKLOAD_grid.jsonl``, with the peaks that were predicted in lines at the end.
+``grid-all``  every cell of bf16: all strategies, checkpointing, batches, and ``sync_each_batch`` where gradients are
+              accumulated; a line each in ``WORKLOAD_grid-all.jsonl``.
 ``verify``    ``autotune verify``, a stock ``torchrun``, of each study that was searched.
 ``faults``    one rank is killed, runs out of memory, or stops in a collective: seconds until all processes are gone and
               all GPUs free.
-``parallel``  a small grid of one-GPU trials on all GPUs at once, and on one.
+``parallel``  the grid of BERT-large of one-GPU trials on all GPUs at once, and on one: seconds of both, and the speed
+              of each cell beside others over that of the same cell alone.
 
 ``FOLDER/ranks.json`` has what came of each part and is written again after each, so that a run that is cut short keeps
 what it has. A part that fails says so there, and the others go on. With ``--cpu`` the same parts run with tiny models
@@ -26,6 +29,7 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,7 +59,7 @@ from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.tuning.prepare import Prepared, forecast_of, prepare
 from autotune.tuning.request import SearchRequest
 
-PARTS = ("search", "grid", "verify", "faults", "parallel")
+PARTS = ("search", "grid", "grid-all", "verify", "faults", "parallel")
 _ENDLESS = Effort(max_steps=10**6, target_spread=0.0, max_seconds=600.0)
 # What the driver rounds; a process that stayed would hold a CUDA context of some hundred MiB.
 _SLACK_BYTES = 64 * MIB
@@ -86,8 +90,11 @@ TINY = {
     "bert-tiny": Subject("bert-tiny", 16, 16, ("fp32",)),
     "gpt2-tiny": Subject("gpt2-tiny", 16, 16, ("fp32",)),
 }
-# Small enough for a grid of sixteen cells twice; with 512 tokens most of its steps are limited by the GPU.
-_BESIDE = Subject("bert-base-uncased", 512, 64, ("bf16", "tf32"))
+# All but its smallest batches are limited by the GPU. fp16 takes as long as bf16, and gives as many cells again.
+_BESIDE = Subject("bert-large-uncased", 512, 64, ("bf16", "fp16"))
+_GRID_ALL_SECONDS = 150.0
+# Every micro-step is run, and a cell of 0.2 s a step takes 12 steps.
+_OF_GRID_ALL = Effort(min_steps=8, target_spread=0.005, max_seconds=2.5, max_micro_steps=8)
 
 
 class Clock:
@@ -360,15 +367,51 @@ def _server(study: Study, name: str, request: SearchRequest) -> Iterator[tuple[T
         yield server, prepared, round(time.monotonic() - began, 2)
 
 
-def _outcome(server: TrialServer, prepared: Prepared, candidate: Candidate, log: Path) -> tuple[Outcome, float]:
+def _outcome(
+    server: TrialServer, prepared: Prepared, candidate: Candidate, log: Path, effort: Effort | None = None
+) -> tuple[Outcome, float]:
     executor = LocalExecutor([server])
-    job = TrialJob(uuid.uuid4().hex, candidate, prepared.ceiling.cap_bytes, Effort(), 42, 90.0, str(log))
+    effort = effort or Effort()
+    job = TrialJob(uuid.uuid4().hex, candidate, prepared.ceiling.cap_bytes, effort, 42, 90.0, str(log))
     began = time.monotonic()
     executor.submit(job)
     while True:
         _, report = executor.wait()
         if not isinstance(report, Event):
             return report, time.monotonic() - began
+
+
+def _meta(request: SearchRequest, prepared: Prepared, start_seconds: float) -> dict[str, Any]:
+    """Return the first line of a grid: where, and of what, its cells were measured."""
+    workload = {key: value for key, value in request.workload.document().items() if key != "config"}
+    environment = {k: v for k, v in prepared.environment.items() if k != "training_arguments_fields"}
+    meta = {"meta": True, "environment": environment, "workload": workload, "start_seconds": start_seconds}
+    meta |= {"ceiling": prepared.ceiling.document(), "cap_bytes": prepared.ceiling.cap_bytes}
+    return meta | {"line_bytes": prepared.ceiling.line_bytes, "model": encode(prepared.model)}
+
+
+def _grid_all(study: Study, name: str, subject: Subject) -> dict[str, Any]:
+    """Measure every cell in the subject's first precision, with nothing predicted beside the trials."""
+    clock = study.clock.within(_GRID_ALL_SECONDS)
+    precisions = subject.precisions[:1]
+    request = study.request(subject, precisions=precisions)
+    states: list[str] = []
+    with (
+        _server(study, f"{name}-all", request) as (server, prepared, start_seconds),
+        open(study.folder / f"{name}_grid-all.jsonl", "w", encoding="utf-8") as lines,
+    ):
+        lines.write(json.dumps(_meta(request, prepared, start_seconds)) + "\n")
+        cells = _cells(prepared, precisions)
+        for number, candidate in enumerate(cells):
+            if clock.left < 6:
+                break
+            log = study.folder / "logs" / f"{name}-all" / f"cell-{number:03d}.log"
+            outcome, seconds = _outcome(server, prepared, candidate, log, _OF_GRID_ALL)
+            states.append(outcome.state)
+            lines.write(json.dumps(_cell(candidate, outcome, seconds)) + "\n")
+            lines.flush()
+    found = {"cells": len(cells), "measured": len(states)}
+    return {**found, "states": {state: states.count(state) for state in dict.fromkeys(states)}}
 
 
 def _grid(study: Study, name: str, subject: Subject) -> dict[str, Any]:
@@ -385,12 +428,7 @@ def _grid(study: Study, name: str, subject: Subject) -> dict[str, Any]:
             lines.flush()
 
         forecast = forecast_of(prepared, server)
-        workload = {key: value for key, value in request.workload.document().items() if key != "config"}
-        environment = {k: v for k, v in prepared.environment.items() if k != "training_arguments_fields"}
-        meta = {"meta": True, "environment": environment, "workload": workload, "start_seconds": seconds}
-        meta |= {"ceiling": prepared.ceiling.document(), "cap_bytes": prepared.ceiling.cap_bytes}
-        meta |= {"line_bytes": prepared.ceiling.line_bytes, "model": encode(prepared.model)}
-        write(meta)
+        write(_meta(request, prepared, seconds))
         cells = _cells(prepared, subject.precisions)
         over = 0
         for number, candidate in enumerate(cells):
@@ -605,7 +643,7 @@ def _parallel(study: Study) -> dict[str, Any]:
         else:
             words = ["search", "--model", subject.model, "--seq-len", str(subject.seq_len), "--sampler", "grid"]
             words += ["--effective-batch", str(subject.effective_batch), "--precision", ",".join(subject.precisions)]
-            words += ["--study", name, "--fresh"]
+            words += ["--study", name, "--fresh", "--no-baseline"]
             words += ["--memory-limit", study.options.memory_limit] if study.options.memory_limit else []
             is_alone = how == "alone"
             words += ["--device", "cuda:0"] if is_alone else ["--gpus", str(study.options.gpus), "--parallel"]
@@ -617,13 +655,28 @@ def _parallel(study: Study) -> dict[str, Any]:
             if isinstance(trial.outcome, Completed)
         }
         found[how] = {**_summary(ended), "grid_seconds": _span(of_grid), "grid_trials": len(of_grid)}
-    # Of each trial, since the later search may have been cut short.
-    each = [found[how]["grid_seconds"] / found[how]["grid_trials"] for how in speeds if found[how]["grid_seconds"]]
-    found["grid_ratio"] = round(each[0] / each[1], 3) if len(each) == 2 else None
-    both = speeds["together"].keys() & speeds["alone"].keys()
-    ratios = sorted(speeds["together"][key] / speeds["alone"][key] - 1 for key in both)
-    found["speed_differences"] = [round(each, 4) for each in ratios]
-    return found
+    return {**found, **_compared(found, speeds)}
+
+
+def _compared(found: dict[str, Any], speeds: dict[str, dict[Candidate, float]]) -> dict[str, Any]:
+    """Return the seconds together over those alone, of the grid and of the whole command, and speeds likewise."""
+    together, alone = found["together"], found["alone"]
+    told: dict[str, Any] = {}
+    if together["grid_trials"] and alone["grid_trials"]:
+        # Of each trial, since the later search may have been cut short.
+        each = [how["grid_seconds"] / how["grid_trials"] for how in (together, alone)]
+        told["grid_ratio"] = round(each[0] / each[1], 3)
+    if not together["exit_code"] and not alone["exit_code"]:
+        told["whole_ratio"] = round(together["whole_seconds"] / alone["whole_seconds"], 3)
+    both = [key for key in speeds["alone"] if key in speeds["together"]]
+    told["speeds"] = [
+        {"cell": key.describe(), "together": speeds["together"][key], "alone": speeds["alone"][key]} for key in both
+    ]
+    differences = sorted(speeds["together"][key] / speeds["alone"][key] - 1 for key in both)
+    if differences:
+        told["speed_difference_median"] = round(statistics.median(differences), 4)
+        told["speed_difference_worst"] = round(max(differences, key=abs), 4)
+    return told
 
 
 def _grid_trials(study: Study, name: str) -> list[TrialRecord]:
@@ -666,7 +719,7 @@ def main() -> None:
     """Run the parts that are asked for."""
     options = _options()
     study = Study(options)
-    of_workloads = {"search": _search, "grid": _grid, "verify": _verify}
+    of_workloads = {"search": _search, "grid": _grid, "grid-all": _grid_all, "verify": _verify}
     for part in [part for part in PARTS if part in options.only]:
         if part == "faults":
             name, subject = next(iter(study.subjects.items()))

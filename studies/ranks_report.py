@@ -86,7 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
-    fastest = {path.name.removesuffix("_grid.jsonl"): _grid(path) for path in sorted(folder.glob("*_grid.jsonl"))}
+    fastest: dict[str, float] = {}
+    for path in sorted(folder.glob("*_grid*.jsonl")):
+        name, best = path.name.rpartition("_grid")[0], _grid(path)
+        fastest[name] = max(fastest.get(name, 0.0), best or 0.0)
     record = folder / "ranks.json"
     parts = json.loads(record.read_text(encoding="utf-8"))["parts"] if record.exists() else {}
     print()
@@ -102,7 +105,11 @@ def main() -> None:
             seconds = f"all gone {told.get('all_gone_after')} s, free {told.get('all_free_after')} s"
             print(f"fault {how}: {told.get('state')} {seconds}")
     for found in parts.get("parallel", {}).values():
-        print(f"parallel: {found.get('grid_ratio')} of the time; speeds differ by {found.get('speed_differences')}")
+        print(
+            f"parallel: {found.get('grid_ratio')} of the time for the grid, {found.get('whole_ratio')} for the whole "
+            f"command; speeds differ by {found.get('speed_difference_median')} in the median, "
+            f"{found.get('speed_difference_worst')} at worst"
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import ranks
 import ranks_report
 from searching import BERT_LARGE, FACTS, H200, MODEL
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 
@@ -62,3 +63,21 @@ def test_predictions_that_came_after_a_cell_are_compared_with_it(tmp_path: Path)
     assert ranks_report.errors_of(cells, "allocated") == pytest.approx([0.01])
     assert ranks_report.errors_of(cells, "reserved") == pytest.approx([-0.05])
     assert ranks_report.name_of(cells[0]) == "fsdp bf16 16 × 2"
+
+
+def test_trials_beside_others_are_compared_with_the_same_alone() -> None:
+    cells = [Candidate(Arm("bf16"), batch, 64 // batch) for batch in (8, 16, 32)]
+    found = {
+        "together": {"grid_seconds": 18.0, "grid_trials": 3, "whole_seconds": 40.0, "exit_code": 0},
+        "alone": {"grid_seconds": 24.0, "grid_trials": 2, "whole_seconds": 60.0, "exit_code": 130},
+    }
+    speeds = {
+        "together": dict(zip(cells, (99.0, 200.0, 330.0), strict=True)),
+        "alone": {cells[0]: 100.0, cells[2]: 300.0},
+    }
+    told = ranks._compared(found, speeds)
+    # A second command that was cut short is compared trial by trial, and not as a whole.
+    assert told["grid_ratio"] == 0.5
+    assert "whole_ratio" not in told
+    assert [each["cell"] for each in told["speeds"]] == [cells[0].describe(), cells[2].describe()]
+    assert (told["speed_difference_median"], told["speed_difference_worst"]) == (0.045, 0.1)
