@@ -7,7 +7,7 @@ import click
 from autotune.cli.options import table_options
 
 
-@click.command()
+@click.command(short_help="Serve the Optuna dashboard on this machine.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
 @table_options("dashboard")
 def dashboard(port: int, storage: str) -> None:

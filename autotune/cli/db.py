@@ -8,7 +8,7 @@ from autotune.cli.options import table_options
 from autotune.core.units import plural
 
 
-@click.group(short_help="Look after the database.", invoke_without_command=True)
+@click.group(short_help="Show, upgrade or copy the database.", invoke_without_command=True)
 @click.pass_context
 def db(ctx: click.Context) -> None:
     """Show or upgrade the schema of the database, or copy studies to another one."""

@@ -8,7 +8,7 @@ from autotune.cli.options import table_options
 from autotune.cli.output import print_json
 
 
-@click.command()
+@click.command(short_help="List the devices and the optional packages.")
 @table_options("devices")
 def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the optional packages."""
@@ -42,7 +42,7 @@ def devices(as_json: bool) -> None:
         click.echo(f"  precisions  {', '.join(device.precisions)}")
         for neighbour in device.neighbours:
             click.echo(f"  process     {neighbour.pid} {neighbour.name or '?'} holds {size(neighbour.used_bytes)}")
-    click.echo("levers")
+    click.echo("optional packages")
     for package, version in packages.items():
         click.echo(f"  {package:<12}  {version or f'not installed: {how_to_install(package)}'}")
     if problem:

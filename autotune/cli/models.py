@@ -12,7 +12,7 @@ from autotune.cli.table import print_table
 @click.command()
 @table_options("models")
 def models(as_json: bool) -> None:
-    """List the catalog: architectures that need no download."""
+    """List the built-in models, which need no download."""
     from autotune.core.units import format_count
     from autotune.models.catalog import entries
     from autotune.models.tasks import infer_task

@@ -43,7 +43,7 @@ RANKS_ACCURACY = (
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces", "communication")
 
 
-@click.command(cls=SectionedCommand, short_help="Predict what fits on a GPU that is not at hand, and how fast it is.")
+@click.command(cls=SectionedCommand, short_help="Predict what fits on a GPU, and its speed.")
 @table_options("predict")
 @click.pass_context
 def predict(

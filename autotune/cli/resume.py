@@ -9,7 +9,7 @@ import click
 from autotune.cli.options import table_options
 
 
-@click.command(short_help="Go on with a search that was ended or killed.")
+@click.command(short_help="Continue a search that was ended or killed.")
 @click.argument("study")
 @table_options("resume")
 @click.pass_context

@@ -22,7 +22,7 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
     return InvalidRequestError(f"a service needs a package that is not installed ({error.name})", how_to_add("serve"))
 
 
-@click.command()
+@click.command(short_help="Run a service: searches for a team, over HTTP.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True)
 @table_options("serve")
@@ -92,7 +92,7 @@ def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
     return predicted_document(gpu, None, storage, options)[0]
 
 
-@click.command()
+@click.command(short_help="Run a service's searches on this machine.")
 @table_options("agent")
 @click.option(
     "--storage",
@@ -145,7 +145,7 @@ def agent(
     Agent(client, devices, database, lambda text: click.echo(text, err=True), is_shared=shared, codes=codes).run()
 
 
-@click.command()
+@click.command(short_help="List the searches and the agents of a service.")
 @table_options("queue")
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
@@ -180,7 +180,7 @@ def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
         click.echo("No agent is connected; autotune agent starts one.", err=True)
 
 
-@click.command()
+@click.command(short_help="Cancel a search of a service.")
 @click.argument("search")
 @table_options("cancel")
 def cancel(search: str, server: str | None) -> None:
@@ -201,7 +201,7 @@ def _client(server: str | None) -> Client:
     return Client(server)
 
 
-@click.group()
+@click.group(short_help="Manage the tokens of a service.")
 def token() -> None:
     """Make, list and remove the tokens of a service, on the machine of its database."""
 

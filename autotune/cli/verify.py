@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autotune.verify.throughput import Verification
 
 
-@click.command()
+@click.command(short_help="Compare a stock Trainer's speed with the search's.")
 @click.argument("study_or_file", metavar="STUDY|FILE")
 @click.option(
     "--same-loss",

@@ -104,7 +104,7 @@ class TrainingSourceError(AutotuneError):
 
 
 class PromiseMissedError(AutotuneError):
-    """A stock ``Trainer`` was slower or needed more memory than the search promised."""
+    """A stock Trainer was slower or needed more memory than the search promised."""
 
     exit_code = 11
 

@@ -26,6 +26,19 @@ class DataAnswer:
     problem: Problem | None = None
 
 
+# What a trial does in each of its phases. The phases themselves are keys of JSON documents.
+_DOING = {
+    "device": "opening the device",
+    "data": "opening the data",
+    "model": "building the model",
+    "trainer": "making the Trainer",
+    "build": "calling your function",
+    "script": "running your script",
+    "loop": "running your loop",
+    "train": "running the first step",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a job under way says of itself: the phase that it entered, or the step that it ended."""
@@ -34,8 +47,10 @@ class Progress:
     step: int | None = None
 
     def describe(self) -> str:
-        """Return ``train`` or ``step 7``."""
-        return self.phase or f"step {'?' if self.step is None else self.step}"
+        """Say in a few words what the job does: ``building the model`` or ``step 7``."""
+        if self.phase is None:
+            return f"step {'?' if self.step is None else self.step}"
+        return _DOING.get(self.phase, self.phase)
 
 
 @dataclass(frozen=True, slots=True)

@@ -332,80 +332,84 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "effective_batch", COUNT,
-        "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and the batch free. "
-        "A Trainer or script of your own keeps its own.", TRAINED, ALL, request_field="effective_batch",
+        "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
+        "nothing is accumulated and any batch is tried. A Trainer or script of your own keeps its effective batch.",
+        TRAINED, ALL, request_field="effective_batch",
         help_in=dict.fromkeys(
             PREDICTED,
-            "Per-device batch × accumulation × world size, kept exactly. Without it accumulation is 1 and "
-            "the batch free.",
+            "Samples of an optimizer step: per-device batch × accumulation × world size, always exactly. Without it "
+            "nothing is accumulated and any batch is predicted.",
         )
-        | {"advise": "Per-device batch × accumulation, kept exactly."},
+        | {"advise": "Samples of an optimizer step: per-device batch × accumulation × GPUs, always exactly."},
     ),
     Option(
-        "task", _choice(*TASKS), f"One of {', '.join(TASKS)} [default: as the architecture says].", TRAINED, ALL,
+        "task", _choice(*TASKS),
+        f"One of {', '.join(TASKS)} [default: from the architecture in config.json].", TRAINED, ALL,
         metavar="TASK", own_code_decides=True,
     ),
-    Option("seq_len", COUNT, "Tokens a sample [default: 512 or the model's maximum].", TRAINED, ALL,
+    Option("seq_len", COUNT, "Tokens in a sample [default: 512 or the model's maximum].", TRAINED, ALL,
            own_code_decides=True),
     Option(
-        "padding", SHARE, "Mean share of each text sample that is padding, with a real attention_mask.", TRAINED, ALL,
+        "padding", SHARE, "Share of each text sample that is padding, masked by the attention_mask.", TRAINED, ALL,
         "0", own_code_decides=True,
     ),
     Option(
-        "dtype", _choice(*DTYPES), "What the weights are stored in; precision is the autocast over it.", TRAINED, ALL,
+        "dtype", _choice(*DTYPES), "Dtype of the stored weights; --precision is that of autocast.", TRAINED, ALL,
         "float32", own_code_decides=True,
     ),
     Option(
-        "pretrained", FLAG, "Load real weights; speed and memory do not depend on them.", TRAINED,
+        "pretrained", FLAG, "Load pretrained weights; speed and memory do not depend on them.", TRAINED,
         own_code_decides=True,
     ),
     Option(
-        "peft", _choice(*get_args(PeftName)), "Train LoRA adapters on all linear layers, not the weights.", TRAINED,
+        "peft", _choice(*get_args(PeftName)),
+        "Train LoRA adapters on all linear layers, with the weights frozen.", TRAINED,
         ALL, own_code_decides=True,
     ),
-    Option("lora_rank", COUNT, "Rank of the adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
+    Option("lora_rank", COUNT, "Rank of the LoRA adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
     Option(
-        "quantize", _choice(*get_args(QuantizeName)), "Store the frozen weights so, through bitsandbytes.", TRAINED,
+        "quantize", _choice(*get_args(QuantizeName)), "Quantize the frozen weights with bitsandbytes.", TRAINED,
         own_code_decides=True,
     ),
     Option(
         "dataset", PATH,
         "Your samples: jsonl, csv, parquet, a folder of images or from save_to_disk, NAME[:CONFIG] on the hub "
-        "[default: samples are made up].", metavar="FILE|FOLDER|NAME", **_DATA,
+        "[default: synthetic samples].", metavar="FILE|FOLDER|NAME", **_DATA,
     ),
-    Option("split", TEXT, "Of the dataset [default: train].", metavar="NAME", **_DATA),
+    Option("split", TEXT, "Split of the dataset [default: train].", metavar="NAME", **_DATA),
     Option("text_column", WORDS, "Column of the text, two for pairs [default: text, sentence or the only one].",
            **_DATA),
     Option(
         "label_column", TEXT,
-        "Column of classes or numbers; of target texts for seq2seq [default: label, labels or target].",
+        "Column of classes or numbers, or of target texts for seq2seq [default: label, labels or target].",
         metavar="NAME", **_DATA,
     ),
     Option("image_column", TEXT, "Column of the images [default: image or img].", metavar="NAME", **_DATA),
-    Option("tokenizer", PATH, "Where the tokenizer is [default: where the model's files are].",
+    Option("tokenizer", PATH, "Tokenizer: a folder or a hub name [default: the model's own].",
            metavar="FOLDER|NAME", **_DATA),
     Option(
         "pad_to_max_length", FLAG,
         "Pad to --seq-len [default: to the longest of a batch, as DataCollatorWithPadding does].", **_DATA,
     ),
-    Option("pad_to_multiple_of", COUNT, "Pad on to a multiple of this.", **_DATA),
-    Option("group_by_length", FLAG, "Batches of like lengths: train_sampling_strategy=group_by_length.", **_DATA),
+    Option("pad_to_multiple_of", COUNT, "Pad further, to a multiple of N tokens.", **_DATA),
+    Option("group_by_length", FLAG,
+        "Make batches of samples of similar lengths (train_sampling_strategy=group_by_length).", **_DATA),
     Option("gpu", WORDS, "GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", DEVICE, PREDICTED,
            help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."}),
     Option(
-        "gpu_spec", PATH, "JSON file with the figures of GPUs of your own, to be named with --gpu.", DEVICE, PREDICTED,
+        "gpu_spec", PATH, "JSON file that describes other GPUs, to be named with --gpu.", DEVICE, PREDICTED,
         metavar="FILE",
     ),
     Option(
-        "price", WORDS, "What GPUs cost an hour, e.g. l4=0.70,h100=2.95 or h100=2.70EUR.", DEVICE, ADVISE,
+        "price", WORDS, "Prices of GPUs per hour, e.g. l4=0.70,h100=2.95 or h100=2.70EUR.", DEVICE, ADVISE,
         metavar="GPU=PRICE,…",
     ),
-    Option("prices", PATH, "The same as a JSON file [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
+    Option("prices", PATH, "JSON file with such prices [default: dated examples].", DEVICE, ADVISE, metavar="FILE"),
     Option(
-        "gpu_counts", COUNTS, "How many GPUs of a kind train together (DDP), e.g. 1,2,4.", DEVICE, ADVISE, "1",
+        "gpu_counts", COUNTS, "Numbers of GPUs that train together with DDP, e.g. 1,2,4.", DEVICE, ADVISE, "1",
         flag="--gpus",
     ),
-    Option("samples", NUMBER, "Samples that are trained on in all, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
+    Option("samples", NUMBER, "Samples of the whole training job, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
     Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE,
         (*BUDGET, "agent"), metavar="NAME|UUID",
@@ -420,41 +424,47 @@ OPTIONS: tuple[Option, ...] = (
         DEVICE, ("search", "predict", "resume", "agent"), metavar="N|all|LIST",
         help_in={
             "agent": "Run searches that train on several GPUs together, on these: a number, all, or a list.",
-            "predict": "So many GPUs of that kind train together; bytes are those of each [default: 1].",
+            "predict": "Number of GPUs of that kind that train together; memory is that of each [default: 1].",
             "resume": "Other GPUs of that kind: as many as a trial has, or any number with --parallel.",
         },
     ),
     Option(
-        "parallel", FLAG, "With --gpus: trials of one GPU each, on all of them at the same time.", DEVICE, BUDGET,
+        "parallel", FLAG,
+        "With --gpus: run one-GPU trials on all of them at the same time, not together.", DEVICE, BUDGET,
     ),
     Option(
-        "memory_limit", BYTES, "Search as if the device had no more, e.g. 24GiB [default: all free].", DEVICE, BOTH,
-        help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: as the --gpu has]."},
+        "memory_limit", BYTES,
+        "Search as if the device had only this much memory, e.g. 24GiB [default: all that is free].", DEVICE, BOTH,
+        help_in={"predict": "Memory of the GPU, e.g. 24GiB [default: that of --gpu]."},
         request_field="memory_limit_bytes",
     ),
     Option(
         "headroom", HEADROOM,
-        f"Kept free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].", DEVICE, ALL,
-        request_field="headroom",
+        f"Memory to keep free below the limit, e.g. 5% or 1GiB [default: {DEFAULT_HEADROOM_FRACTION:.0%}].",
+        DEVICE, ALL, request_field="headroom",
     ),
-    Option("world_size", COUNT, "Do the arithmetic of so many devices.", DEVICE, BOTH, "1",
+    Option("world_size", COUNT,
+        "Number of devices that will share the effective batch; trials still run on one.", DEVICE, BOTH, "1",
            request_field="world_size"),
     Option(
-        "precision", words(PRECISIONS), "E.g. bf16,tf32 [default: all that the device has].", TRIED, ALL,
+        "precision", words(PRECISIONS),
+        "Precisions to try, e.g. bf16,tf32 [default: all that the device has].", TRIED, ALL,
         request_field="precisions", recorded_as="precision",
     ),
     Option(
-        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)), "Both ways, always, never.", TRIED, ALL,
+        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)),
+        "auto: try with and without; on: always; off: never.", TRIED, ALL,
         "auto", request_field="gradient_checkpointing",
     ),
     Option(
         "strategy", _words_or_auto(STRATEGIES),
-        "How GPUs share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload [default: all possible].",
+        "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload "
+        "[default: all possible].",
         TRIED, BOTH,
         request_field="strategies", recorded_as="strategy", sparse=True,
     ),
     Option(
-        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa if there is one].", TRIED, ALL,
+        "attn", WORDS, "Attention implementations, e.g. sdpa,eager [default: sdpa where the model has it].", TRIED, ALL,
         own_code_decides=True, request_field="attn_implementations", recorded_as="attn_implementation",
     ),
     Option(
@@ -465,38 +475,42 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "expandable_segments", LEVER,
-        "CUDA's allocator: where memory limits the best, always, never "
+        "Expandable segments of CUDA's allocator. auto: try them where memory limits the best; on: always; off: never "
         "[default: off, or on where PYTORCH_ALLOC_CONF says so].", TRIED,
         request_field="expandable_segments", sparse=True,
     ),
     Option(
-        "torch_compile", LEVER, "The best candidate at the end, everything, nothing.", TRIED, default_text="off",
+        "torch_compile", LEVER,
+        "auto: try it on the best candidate at the end; on: on every candidate; off: never.", TRIED, default_text="off",
         request_field="torch_compile", sparse=True,
     ),
     Option(
-        "liger", LEVER, "Liger's kernels: both ways, always, never.", TRIED, default_text="off",
+        "liger", LEVER, "Liger kernels. auto: try with and without; on: always; off: never.", TRIED, default_text="off",
         own_code_decides=True, request_field="liger", sparse=True,
     ),
     Option(
         "cpu_affinity", LEVER,
-        "All threads on one CPU core: the best candidate where it waits for the host, everything, nothing.", TRIED,
+        "Pin all threads to one CPU core. auto: try it on the best candidate if it is host-bound; on: always; "
+        "off: never.", TRIED,
         default_text="auto", request_field="cpu_affinity", sparse=True,
     ),
     Option(
-        "batch_multiple", COUNT, "Per-device batches are multiples of it [default: 8, then 4, 2, 1].", TRIED, ALL,
-        request_field="batch_multiple",
+        "batch_multiple", COUNT,
+        "Try only per-device batches that are multiples of N [default: 8; smaller ones where 8 does not work].",
+        TRIED, ALL, request_field="batch_multiple",
     ),
     Option(
-        "objective", _choice(*get_args(Objective)), "The most samples a second, or the largest batch that fits.", HOW,
+        "objective", _choice(*get_args(Objective)),
+        "Find the most samples a second, or the largest batch that fits.", HOW,
         default_text="throughput", request_field="objective",
     ),
     Option(
-        "trials", COUNT, "Run at most so many trials.", HOW, BUDGET, request_field="trials",
-        help_in={"resume": "Run at most so many trials, the recorded ones among them [default: as before]."},
+        "trials", COUNT, "Run at most N trials.", HOW, BUDGET, request_field="trials",
+        help_in={"resume": "Run at most N trials, including those already recorded [default: as before]."},
     ),
     Option(
         "time_budget", SECONDS, "Start no trial after this long, e.g. 5m.", HOW, BUDGET,
-        help_in={"resume": "Start no trial after this long in all [default: as before]."},
+        help_in={"resume": "Start no trial after this long, including the time already spent [default: as before]."},
         request_field="time_budget_seconds",
     ),
     Option(
@@ -507,31 +521,34 @@ OPTIONS: tuple[Option, ...] = (
         "baseline", FLAG, "Do not measure the TrainingArguments defaults for comparison.", HOW, flag="--no-baseline",
         request_field="measure_baseline",
     ),
-    Option("verify", FLAG, "At the end, have a stock Trainer show that the result is true.", HOW),
+    Option("verify", FLAG, "At the end, check the result with a stock Trainer, as autotune verify does.", HOW),
     Option("steps", COUNT, "Optimizer steps of the stock run.", HOW, VERIFY, "100"),
     Option(
-        "fresh", FLAG, "Measure everything anew, reuse nothing that earlier searches measured.", HOW,
+        "fresh", FLAG, "Measure everything again; reuse nothing of earlier searches.", HOW,
         request_field="fresh",
     ),
     Option(
         "tolerance", SHARE,
-        "Smallest gain in samples/s worth a trial; of candidates this close to the fastest, the simplest wins.", HOW,
+        "Smallest relative gain in samples/s that is worth a trial. Of candidates this close to the fastest, the "
+        "simplest wins.", HOW,
         default_text="0.01", request_field="tolerance", sparse=True,
     ),
     Option(
         "sampler", _choice(*get_args(SamplerName)),
-        "What proposes candidates: autotune's own, or one of Optuna's.", HOW, default_text="autotune",
+        "What proposes candidates: autotune's own policy, or a sampler of Optuna.", HOW, default_text="autotune",
         request_field="sampler",
     ),
-    Option("seed", SEED, "Of the sampler, the weights and the data.", HOW, default_text="42", request_field="seed"),
+    Option("seed", SEED,
+        "Seed of the sampler, the random weights and the data.", HOW, default_text="42", request_field="seed"),
     Option(
-        "study", TEXT, "Name of the study; an existing one is continued [default: made up].", WHERE, metavar="NAME",
-        request_field="study", recorded_as="",
+        "study", TEXT,
+        "Name of the study; an existing one is continued [default: from the model and the effective batch].",
+        WHERE, metavar="NAME", request_field="study", recorded_as="",
     ),
-    Option("all_batches", FLAG, "Show every batch, not only the best that fits.", WHERE, PREDICT, flag="--all"),
+    Option("all_batches", FLAG, "Show every batch, not only the fastest that fits.", WHERE, PREDICT, flag="--all"),
     Option("anatomy", FLAG, "Show what each peak consists of.", WHERE, PREDICT),
     Option(
-        "storage", PATH, "SQLite file (or SQLAlchemy URL) that holds the studies; also AUTOTUNE_STORAGE.", WHERE,
+        "storage", PATH, "SQLite file or SQLAlchemy URL of the database of studies; also AUTOTUNE_STORAGE.", WHERE,
         STORED, "studies/autotune.db", metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",
     ),
     Option(
@@ -545,7 +562,8 @@ OPTIONS: tuple[Option, ...] = (
         "Run trials on a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
         "RAY_AUTH_TOKEN.", DEVICE, BUDGET, metavar="URL",
     ),
-    Option("priority", SEED, "In the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
+    Option("priority", SEED,
+        "Priority in the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
     Option("wait", FLAG, "Wait while another search holds the device or the study.", WHERE, BUDGET),
     Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",
            in_function=False),

@@ -29,7 +29,7 @@ class Narrator:
         self._started = time.monotonic()
         self._prepared: Prepared | None = None
         self._is_table_begun = False
-        self._idle = "starting"
+        self._idle = "preparing the search"
         # Of the trials under way, by number: what is tried and what it is doing.
         self._running: dict[int, tuple[str, str]] = {}
         self._best = ""
@@ -49,7 +49,7 @@ class Narrator:
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
         """Show the running trial; before the first one, print the head of the table."""
         self._begin_table()
-        self._running[number] = candidate.describe(), "starting"
+        self._running[number] = candidate.describe(), "starting its process"
 
     def progress(self, number: int, progress: Progress) -> None:
         """Show the phase or the step."""
@@ -122,7 +122,7 @@ class Narrator:
 
 
 def status_line(status: Document, seconds: float) -> str:
-    """Return ``12 s; trial 3: 32 × 2  bf16 (train); best so far …``."""
+    """Return ``12 s; trial 3: 32 × 2  bf16 (step 4); best so far …``."""
     return "; ".join(filter(None, (format_seconds(seconds), str(status["running"]), str(status.get("best") or ""))))
 
 
@@ -182,5 +182,5 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
     if best is not None and best.trial_id == trial.id:
         words.append("best")
     if trial.stage == "final":
-        words.append("in full")
+        words.append("(final)")
     return " ".join(words)

@@ -175,3 +175,10 @@ def test_every_kind_of_error_has_an_exit_code_of_its_own() -> None:
     assert len(set(codes)) == len(codes)
     assert set(codes) <= set(exit_codes())
     assert not set(codes) & {0, 130}
+
+
+def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
+    """click ends a line that is too long with three dots."""
+    text = run("--help").stdout
+    assert "..." not in text
+    assert "``" not in text

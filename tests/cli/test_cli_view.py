@@ -78,7 +78,7 @@ def test_every_kind_of_line() -> None:
     assert shown.ends(BF16, 32, completed(310.7, 22.1)).endswith("310.7 ± 0.3%    22.1 GiB   2.0 s  7.45× best")
     assert shown.ends(BF16, 16, completed(277.0, 14.0)).endswith(" 6.64×")
     assert shown.ends(WIDEST, 64, completed(400.0, 22.9)).endswith(" low headroom")
-    assert shown.ends(BF16, 8, completed(417.0, 9.0), "final").endswith(" 10.0× best in full")
+    assert shown.ends(BF16, 8, completed(417.0, 9.0), "final").endswith(" 10.0× best (final)")
     assert shown.ends(Arm("tf32"), 8, OutOfMemory("no memory", where="host")).rstrip().endswith("2.0 s")
     assert "failed" in (line := shown.ends(Arm("tf32"), 16, Failed("error", "RuntimeError:\n no"))), line
     assert line.endswith("RuntimeError: no")
@@ -162,3 +162,13 @@ def test_markup_in_a_message_is_shown_as_it_is() -> None:
     """Square brackets mean styles to the terminal library."""
     shown = Shown(terminal=True)
     assert "[bold]x[/bold] :smile:" in shown.ends(BF16, 32, Failed("error", "[bold]x[/bold] :smile:"))
+
+
+def test_the_status_line_says_what_a_trial_does() -> None:
+    """In words, not by the name of its phase."""
+    shown = Shown(80, terminal=True)
+    shown.ends(BF16, 32, completed(310.7, 22.1))
+    shown.view.trial_begins(1, Candidate(WIDEST, 16, 4), "search")
+    for phase, words in (("model", "building the model"), ("train", "running the first step")):
+        shown.view.progress(1, Progress(phase))
+        assert f"({words})" in shown.view.status_line()
