@@ -179,6 +179,6 @@ def test_every_kind_of_error_has_an_exit_code_of_its_own() -> None:
 
 def test_no_line_of_the_list_of_commands_is_cut(run: Run) -> None:
     """click ends a line that is too long with three dots."""
-    text = run("--help").stdout
+    text = run("--help").stdout.partition("Commands:")[2]
     assert "..." not in text
     assert "``" not in text

@@ -162,6 +162,17 @@ def recorded() -> Report:
         return searched(store, always(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.7), prepared())
 
 
+def test_of_many_arms_that_were_left_out_the_first_are_shown(recorded: Report) -> None:
+    """The others can be unfolded."""
+    left_out = (LeftOut(tuple(f"arm {number}" for number in range(12)), "why"),)
+    many = dataclasses.replace(recorded, study=dataclasses.replace(recorded.study, left_out=left_out))
+    section = checked(many).section("What was left out")
+    assert "arm 0; arm 1; arm 2" in section.text
+    folded = next(section.all("details"))
+    assert "and 9 more" in folded.text
+    assert "arm 11" in folded.text
+
+
 def test_a_recorded_search(recorded: Report) -> None:
     page = checked(recorded)
     assert page.titles == [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autotune import __version__
 from autotune.core.candidate import Document
@@ -38,6 +38,7 @@ _WIDTHS = (("wide", 920.0), ("narrow", 358.0))
 # Most marks and rows in a chart; the table has all trials.
 _MOST_MARKS = 600
 _MOST_STEP_ROWS = 24
+_MOST_ARM_NAMES = 3
 _MOST_KINDS = 6
 """Kinds of work with a colour of their own."""
 _ANATOMY = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
@@ -441,15 +442,21 @@ def _left_out_section(document: Document) -> Markup | None:
     because = document["stopped_because"]
     if not left_out and not because:
         return None
-    rows = [element("tr", element("td", "; ".join(each["arms"])), element("td", each["reason"])) for each in left_out]
+    rows = [element("tr", element("td", _arm_names(each["arms"])), element("td", each["reason"])) for each in left_out]
     head = element("thead", element("tr", element("th", "not tried", scope="col"), element("th", "why", scope="col")))
     return _section(
         "What was left out, and why",
         element("p", f"The search ended: {because}.") if because else None,
-        _scrolling("configurations that were left out", element("table", head, element("tbody", rows)))
-        if rows
-        else None,
+        element("table", head, element("tbody", rows), class_="left-out") if rows else None,
     )
+
+
+def _arm_names(names: Sequence[str]) -> Child:
+    """Return the names of arms; of many, the first ones, and the others to be unfolded."""
+    if len(names) <= _MOST_ARM_NAMES + 1:
+        return "; ".join(names)
+    first, others = names[:_MOST_ARM_NAMES], names[_MOST_ARM_NAMES:]
+    return ["; ".join(first), element("details", element("summary", f"and {len(others)} more"), "; ".join(others))]
 
 
 def _scrolling(what: str, table: Markup) -> Markup:

@@ -77,6 +77,10 @@ th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 td.verdict { min-width: 11rem; }
 tr.best td { font-weight: 650; }
 tr.out_of_memory td.speed, tr.failed td.speed { color: var(--bad); }
+.left-out { table-layout: fixed; }
+.left-out summary { cursor: pointer; color: var(--accent); }
+@media (max-width: 40rem) { .left-out thead { display: none; } .left-out td { display: block; padding: .3rem 0; }
+  .left-out td:first-child { padding-bottom: 0; border: 0; font-weight: 600; } }
 .parts { width: auto; }
 .parts td, .parts th { padding: .15rem 1rem .15rem 0; border: 0; }
 pre { margin: .5rem 0; padding: .8rem 1rem; overflow-x: auto; background: var(--card); border: 1px solid var(--rule);

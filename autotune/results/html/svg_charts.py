@@ -200,7 +200,7 @@ def _point_labels(
 def draw_step_chart(chart: StepChart, rows: Sequence[StepRow], key: str, width: float) -> Markup:
     """Draw a row for each candidate: its mean step time, and the interval of the next run."""
     narrow = width < _NARROW
-    label_width, value_width, row_height = (0.0, 0.0, 44.0) if narrow else (236.0, 128.0, 28.0)
+    label_width, value_width, row_height = (0.0, 0.0, 44.0) if narrow else (_label_width(rows), 128.0, 28.0)
     top = 8.0
     area = Box(label_width + _EDGE, top, width - value_width - _EDGE, top + row_height * len(rows))
     across, unit = _step_scale(rows, area)
@@ -228,6 +228,16 @@ def draw_step_chart(chart: StepChart, rows: Sequence[StepRow], key: str, width: 
     )
 
 
+def _label_width(rows: Sequence[StepRow]) -> float:
+    """Return the width of the column of labels: that of the longest, within limits."""
+    longest = max((text_width(_row_label(row)) for row in rows), default=0.0)
+    return min(max(longest + _EDGE + 16, 236.0), 360.0)
+
+
+def _row_label(row: StepRow) -> str:
+    return row.candidate.describe() + (f" ({row.mark})" if row.mark else "")
+
+
 @dataclass(frozen=True)
 class _Unit:
     name: str
@@ -252,7 +262,7 @@ def _step_row(row: StepRow, across: Scale, unit: _Unit, area: Box, top: float, *
     center = top + (31 if narrow else 14)
     base = top + 16 if narrow else center + 4
     value = f"{format_rate(row.seconds / unit.seconds)} {unit.name} ± {row.relative_half_width:.1%}"
-    words = row.candidate.describe() + (f" ({row.mark})" if row.mark else "")
+    words = _row_label(row)
     room = (area.right - text_width(value) - 10 if narrow else area.left - 12) - 2
     low, high = across(row.low_seconds / unit.seconds), across(row.high_seconds / unit.seconds)
     kind = f"row {row.mark}" if row.mark else "row"
