@@ -100,31 +100,39 @@ class OperationTally:
         self._counts: dict[tuple[str, Row], int] = {}
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
         self._unknown: dict[str, int] = {}
-        self._kinds: dict[Any, tuple[str, str]] = {}
+        self._rows: dict[Any, Row | None] = {}
 
-    def add(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Count one operation."""
+    def add(self, func: Any, args: Sequence[Any], out: Any, key: Any = None) -> None:
+        """Count one operation; those with the same ``key`` that is not ``None`` compute and move the same."""
         if self.counts_as is None:
             return
-        name, kind = self._kind_of(func)
         part = UPDATE if self.counts_as == "update" else _part_of_micro_step()
         self._dispatched[part] += 1
+        if key in self._rows:
+            row = self._rows[key]
+        else:
+            row = self._row(func, args, out)
+            if key is not None and (row is None or row[0] != "unknown"):
+                self._rows[key] = row
+        if row is not None:
+            self._counts[part, row] = self._counts.get((part, row), 0) + 1
+
+    def _row(self, func: Any, args: Sequence[Any], out: Any) -> Row | None:
+        """Return what an operation computes and moves; ``None`` where the GPU runs nothing."""
+        name, kind = _name_and_kind(func)
         if kind == "nothing":
-            return
+            return None
         if kind == "unknown":
             self._unknown[name] = self._unknown.get(name, 0) + 1
         if kind == "matrix_product":
-            row = self._matrix_product(name, args)
-        elif kind in ("attention", "attention_backward"):
-            row = self._attention(kind, name, args)
-        elif kind == "convolution":
-            row = self._convolution(name, args, out)
-        elif kind == "fused_update":
-            row = self._fused_update(args)
-        else:
-            row = self._moving(kind, name, args, out)
-        key = part, row
-        self._counts[key] = self._counts.get(key, 0) + 1
+            return self._matrix_product(name, args)
+        if kind in ("attention", "attention_backward"):
+            return self._attention(kind, name, args)
+        if kind == "convolution":
+            return self._convolution(name, args, out)
+        if kind == "fused_update":
+            return self._fused_update(args)
+        return self._moving(kind, name, args, out)
 
     def operations(self, parameters: Sequence[torch.Tensor]) -> Operations:
         """Return what was counted; ``parameters`` are the trained ones."""
@@ -135,12 +143,6 @@ class OperationTally:
             sum(parameter.nbytes for parameter in parameters),
             dict(self._unknown),
         )
-
-    def _kind_of(self, func: Any) -> tuple[str, str]:
-        known = self._kinds.get(func)
-        if known is None:
-            known = self._kinds[func] = _name_and_kind(func)
-        return known
 
     def _split(self, number: int) -> Size:
         """Return a size for any batch: it grows with the batch exactly where it is a multiple of the traced batch."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autotune.worker.fake.operations import OperationTally
+from autotune.worker.fake.shortcuts import Shortcuts
 from autotune.worker.private.torch import is_in_autograd, is_view, local_part, on_resize
 
 DEATH = -1
@@ -25,14 +26,25 @@ EMPTY_CACHE = -2
 Events = list[tuple[int, int]]
 """``(allocation, bytes)`` for an allocation, ``(allocation, DEATH)`` for its release, ``(0, EMPTY_CACHE)``."""
 
-_MATRIX_PRODUCTS = frozenset(
-    (
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-    )
+_CPU = torch.device("cpu")
+# Found once: looking up an operation takes a tenth of the time of repeating its result.
+_DEVICE = torch.ops.prim.device.default
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_NONZERO = torch.ops.aten.nonzero.default
+_ALL = torch.ops.aten.all.default
+_ADD = torch.ops.aten.add.Tensor
+_DROPOUT = torch.ops.aten.native_dropout.default
+_EMBEDDING_BACKWARD = torch.ops.aten.embedding_dense_backward.default
+_ADDMM = torch.ops.aten.addmm.default
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
+_SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+_SUM = torch.ops.aten.sum.dim_IntList
+_WITH_WORKSPACES = frozenset(
+    id(product)
+    for product in (torch.ops.aten.mm.default, _ADDMM, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 )
+"""Matrix products, by their identity."""
 
 
 @dataclass
@@ -68,6 +80,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_padding = False
         """Whether samples are padded, so that masks have false elements."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._shortcuts = Shortcuts()
         self._number = 0
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -83,47 +96,52 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            # Three quarters of all calls. There is only one device.
-            return torch.device("cpu")
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is _DEVICE:
+            # Most of all calls. There is only one device.
+            return _CPU
+        if func is _SCALAR:
             # Asked by code that drops whole layers at random: 1 is never below the drop rate.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
-        if func is torch.ops.aten.nonzero.default:
+        key = None
+        if func is _NONZERO:
             # Which elements are true is not known. In a synthetic batch, where every label counts, all are.
             out: Any = torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         else:
-            out = func(*args, **(kwargs or {}))
+            key = self._shortcuts.key(func, args, kwargs)
+            out = self._shortcuts.result(key, func, args, kwargs)
         if self.operations is not None and self.operations.counts_as is not None:
-            self.operations.add(func, args, out)
-        if func is torch.ops.aten.all.default:
+            self.operations.add(func, args, out, key)
+        if func is _ALL:
             # Asked of masks that transformers fills with ones where the batch has none, and then drops.
             self._true[out] = not self.has_padding
-        if func is torch.ops.aten.add.Tensor and _accumulates_in_place(args):
+        if func is _ADD and _accumulates_in_place(args):
             self._inherit(args[0], out)
             return out
-        leaves = tree_leaves(out)
-        # CUDA's dropout allocates its mask before its result (native_dropout_cuda).
-        for leaf in reversed(leaves) if func is torch.ops.aten.native_dropout.default else leaves:
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
-        if func is torch.ops.aten.embedding_dense_backward.default:
+        if isinstance(out, torch.Tensor):
+            self.see(out)
+        elif out is not None:
+            leaves = tree_leaves(out)
+            # CUDA's dropout allocates its mask before its result (native_dropout_cuda).
+            for leaf in reversed(leaves) if func is _DROPOUT else leaves:
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+        if func is _EMBEDDING_BACKWARD:
             number = self.hold("workspaces", 0)
             self.let_go(number)
             self.trace.embeddings[number] = (args[1].numel(), args[2], args[0].shape[-1])
-        if func in _MATRIX_PRODUCTS:
-            self._keep_workspaces(with_bias=func is torch.ops.aten.addmm.default)
-        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        if id(func) in _WITH_WORKSPACES:
+            self._keep_workspaces(with_bias=func is _ADDMM)
+        if func is _FLASH_BACKWARD:
             self._borrow(_flash_backward_bytes(args[1]))
-        if func is torch.ops.aten._softmax_backward_data.default:
+        if func is _SOFTMAX_BACKWARD:
             # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
             self._borrow(args[0].numel() * args[0].element_size())
-        if func is torch.ops.aten._safe_softmax.default:
+        if func is _SAFE_SOFTMAX:
             # Which scores are masked, and which rows entirely (aten/src/ATen/native/transformers/attention.cpp).
             masked = self.hold("workspaces", out.numel())
             self._borrow(out.numel() // out.shape[args[1]])
             self.let_go(masked)
-        if func is torch.ops.aten.sum.dim_IntList:
+        if func is _SUM:
             self._reduction(args[0], out)
         return out
 
