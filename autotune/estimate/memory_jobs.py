@@ -116,6 +116,7 @@ class Forecast:
         self._asks_ahead = asks_ahead
         """Whether a caller that waits for one arm has the next questions answered meanwhile."""
         self._number = 0
+        self._to_keep: list[tuple[PredictionWork, PredictionAnswer]] = []
         self.unanswered: list[Question] = []
         """Questions whose process failed. Nothing is predicted there, and the search goes on without."""
         self._recall()
@@ -152,24 +153,27 @@ class Forecast:
             if self._patience_seconds <= 0:
                 return
             self._wait()
+            self._keep()
 
     def complete(self) -> None:
         """Send all questions and wait for the answers."""
-        self._collect(0.0)
+        self._take(0.0)
         self._fill()
         while self._asked and self._patience_seconds > 0:
             self._wait()
+            # Storing takes time, a second where there is no database yet. The next questions are sent before.
             self._fill()
+            self._keep()
 
     def is_settled(self, arm: Arm) -> bool:
         """Return whether all that will be predicted of an arm is known, and nothing is being predicted."""
-        self._collect(0.0)
+        self._collect()
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 
     def _wait(self) -> None:
         """For one answer, a second at most."""
         began = time.monotonic()
-        self._collect(min(1.0, self._patience_seconds))
+        self._take(min(1.0, self._patience_seconds))
         self._patience_seconds -= time.monotonic() - began
 
     def _ask_about(self, arm: Arm) -> bool:
@@ -185,7 +189,19 @@ class Forecast:
         while self._waiting and len(self._asked) < self._parallel:
             self._ask(self._waiting.pop(0))
 
-    def _collect(self, wait_seconds: float) -> None:
+    def _collect(self) -> None:
+        """File and store what has been answered by now."""
+        self._take(0.0)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Store what was filed since the last time."""
+        answered, self._to_keep = self._to_keep, []
+        if self._kept is not None:
+            for identity, answer in answered:
+                self._kept.keep(identity, answer)
+
+    def _take(self, wait_seconds: float) -> None:
         """File what has been answered; waits at most so long for one answer."""
         if not self._asked:
             return
@@ -198,8 +214,7 @@ class Forecast:
                 self.unanswered += [question for _, question in inquiry.askers]
                 continue
             _file(inquiry, predicted)
-            if self._kept is not None:
-                self._kept.keep(inquiry.identity, predicted)
+            self._to_keep.append((inquiry.identity, predicted))
 
     def _ask(self, inquiry: _Inquiry) -> None:
         self._number += 1

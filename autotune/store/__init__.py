@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
 
 if TYPE_CHECKING:
-    from autotune.store.answers import Answers, open_answers
+    from autotune.store.answers import Answers
     from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
+    from autotune.store.finding import AnswerFile, open_answers
     from autotune.store.measured import MeasuredTrial, measured_trials
     from autotune.store.migrate import migrations_folder
     from autotune.store.opening import current_revision, open_store, upgrade
@@ -38,6 +39,7 @@ __all__ = [
     "LOCATION_VARIABLE",
     "LOCK_TIMEOUT_SECONDS",
     "TRIAL_ID_ATTRIBUTE",
+    "AnswerFile",
     "AnswerKind",
     "Answers",
     "MeasuredTrial",
@@ -66,6 +68,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "AnswerFile": "finding",
     "AnswerKind": "answers",
     "Answers": "answers",
     "LOCK_TIMEOUT_SECONDS": "engine",
@@ -82,7 +85,7 @@ _MODULE_OF = {
     "damaged": "engine",
     "new_id": "records",
     "now": "records",
-    "open_answers": "answers",
+    "open_answers": "finding",
     "storage_errors": "engine",
     "Store": "repository",
     "close_optuna": "optuna_storage",

@@ -1,7 +1,4 @@
-"""Store answers of trial processes, under a key of everything that an answer depends on.
-
-Importing this loads SQLAlchemy, but neither Alembic nor Optuna, so that a command whose answers are all stored is fast.
-"""
+"""Store answers of trial processes, under a key of everything that an answer depends on."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from autotune.core.errors import StorageError
 from autotune.core.inspection import Inspection
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import decode, encode
-from autotune.store.engine import build_engine, storage_errors, transaction
-from autotune.store.location import resolve_location
+from autotune.store.engine import storage_errors, transaction
 from autotune.store.records import now
 from autotune.store.tables import AnswerRow
 
@@ -64,15 +60,3 @@ class Answers:
     def close(self) -> None:
         """Close the connections; new ones are opened if it is used again."""
         self._engine.dispose()
-
-
-def open_answers(location: str, lock_timeout_seconds: float) -> Answers | None:
-    """Return the answers in a database; ``None`` where there is no database. Creates and upgrades nothing.
-
-    Raises ``StorageError`` where ``location`` is no database location. Whether the file can be read is seen on reading.
-    """
-    place = resolve_location(location)
-    with storage_errors(place.label):
-        if place.path is not None and not place.path.is_file():
-            return None
-        return Answers(build_engine(place, lock_timeout_seconds), place.label)

@@ -1,4 +1,7 @@
-"""Resolve where the database is: a file or a URL, as the user wrote it and as SQLAlchemy needs it."""
+"""Resolve where the database is: a file or a URL, as the user wrote it and as SQLAlchemy needs it.
+
+SQLAlchemy is imported when a location is resolved, which takes as long as all the rest of a short command.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from typing import TYPE_CHECKING
 
 from autotune.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
 
 DEFAULT_LOCATION = "studies/autotune.db"
 LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
 """The environment variable with the default location of the database."""
 
 _URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
+_PLAIN_URL = "sqlite:///"
+_UNCERTAIN = re.compile(r"://|[?%#]")
 POSTGRES_EXAMPLE = "postgresql+psycopg://user@host/database"
 _POSTGRES_NAMES = ("postgresql", "postgres")
 # Arguments of libpq that may stand behind the question mark of a URL and are nobody else's business.
@@ -70,6 +76,9 @@ def resolve_location(location: str) -> Location:
 
     A URL of PostgreSQL without a driver means psycopg 3, whatever the version of SQLAlchemy takes by default.
     """
+    from sqlalchemy import URL, make_url
+    from sqlalchemy.exc import ArgumentError
+
     text = location.strip()
     if not text:
         raise StorageError("the database has no name", f"give a path to --storage, {DEFAULT_LOCATION} say")
@@ -96,7 +105,21 @@ def resolve_location(location: str) -> Location:
     return _file_location(url, database, text)
 
 
+def plain_path(location: str) -> Path | None:
+    """Return the path of a location that names a SQLite file and nothing else; ``None`` where that is not certain."""
+    text = location.strip()
+    name = text.removeprefix(_PLAIN_URL)
+    if not name or name.startswith((":", "sqlite:", "file:")) or _UNCERTAIN.search(name) or _surrogates(name):
+        return None
+    try:
+        return Path(name).expanduser().absolute()
+    except RuntimeError:
+        return None
+
+
 def _file_location(url: URL, name: str, label: str) -> Location:
+    from sqlalchemy import make_url
+
     try:
         path = Path(name).expanduser().absolute()
     except RuntimeError as error:

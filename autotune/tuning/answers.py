@@ -28,11 +28,11 @@ from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.store import Answers, open_answers
+from autotune.store import open_answers
 from autotune.tuning.environment import library_versions
 
 if TYPE_CHECKING:
-    from autotune.store import Store
+    from autotune.store import AnswerFile, Answers, Store
 
 T = TypeVar("T", Inspection, PredictionAnswer)
 
@@ -198,7 +198,7 @@ class AnswersBeside:
 
     def __init__(self, storage: str) -> None:
         self._storage = storage
-        self._reading: Answers | None = None
+        self._reading: AnswerFile | Answers | None = None
         self._store: Store | None = None
         self.problem: StorageError | None = None
         """Why nothing is stored; ``None`` unless storing failed."""
@@ -220,6 +220,11 @@ class AnswersBeside:
             self._reading = self._reading or open_answers(self._storage, _LOCK_TIMEOUT_SECONDS)
             return self._reading.find(key, kind) if self._reading is not None else None
         return None
+
+    @staticmethod
+    def prepare_to_keep() -> None:
+        """Import what storing needs, while the process that answers still imports."""
+        import autotune.store.opening  # noqa: F401
 
     def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer where that is possible."""

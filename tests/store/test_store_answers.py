@@ -13,7 +13,8 @@ from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
-from autotune.store import Store, open_answers, open_store
+from autotune.store import AnswerFile, Store, open_answers, open_store
+from autotune.store.location import plain_path, resolve_location
 
 PREDICTED = PredictionAnswer((), 64)
 
@@ -47,6 +48,31 @@ def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str
     assert store.answers.find("0123", PredictionAnswer) is None
 
 
+@sqlite_alone
+@pytest.mark.parametrize("damaged", ["{", "\x80"])
+def test_a_file_of_answers_that_is_damaged_is_said_to_be(store: Store, damaged: str) -> None:
+    store.answers.keep("0123", PREDICTED)
+    with closing(sqlite3.connect(str(store.path))) as connection:
+        connection.execute("UPDATE autotune_answers SET document = CAST(? AS TEXT)", (damaged.encode("latin-1"),))
+        connection.commit()
+    answers = open_answers(str(store.path), 1.0)
+    assert isinstance(answers, AnswerFile)
+    with closing(answers), pytest.raises(StorageError):
+        answers.find("0123", PredictionAnswer)
+
+
+@pytest.mark.parametrize(
+    "name", ["a?b.db", "a%41.db", "sqlite:///a.db?mode=ro", "sqlite:a.db", ":memory:", "", "x://y"]
+)
+def test_only_plain_names_of_files_are_paths_at_once(name: str) -> None:
+    assert plain_path(name) is None
+
+
+@pytest.mark.parametrize("name", ["a.db", " b c/ü.db ", "sqlite:///a.db", "sqlite:////x/a.db", "~/a.db", "a@b:c.db"])
+def test_plain_names_of_files_are_the_paths_that_sqlalchemy_gives(name: str) -> None:
+    assert plain_path(name) == resolve_location(name).path
+
+
 def test_looking_up_makes_no_database(tmp_path: Path) -> None:
     assert open_answers(str(tmp_path / "studies" / "none.db"), 1.0) is None
     assert list(tmp_path.iterdir()) == []
@@ -76,12 +102,12 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
 
 
 @sqlite_alone
-def test_looking_up_imports_neither_optuna_nor_alembic(store: Store) -> None:
+def test_looking_up_in_a_file_imports_no_library_of_databases(store: Store) -> None:
     store.answers.keep("0123", PREDICTED)
     program = (
         "import sys; from autotune.core.prediction import PredictionAnswer; from autotune.store import open_answers; "
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "
-        "*{'optuna', 'alembic'} & sys.modules.keys())"
+        "*{'optuna', 'alembic', 'sqlalchemy'} & sys.modules.keys())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout.strip() == str(PREDICTED)
