@@ -53,16 +53,16 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     few = ("--gpu", "l4,h100,t4,a10g", "--price", "l4=0.70EUR,h100=2.95EUR", "--precision", "bf16,fp16")
     storage = str(tmp_path / "studies.db")
     keep_a_measurement(storage)
-    words = (*few, "--gpus", "1,2", "--samples", "1e6", "--storage", storage, "--json")
+    words = (*few, "--samples", "1e6", "--storage", storage, "--json")
     done = run_process(*_SMALL, *words, folder=tmp_path, cold=cold)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     assert decode(document, AdviceDocument).prices == PricesDocument("EUR", "as given")
     for row in document["gpus"]:
         decode(row, FittingOfferDocument if row["fits"] else OfferDocument)
-    by_name = {row["gpu"]: row for row in document["gpus"] if row["gpus"] == 1}
+    by_name = {row["gpu"]: row for row in document["gpus"]}
     # So small a model waits for the host on either, so that the cheaper one costs less.
-    assert [row["gpu"] for row in document["gpus"] if row["gpus"] == 1] == ["l4", "h100-80gb", "t4", "a10g"]
+    assert [row["gpu"] for row in document["gpus"]] == ["l4", "h100-80gb", "t4", "a10g"]
     l4, h100, t4, unknown = by_name["l4"], by_name["h100-80gb"], by_name["t4"], by_name["a10g"]
     assert l4["candidate"]["precision"] in ("bf16", "fp16")
     assert l4["hours"] == pytest.approx(1e6 / l4["samples_per_second"] / 3600)
@@ -79,7 +79,10 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     assert l4["grade"] == "predicted"
     # Measured in a study of this very workload.
     assert (h100["grade"], h100["samples_per_second"]) == ("measured", pytest.approx(5000.0))
-    (two,) = [row for row in document["gpus"] if (row["gpu"], row["gpus"]) == ("l4", 2)]
+    several = ("--gpu", "l4", "--price", "l4=0.70EUR", "--precision", "bf16", "--gpus", "1,2")
+    done = run_process(*_SMALL, *several, "--storage", storage, "--json", folder=tmp_path)
+    assert done.code == 0, done.stderr
+    (two,) = [row for row in json.loads(done.stdout)["gpus"] if row["gpus"] == 2]
     assert two["candidate"]["ranks"] == 2
     assert two["candidate"]["per_device_train_batch_size"] <= 32
     assert two["price_per_hour"] == pytest.approx(1.4)

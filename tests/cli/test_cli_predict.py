@@ -83,8 +83,8 @@ def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_
 
 def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> None:
     asked = (*_SMALL, "--gpus", "2", "--gpu", "rtx-4090", "--effective-batch", "16", "--precision", "bf16")
-    few = ("--strategy", "ddp,fsdp", "--gradient-checkpointing", "off", "--json")
-    done = run_process(*asked, *few, folder=tmp_path)
+    asked = (*asked, "--gradient-checkpointing", "off")
+    done = run_process(*asked, "--strategy", "ddp,fsdp", "--json", folder=tmp_path)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
     found = {(arm["strategy"], arm["sync_each_batch"]): arm for arm in document["arms"]}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import warm
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
@@ -236,7 +237,7 @@ def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.Com
     """The ``alembic`` command in the checkout, where a folder bears the library's name."""
     settings = folder / "pyproject.toml"
     settings.write_text(f'[tool.alembic]\nscript_location = "{migrations_folder()}"\nprepend_sys_path = ["."]\n')
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "alembic", "-c", str(settings), *arguments],
         cwd=ROOT,
         env=os.environ | {"AUTOTUNE_STORAGE": str(database), "PYTHONPATH": str(ROOT)},
