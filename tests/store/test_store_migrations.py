@@ -240,7 +240,7 @@ def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.Com
     return warm.run(
         [sys.executable, "-m", "alembic", "-c", str(settings), *arguments],
         cwd=ROOT,
-        env=os.environ | {"AUTOTUNE_STORAGE": str(database), "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"AUTOTUNE_STORAGE": str(database), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=60,
