@@ -47,6 +47,11 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     for name in (*BRINGS_CODE, "storage", "wait"):
         if given.get(name):
             option = "the script" if name == "script" else f"--{name}"
+            if name in BRINGS_CODE:
+                hint = (
+                    "leave --server out on the machine itself, or ask its operator to list it and name it with --code"
+                )
+                raise InvalidRequestError(f"{option} brings code, and a service takes no code over HTTP", hint)
             raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
     client = Client(server)
     asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}

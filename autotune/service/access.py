@@ -115,12 +115,18 @@ async def _known(request: Request) -> Searches:
     return searches_of(request)
 
 
+def _no_token(*, was_given: bool) -> ServiceError:
+    if was_given:
+        message, hint = "this token is not known", "see what autotune serve printed; autotune token add makes another"
+    else:
+        message, hint = "this needs a token", "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN"
+    return ServiceError(message, hint, status=401)
+
+
 async def _reader(request: Request) -> TokenRecord:
     token = await access_of(request).identify_soon(request)
     if token is None:
-        raise ServiceError(
-            "this needs a token", "send it as Authorization: Bearer TOKEN, or set AUTOTUNE_TOKEN", status=401
-        )
+        raise _no_token(was_given=bool(_token_of(request)))
     return token
 
 

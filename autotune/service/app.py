@@ -42,9 +42,15 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
             )
         case RequestValidationError():
             first = error.errors()[0]
+            if first["type"] == "json_invalid":
+                return problem_response(InvalidRequestError("the body is no JSON", "send a JSON object"))
             where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
             return problem_response(
                 InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
+            )
+        case HTTPException(status_code=404):
+            return problem_response(
+                ServiceError(f"there is nothing at {request.url.path[:200]}", "see /openapi.json", status=404)
             )
         case HTTPException():
             return problem_response(ServiceError(str(error.detail), status=error.status_code))

@@ -199,6 +199,13 @@ async def _sweep(searches: Searches, server: _Server) -> None:
         await asyncio.sleep(0.2)
 
 
+def _reason(error: OSError) -> str:
+    """Return what the system says of an error, without the address that ``create_server`` adds."""
+    # A host that cannot be resolved has a number of its own.
+    told = str(error.strerror or error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    return told.lower()
+
+
 @contextlib.contextmanager
 def _listen(settings: Settings) -> Iterator[socket.socket]:
     try:
@@ -206,7 +213,7 @@ def _listen(settings: Settings) -> Iterator[socket.socket]:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
     except OSError as error:
         raise InvalidRequestError(
-            f"the service cannot listen on {settings.host}:{settings.port}: {(error.strerror or str(error)).lower()}",
+            f"the service cannot listen on {settings.host}:{settings.port}: {_reason(error)}",
             "choose another --port, or end what uses it",
         ) from error
     # Accepted connections inherit it. asyncio sets it only on sockets that were made with the number of the protocol.

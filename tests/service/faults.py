@@ -65,7 +65,10 @@ class Scene:
         self.storage = database.url(database.new_database()) if database is not None else "a.db"
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
-        self.hit: set[str] = set()
+        self.open: set[str] = set()
+        """Studies that have not ended."""
+        self.hit: dict[str, set[str]] = {}
+        """Candidates whose trial was killed, with the studies that were open then: it was one of these."""
         self.token = ""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
@@ -189,7 +192,7 @@ class Scene:
             with contextlib.suppress(OSError, ValueError):
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
                 if parent > 1:
-                    self.hit.add(candidate)
+                    self.hit[candidate] = set(self.open)
                     os.kill(pid if victim == "trial" else parent, signal.SIGKILL)
                     return True
         return False
@@ -226,11 +229,14 @@ class Scene:
 
     # What is recorded
 
-    def results(self, study: str) -> list[tuple[str, str, str, str]]:
+    def results(
+        self, study: str, states: tuple[str, ...] = ("completed", "out_of_memory")
+    ) -> list[tuple[str, str, str, str]]:
         """What the trials of a study gave, read from the database without any of autotune."""
+        named = ", ".join(f"'{state}'" for state in states)
         query = (
             "SELECT candidate, stage, autotune_trials.state, outcome FROM autotune_trials JOIN autotune_studies s "
-            f"ON study_id = s.id WHERE s.name = '{study}' AND autotune_trials.state IN ('completed', 'out_of_memory')"
+            f"ON study_id = s.id WHERE s.name = '{study}' AND autotune_trials.state IN ({named})"
         )
         if self.database is not None:
             name = self.storage.partition("@/")[2].partition("?")[0]
@@ -297,8 +303,10 @@ def measure(
             while sum(states.get(study) != "finished" for study in studies) < 2:
                 studies.append(f"study-{len(studies)}")
                 states[studies[-1]] = "queued"
-                scene.hit.clear()
                 scene.submit(studies[-1])
+            # Of one that is killed twice in a study no more trials are run, and the answer may be another.
+            scene.open = {study for study in studies if states.get(study) != "finished"}
+            scene.hit = {candidate: those & scene.open for candidate, those in scene.hit.items() if those & scene.open}
             time.sleep(scene.random.uniform(0, 1.5))
             scene.disturb(order[scene.faults.total()])
         (scene.folder / "clock").unlink(missing_ok=True)
@@ -312,7 +320,14 @@ def measure(
             found["wrong answers"] += is_wrong
             if is_wrong or states.get(study) != "finished":
                 problem = scene.call("GET", f"/v1/searches/{study}")["problem"]
-                print(f"{study}: {states.get(study)}, {problem}, {results}, {scene.winner(study)}", file=sys.stderr)
+                print(f"{study}: {states.get(study)}, {problem}, {scene.winner(study)}", file=sys.stderr)
+                failed = scene.results(study, ("failed", "running"))
+                for name, rows in {
+                    "missing": [row for row in expected if row not in results],
+                    "beyond": [row for row in results if row not in expected],
+                    "failed": failed,
+                }.items():
+                    print("\n".join(f"{study}, {name}: {row}" for row in rows), file=sys.stderr)
         found["studies"] = len(studies)
         found["trials"] = len(studies) * len(expected)
     finally:

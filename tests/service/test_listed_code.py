@@ -124,3 +124,15 @@ def test_a_name_of_a_service_means_nothing_to_a_local_search(folder: Path) -> No
     result = CliRunner().invoke(cli, ["search", "--code", "glue"])
     assert isinstance(result.exception, InvalidRequestError)
     assert "give --server URL" in result.exception.hint
+
+
+def test_code_is_kept_from_a_service_by_the_command_as_well(folder: Path) -> None:
+    from click.testing import CliRunner
+
+    from autotune.cli.main import cli
+
+    words = ["search", "--server", "http://127.0.0.1:1", "--trainer", "train.py:build"]
+    result = CliRunner().invoke(cli, words)
+    assert isinstance(result.exception, InvalidRequestError)
+    assert "--trainer brings code" in result.exception.message
+    assert "--code" in result.exception.hint

@@ -375,3 +375,12 @@ def test_only_what_is_accepted_waits_for_the_disk(
     assert job["id"].encode() in synced[0]
     writer.get(f"/v1/searches/{job['id']}")
     assert len(synced) == 1
+
+
+def test_a_body_is_json_whatever_the_client_calls_it(writer: TestClient) -> None:
+    """As curl -d does, which says that it sends a form."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    told = writer.post("/v1/verify", content=b'{"study": "nothing"}', headers=form)
+    assert (told.status_code, told.json()["detail"][:22]) == (404, "there is no study 'not")
+    broken = writer.post("/v1/verify", content=b"study=nothing", headers=form)
+    assert (broken.status_code, broken.json()["detail"]) == (422, "the body is no JSON")

@@ -133,7 +133,7 @@ def _told(agent: Agent) -> Document:
 def test_errors_are_pages_for_browsers_and_documents_for_programs(visitor: TestClient) -> None:
     shown = visitor.get("/nothing", headers={"Accept": "text/html"})
     assert (shown.status_code, "There is nothing here" in shown.text) == (404, True)
-    assert visitor.get("/nothing").json()["detail"] == "Not Found"
+    assert visitor.get("/nothing").json()["detail"] == "there is nothing at /nothing"
     assert visitor.get("/v1/searches/x", headers={"Accept": "text/html"}).json()["status"] == 404
     visitor.post("/session/end")
     visitor.cookies.clear()

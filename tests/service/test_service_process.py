@@ -179,7 +179,7 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
     port = scene.url.rpartition(":")[2]
     taken = scene.start("taken", "serve", "--port", port, "--no-agent")
     assert taken.wait(60) == 2
-    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in scene.text("taken.err")
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use\n" in scene.text("taken.err")
     service.send_signal(signal.SIGINT)
     assert service.wait(60) == 0
     gone = scene.start("gone", "queue", "--server", scene.url)

@@ -62,9 +62,10 @@ def test_who_may_only_read_changes_nothing(server: TestClient, reader: TestClien
 
 
 def test_a_guessed_token_is_refused_and_guessing_is_stopped(server: TestClient) -> None:
-    codes = [with_token(server, new_token()).get("/v1/searches").status_code for _ in range(25)]
-    assert codes[0] == 401
-    assert codes[-1] == 429
+    answers = [with_token(server, new_token()).get("/v1/searches") for _ in range(25)]
+    assert answers[0].status_code == 401
+    assert answers[0].json()["detail"] == "this token is not known"
+    assert answers[-1].status_code == 429
 
 
 def test_a_removed_token_is_refused_soon(server: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
