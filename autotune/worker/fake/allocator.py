@@ -141,11 +141,13 @@ def replay(
     ``stream_of`` tells the CUDA stream of an allocation; ``None`` stands for the default stream.
     """
     allocator = CachingAllocator(cap_bytes)
+    allocate, release, holds = allocator.allocate, allocator.release, allocator.holds
     for number, size in events:
         if size > 0:
-            allocator.allocate(number, size, 0 if stream_of is None else stream_of(number))
+            allocate(number, size, 0 if stream_of is None else stream_of(number))
+        elif size == DEATH:
+            if holds(number):
+                release(number)
         elif size == EMPTY_CACHE:
             allocator.empty_cache()
-        elif size == DEATH and allocator.holds(number):
-            allocator.release(number)
     return allocator

@@ -58,14 +58,9 @@ class Size:
         return column_sum_scratch_bytes(size, self.columns, chip)
 
 
-@dataclass(frozen=True)
-class _Event:
-    """An allocation or a release in a sequence of two steps."""
-
-    number: int
-    origin: int
-    """Number of the allocation in the traced step, which this one is or repeats."""
-    is_death: bool
+_Event = tuple[int, int | None]
+"""An allocation in a sequence of two steps, with its number in the traced step, which it is or repeats; for its
+release ``None`` instead. Plain tuples, as there are tens of thousands for each accumulation."""
 
 
 class ScalableStep:
@@ -88,8 +83,8 @@ class ScalableStep:
         self._begins = trace.parts["first inputs"]
         self._model_is_built = trace.parts.get("sharing", self._begins)
         self._inputs = _alive_after(trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]])
-        self._events: dict[int, list[tuple[int, int | None]]] = {}
-        """By accumulation, the numbers of allocations, each with its origin, or with ``None`` where it is released."""
+        self._events: dict[int, list[_Event]] = {}
+        """The events of two steps, by accumulation."""
 
     def of(self, accumulation: int) -> ScalableStep:
         """Return the step that is traced for so many micro-steps, which its labels and streams belong to."""
@@ -105,8 +100,7 @@ class ScalableStep:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._events:
-            steps = self._two_steps(accumulation)
-            self._events[accumulation] = [(e.number, None if e.is_death else e.origin) for e in steps]
+            self._events[accumulation] = self._two_steps(accumulation)
         events = [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._events[accumulation]]
         # A trial empties the cache once its model is built, before it measures.
         return [*events[: self._model_is_built], (0, EMPTY_CACHE), *events[self._model_is_built :]]
@@ -135,31 +129,35 @@ class ScalableStep:
 
         The Trainer keeps the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
         """
-        setup = [_Event(number, number, size == DEATH) for number, size in self._trace.events[: self._begins]]
         loads, step = self._step(accumulation)
-        born = {event.number for event in step if not event.is_death}
-        ended = {event.number for event in step if event.is_death}
+        born = {number for number, origin in step if origin is not None}
+        ended = {number for number, origin in step if origin is None}
         repeated = born & ended
-        again = [self._later(event, 1) for event in step if event.number in repeated]
-        deaths = [_Event(event.number, event.origin, True) for event in loads]
-        return [*setup, *loads, *step, *(self._later(event, 1) for event in loads), *deaths, *again]
+        again = self._later([event for event in step if event[0] in repeated], 1)
+        deaths: list[_Event] = [(number, None) for number, _ in loads]
+        return [*_events(self._trace.events[: self._begins]), *loads, *step, *self._later(loads, 1), *deaths, *again]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
         """Return the inputs of all micro-steps, and the other events of a step, which end before the inputs do."""
-        inputs = [_Event(number, number, False) for number in self._inputs]
+        inputs: list[_Event] = [(number, number) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
         held = accumulation if self._most_inputs is None else min(accumulation, self._most_inputs)
-        loads = [self._later(event, 2 * number) for number in range(held) for event in inputs]
+        loads = [event for number in range(held) for event in self._later(inputs, 2 * number)]
         part = self._trace.events[self._trace.parts["first micro-step"] :]
         if accumulation == 1:
             part = _one_micro_step(self._trace)
         before = self._trace.events[self._begins : self._trace.parts["first micro-step"]]
         given = {number for number, size in before if size != DEATH}
-        return loads, [_Event(number, number, size == DEATH) for number, size in part if number not in given]
+        return loads, [event for event in _events(part) if event[0] not in given]
 
-    def _later(self, event: _Event, times: int) -> _Event:
-        """Return the same event for a later copy of the allocation."""
-        return _Event(event.number + times * self._shift, event.origin, event.is_death)
+    def _later(self, events: Iterable[_Event], times: int) -> list[_Event]:
+        """Return the same events for later copies of the allocations."""
+        shift = times * self._shift
+        return [(number + shift, origin) for number, origin in events]
+
+
+def _events(traced: Events) -> list[_Event]:
+    return [(number, None if size == DEATH else number) for number, size in traced]
 
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
