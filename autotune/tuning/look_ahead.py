@@ -14,8 +14,8 @@ class LookAhead:
         self._forecast = forecast
         self._plan = plan
         self._beside_baseline = beside_baseline
-        """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed:
-        preparing them takes the cores."""
+        """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed,
+        or processes of the user's own code load data: preparing them takes the cores."""
 
     def is_ready(self) -> bool:
         """Return whether the next trial may start, once what it needs is predicted.

@@ -136,7 +136,10 @@ class Search:
         if not request.fresh and request.workload.source is None:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
-        self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=request.workload.is_text)
+        feeds_little = request.workload.is_text or (
+            request.workload.source is not None and not self._prepared.model.dataloader_num_workers
+        )
+        self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=feeds_little)
         self._records = StudyRecorder(opened.study, self._store, self._optuna_study(opened.study.name))
         self._records.settle(self._plan.records)
 

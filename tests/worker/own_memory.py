@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from autotune.core.candidate import Arm
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
-from autotune.core.prediction import PredictionAnswer, PredictionWork
+from autotune.core.prediction import Operations, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -40,8 +41,29 @@ def inspected(server: ServerClient, workload: Workload, **options: Any) -> Model
     return found.model
 
 
-def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> list[tuple[int, int]]:
-    """The peaks at each of ``BATCHES``, allocated and reserved."""
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted of an arm."""
+
+    peaks: list[tuple[int, int]]
+    """At each of ``BATCHES``, allocated and reserved."""
+    operations: Operations
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of the matrix products of a batch of 8."""
+        return self.operations.product_flops(8)
+
+    @property
+    def updated_bytes(self) -> int:
+        """The bytes that the optimizer reads and writes."""
+        return sum(row.count * row.bytes[1] for row in self.operations.rows if row.part == "update")
+
+
+def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> Predicted:
+    """What is predicted of an arm of a built-in workload, or from the traced step of one's own code."""
     work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
     answer = decode(server.run(workload, work).result, PredictionAnswer)
-    return [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
+    assert answer.operations is not None
+    peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
+    return Predicted(peaks, answer.operations)

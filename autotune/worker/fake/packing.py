@@ -6,12 +6,14 @@ import base64
 import json
 import zlib
 
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode, encode
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.tracer import Trace
 
 
-def packed(trace: Trace, batch: int, most_inputs: int | None) -> str:
-    """Return the trace of a step at a telling batch as text; see ``ScalableStep`` for the other arguments."""
+def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operations) -> str:
+    """Return the trace of a step at a telling batch, and its operations, as text; see ``ScalableStep``."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,
@@ -22,12 +24,13 @@ def packed(trace: Trace, batch: int, most_inputs: int | None) -> str:
         "column_sums": [[number, *sizes] for number, sizes in trace.column_sums.items()],
         "embeddings": [[number, *sizes] for number, sizes in trace.embeddings.items()],
         "parts": trace.parts,
+        "operations": encode(operations),
     }
     return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
 
 
-def unpacked(text: str) -> ScalableStep:
-    """Return the step whose trace was packed."""
+def unpacked(text: str) -> tuple[ScalableStep, Operations]:
+    """Return the step whose trace was packed, and its operations."""
     document = json.loads(zlib.decompress(base64.b64decode(text)))
     kinds = document["kinds"]
     trace = Trace(
@@ -37,4 +40,5 @@ def unpacked(text: str) -> ScalableStep:
         embeddings={number: (indices, rows, columns) for number, indices, rows, columns in document["embeddings"]},
         parts=document["parts"],
     )
-    return ScalableStep(trace, document["batch"], most_inputs=document["most_inputs"])
+    step = ScalableStep(trace, document["batch"], most_inputs=document["most_inputs"])
+    return step, decode(document["operations"], Operations)

@@ -40,9 +40,9 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
 
 
 def _step(work: PredictionWork, workload: Workload) -> tuple[ScalableStep, Operations | None]:
-    """Return the step of an arm, and what its operations compute, which is not known of the user's own code."""
+    """Return the step of an arm, and what its operations compute."""
     if work.step is not None:
-        return unpacked(work.step), None
+        return unpacked(work.step)
     # Random weights take the same memory, and need not be read.
     training = FakeTraining(dataclasses.replace(workload.at_its_worst(), weights=None), work.arm, work.chip)
     return training.step(), training.operations

@@ -127,9 +127,9 @@ def _no_surprise_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(model: torch.nn.Module, chip: Chip, *, padded: bool) -> Iterator[StorageTracer]:
+def tracing(model: torch.nn.Module, chip: Chip, operations: OperationTally, *, padded: bool) -> Iterator[StorageTracer]:
     """Record the allocations of whatever is done within, with the model's parameters replaced by fake tensors."""
-    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES))
+    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
     with _fake(), _no_surprise_collection(), tracer:
         _materialise(model, tracer)

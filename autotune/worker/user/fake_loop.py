@@ -29,6 +29,7 @@ from autotune.core.prediction import ArmsToTrace
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.features import runs_plain_kernels
+from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.scaling import telling_batch
 from autotune.worker.fake.step import install_cuda_semantics, numbers_of, tracing
@@ -122,6 +123,7 @@ class _TracedLoop:
         self._has_stepped = False
         self._optimizers: dict[int, Any] = {}
         self._tracer: StorageTracer
+        self._operations: OperationTally
         self._model: torch.nn.Module
 
     def micro_step(self) -> NoReturn:
@@ -140,7 +142,8 @@ class _TracedLoop:
         size = _telling_batch(self._model, shapes)
         library = install_cuda_semantics(self._chip, padded=shapes.is_padded)
         self._config.set_batch(size)
-        with tracing(self._model, self._chip, padded=shapes.is_padded) as tracer:
+        self._operations = operations = OperationTally(size)
+        with tracing(self._model, self._chip, operations, padded=shapes.is_padded) as tracer:
             self._tracer = tracer
             step.exchange_plain_tensors()
             for optimizer in self._optimizers.values():
@@ -154,11 +157,14 @@ class _TracedLoop:
             second = shapes.at(size)
             tracer.enter("first micro-step", "activations")
             self._stage = "first"
+            operations.counts_as = "micro_step"
             yield first
+            operations.counts_as = None
             if self._accumulates:
                 tracer.enter("second micro-step", "activations")
                 self._stage = "second"
                 yield second
+                operations.counts_as = None
             if not self._has_stepped:
                 raise NotTraceableError("its optimizer steps after another number of batches than it is told")
             self._stage = "after"
@@ -181,7 +187,8 @@ class _TracedLoop:
         trace = self._tracer.so_far()
         born = {number for number, _ in events[:ended]}
         trace.events = [*events[:ended], *(event for event in freed if event[0] in born)]
-        self._send(Traced(packed(trace, size, 1)))
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._send(Traced(packed(trace, size, 1, self._operations.operations(trained))))
 
     def _watch(self) -> None:
         """Mark the parts of the step where the loop reaches them."""
@@ -206,6 +213,8 @@ class _TracedLoop:
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 self._tracer.see(parameter.grad, "gradients")
+        # Clipping is not counted, as of a Trainer.
+        self._operations.counts_as = None
         if self._stage == "first" and not self._accumulates:
             self._tracer.enter("second micro-step", "activations")
         if self._stage == ("second" if self._accumulates else "first"):
@@ -220,6 +229,7 @@ class _TracedLoop:
         if self._stage in ("first", "second"):
             self._has_stepped = True
             self._tracer.phase = "optimizer"
+            self._operations.counts_as = "update"
 
     def _forget_update(self) -> None:
         """Have gradients and the optimizers' state allocated by the traced steps, as in a training that begins."""

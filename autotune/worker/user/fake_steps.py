@@ -351,8 +351,8 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         config: Any = getattr(step.model, "config", None)
         facts = config.to_dict() if hasattr(config, "to_dict") else {}
         batch = telling_batch([*numbers, *step.shapes.dimensions(), *numbers_of(facts)])
-        trace, _ = trace_training(step, batch, chip, padded=step.shapes.is_padded)
-        answer = Traced(packed(trace, batch, step.most_inputs))
+        trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
+        answer = Traced(packed(trace, batch, step.most_inputs, operations))
         del library
     except BaseException as error:
         answer = Traced(why=why_not(error))
