@@ -39,10 +39,13 @@ class WrittenFiles:
         """Called before a file is written to that was there before; ``None`` lets that happen."""
         self._process = os.getpid()
         temporary = tempfile.gettempdir()
-        self._aside = [
+        self._aside = tuple(
             os.path.realpath(path) + os.sep
             for path in (temporary, os.path.dirname(temporary), "/dev", "/proc", "/sys", *_caches())
-        ]
+        )
+        self._inside = os.path.realpath(cwd) + os.sep
+        # Who works in a folder of /dev/shm has files of their own there.
+        self._aside_inside = tuple(path for path in self._aside if not self._inside.startswith(path))
         self._made = set(_lines(list_file))
 
     def watch(self) -> None:
@@ -93,8 +96,7 @@ class WrittenFiles:
         found = self._place(path)
         if found is None:
             return
-        inside = found.startswith(os.path.realpath(self._cwd) + os.sep)
-        shown = os.path.relpath(found, self._cwd) if inside else found
+        shown = os.path.relpath(found, self._cwd) if found.startswith(self._inside) else found
         if len(self.first) < _MOST and shown not in self.first:
             self.first.append(shown)
         if not os.path.lexists(found):
@@ -110,7 +112,8 @@ class WrittenFiles:
         found = os.path.realpath(path)
         if "__pycache__" in found or found.startswith(os.path.join(Path.home(), ".")):
             return None
-        return None if found.startswith(tuple(self._aside)) else found
+        aside = self._aside_inside if found.startswith(self._inside) else self._aside
+        return None if found.startswith(aside) else found
 
     def _is_users(self, path: str) -> bool:
         """Return whether a file was there before this job began, and has something in it."""
