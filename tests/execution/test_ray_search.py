@@ -71,7 +71,9 @@ class RealCluster:
         # The paths of its sockets must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} if has_token else {"RAY_AUTH_MODE": "disabled"}
-        self.auth = {**auth, "HOME": str(self._folder)}
+        # Where Ray notes the address of its latest cluster: it expects the folder to be there.
+        (self._folder / "ray").mkdir()
+        self.auth = {**auth, "HOME": str(self._folder), "RAY_TMPDIR": str(self._folder)}
         self._log_path = self._folder / "cluster.log"
         with open(self._log_path, "wb") as log:
             self._process = subprocess.Popen(

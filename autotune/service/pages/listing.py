@@ -74,7 +74,7 @@ def searches_table(what: str, last: str, jobs: Sequence[JobRecord], told: Mappin
     rows = [
         element(
             "tr",
-            element("td", element("a", job.study, href=f"/searches/{job.id}")),
+            element("td", element("a", job.study, href=f"/searches/{job.id}"), class_="search-name"),
             element("td", badge(job.state)),
             element("td", str(next((job.request[name] for name in _WHAT if job.request.get(name)), ""))),
             element("td", told[job.id], class_="told"),
