@@ -269,8 +269,8 @@ class SearchRequest:
             require(DEEPSPEED, f"--strategy {asked[0]}")
         if self.workload.source is not None:
             raise InvalidRequestError(
-                f"--strategy {asked[0]}: code of your own is searched with DDP only",
-                "use --strategy ddp, or name the model with --model",
+                f"--strategy {asked[0]}: code of your own is searched with DDP and FSDP only",
+                "use --strategy ddp,fsdp, or name the model with --model",
             )
         if "zero2-offload" in asked and self.device.kind == "cpu":
             raise DeviceError(

@@ -88,6 +88,13 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
                 f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
                 "use --strategy ddp",
             )
+        unfit = next((optim for optim in request.optims if not shards_with(optim)), None)
+        if sharded and unfit is not None:
+            # Of the user's own code the optimizer is known since its inspection only.
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]}: the optimizer {unfit} cannot update sharded weights",
+                "use --strategy ddp, or another optimizer such as adamw_torch_fused",
+            )
         if sharded and (error := model.sharding_error):
             raise InvalidRequestError(
                 f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
@@ -95,20 +102,30 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_split = (
         request.device.kind == "cuda"
+        # What the user's own code allocates is not predicted on several ranks, so that sharding it has to be asked for.
         and request.workload.source is None
         and request.workload.quantize is None
-        # Adapters on a sharded model were not tried.
-        and request.workload.peft is None
+        and _may_need_sharding(request, state_bytes)
         and any(map(shards_with, request.optims))
     )
     found: list[Strategy] = ["ddp"]
     if can_split:
         with_fsdp = has_layers and not model.sharding_error
-        with_zero = version_of(DEEPSPEED) is not None
+        # Adapters under DeepSpeed were not tried.
+        with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
         found += [s for s in STRATEGIES if (Arm(strategy=s).is_sharded and with_fsdp) or (is_zero(s) and with_zero)]
         if not may_offload(request, state_bytes):
             found = [strategy for strategy in found if not Arm(strategy=strategy).offloads_optimizer]
     return tuple(found)
+
+
+def _may_need_sharding(request: SearchRequest, state_bytes: int) -> bool:
+    """Return whether sharding may be worth its communication.
+
+    Gradients of adapters are few, so that DDP exchanges next to nothing. There sharding only saves memory, which is
+    searched where the weights take more than half of it.
+    """
+    return request.workload.peft is None or 2 * state_bytes > request.reachable_bytes
 
 
 def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: ModelFacts) -> Arm:

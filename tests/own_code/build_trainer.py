@@ -78,6 +78,11 @@ def build_plain(overrides: dict[str, Any]) -> Trainer:
     return make(TrainingArguments(**{**own, **overrides}), Trainer)
 
 
+def shard_itself(overrides: dict[str, Any]) -> Trainer:
+    """Says itself how several GPUs share the model."""
+    return build({"fsdp": "full_shard auto_wrap", **overrides})
+
+
 class NumpyTrainer(Trainer):
     """Computes something that needs values."""
 

@@ -12,10 +12,12 @@ from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.chip import Chip
 from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
-from autotune.core.inspection import AfterStep
+from autotune.core.inspection import AfterStep, OwnSettings
 from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionWork
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
+from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.devices.host import HostMemory
 from autotune.estimate.feasibility import Judge
@@ -114,6 +116,41 @@ def test_a_strategy_that_cannot_be_is_one_clear_line(
         of_two(strategies=("fsdp",), **options)
     assert message in caught.value.message
     assert hint in str(caught.value.hint)
+
+
+OWN = Workload.of_source(TrainingSource("script", "/train.py", "0", "/", interface={"kind": "trainer"}))
+
+
+def own_trainer(optim: str = "adamw_torch_fused") -> Document:
+    """The facts of a Trainer of the user's own."""
+    return {**LAYERS, "own": OwnSettings(optim, 8), "interface": {"kind": "trainer"}, "samples": 6400}
+
+
+def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
+    """What it allocates is not predicted on several ranks, so that its trials would find out what fits."""
+    assert {arm.strategy for arm in of_two(own_trainer(), workload=OWN).space.arms} == {"ddp"}
+    asked = of_two(own_trainer(), workload=OWN, strategies=("ddp", "fsdp")).space.arms
+    assert {(arm.strategy, arm.transformer_layer_cls_to_wrap) for arm in asked} == {
+        ("ddp", None), ("fsdp", "BertLayer")
+    }  # fmt: skip
+    with pytest.raises(InvalidRequestError, match="the optimizer adafactor cannot update sharded weights"):
+        of_two(own_trainer("adafactor"), workload=OWN, optims=(), strategies=("fsdp",))
+    loop = {"kind": "accelerate", "searched": ["batch", "accumulation", "precision"]}
+    with pytest.raises(InvalidRequestError, match=r"train\.py trains in a loop of its own"):
+        of_two({**own_trainer(), "interface": loop}, workload=OWN, strategies=("fsdp",))
+
+
+@pytest.mark.parametrize(("limit", "strategies"), [(24 * GIB, {"ddp"}), (3 * GIB, {"ddp", "fsdp", "fsdp-keep"})])
+def test_adapters_are_sharded_where_weights_take_most_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, limit: int, strategies: set[str]
+) -> None:
+    """They have so few gradients that DDP exchanges next to nothing."""
+    monkeypatch.setattr("autotune.tuning.request.require", lambda *_: None)
+    lora = dataclasses.replace(BERT_LARGE, peft="lora", lora_rank=8)
+    few = {**LAYERS, "parameters": 400_000_000, "trainable_parameters": 4_000_000}
+    given = {"workload": lora, "memory_limit_bytes": limit}
+    assert {arm.strategy for arm in of_two(few, **given).space.arms} == strategies
+    assert {arm.strategy for arm in of_two(few, **given, strategies=("fsdp",)).space.arms} == {"fsdp"}
 
 
 def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:

@@ -24,6 +24,7 @@ from autotune.core.outcome import outcome_document
 from autotune.core.scratch import Scratch
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.trial.run import run_trial
+from autotune.worker.user.run import run_own
 
 _start = AcceleratorState.__init__
 
@@ -66,8 +67,14 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
     scratch = Scratch(str(folder / str(rank)))
     Path(scratch.output_dir).mkdir(parents=True)
     ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
-    outcome = run_trial(job.workload, job.work, scratch, lambda _: None, ranks)
-    (folder / f"{rank}.json").write_text(json.dumps({**outcome_document(outcome), "shards": Shards.found}))
+
+    def tell(outcome: Any) -> None:
+        (folder / f"{rank}.json").write_text(json.dumps({**outcome, "shards": Shards.found}))
+
+    if job.workload.source is not None:
+        # Ends the process.
+        run_own(job.workload, job.work, scratch, lambda what, told: tell(told) if what == "result" else None, ranks)
+    tell(outcome_document(run_trial(job.workload, job.work, scratch, lambda _: None, ranks)))
     sys.stderr.flush()
     os._exit(0)
 

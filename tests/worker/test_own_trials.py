@@ -278,6 +278,7 @@ def test_an_error_of_the_training_is_told_though_the_script_catches_it(
         ("train_otherwise", "the Trainer of build_trainer.py:train_otherwise has a train method that never calls"),
         ("train_itself", "build_trainer.py:train_itself calls train itself"),
         ("no_such", "build_trainer.py has no function no_such"),
+        ("shard_itself", "the TrainingArguments of the code set fsdp"),
         (
             "ignore",
             "build_trainer.py:ignore ignored its overrides: per_device_train_batch_size is 4, asked was 2; pass them",

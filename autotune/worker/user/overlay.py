@@ -14,6 +14,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
+from autotune.worker.user.code import UserCodeError
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -45,6 +46,8 @@ class Overlay:
     shortened: tuple[int, int] | None = None
     """Accumulation steps to run fewer of, and how many to run."""
     on_cpu: bool = False
+    is_inspecting: bool = False
+    """Whether nothing of the candidate's is set yet, so that all settings are the code's own."""
     is_probing: bool = False
     """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
     made_from: Document = field(default_factory=dict)
@@ -96,6 +99,11 @@ class Overlay:
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
         self.made_from = _origin()
+        if self.is_inspecting and getattr(arguments, "fsdp", None):
+            # A Trainer refuses it in a single process, as the one that is inspected is.
+            raise UserCodeError(
+                "the TrainingArguments of the code set fsdp", "leave fsdp out, and ask for it with --strategy fsdp"
+            )
         if self.is_probing and not self.tuned:
             self.tuned = probe(*given)
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
@@ -113,10 +121,24 @@ class Overlay:
             if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
                 asked = self.shortened[1]
             found = getattr(arguments, name, None)
-            if plain(found) != asked and name != "use_cpu":
+            if name == "fsdp" and asked:
+                # A list of options in some versions, whichever way it was said.
+                found, asked = bool(found), True
+            if not _has(found, asked) and name != "use_cpu":
                 at = f" (set at {self._set_at[name]})" if name in self._set_at else ""
                 return f"{name} is {plain(found)!r}, asked was {asked!r}{at}"
         return None
+
+
+def _has(found: Any, asked: Any) -> bool:
+    """Return whether a field's value is what was asked for.
+
+    ``TrainingArguments`` makes an object of some settings, and adds those that were not given.
+    """
+    if isinstance(asked, dict) and found is not None:
+        settings = found if isinstance(found, Mapping) else vars(found)
+        return all(_has(settings.get(name), value) for name, value in asked.items())
+    return bool(plain(found) == asked)
 
 
 def _set(arguments: Any, fields: Document) -> None:

@@ -25,7 +25,8 @@ from autotune.core.placement import RankDevices
 from autotune.core.scratch import Scratch, remove_made
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field, training_arguments
-from autotune.worker.facts import inspect_environment
+from autotune.worker.facts import inspect_environment, layer_classes
+from autotune.worker.private.accelerate import has_fsdp2
 from autotune.worker.private.transformers import attention_of, is_reporting, mean_train_loss
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.trial.losses import LossWatch
@@ -186,6 +187,12 @@ class TrainerTrial(OwnTrial):
         if trainer.args.world_size != self._ranks.count:
             raise UserCodeError(
                 f"the Trainer of {self._source.name} trains on {trainer.args.world_size} ranks, not {self._ranks.count}"
+            )
+        if self._ranks.count > 1 and trainer.args.deepspeed:
+            raise UserCodeError(
+                f"the TrainingArguments of {self._source.name} set deepspeed, and several GPUs train code of your own "
+                "with DDP or FSDP",
+                "leave deepspeed out",
             )
         if ignored := self._overlay.ignored(trainer.args, self._wanted):
             raise UserCodeError(_ignored_message(self._source, ignored))
@@ -371,7 +378,10 @@ class _Inspection:
         self._environment = inspect_environment()
         self._written: WrittenFiles | None = None
         self._overlay = Overlay(
-            self._output_dir, on_cpu=self._is_on_cpu, is_probing=is_probing and source.kind == "script"
+            self._output_dir,
+            on_cpu=self._is_on_cpu,
+            is_inspecting=True,
+            is_probing=is_probing and source.kind == "script",
         )
 
     def describe(self) -> NoReturn:
@@ -463,6 +473,7 @@ def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
         (attention_of(config),),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         num_labels=getattr(config, "num_labels", None),
+        layer_classes=tuple(layer_classes(model)) if has_fsdp2() else (),
         own=OwnSettings(
             plain(args.optim),
             batch,
