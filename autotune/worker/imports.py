@@ -114,7 +114,8 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
     if COLD_VARIABLE in os.environ:
         return threads
     workload = Workload.from_document(preload) if preload else None
-    if workload is not None and workload.source is not None:
+    source = workload.source if workload is not None else None
+    if source is not None:
         # The user's own code may use any package.
         workload = None
     from autotune.worker.private.transformers_imports import import_models
@@ -122,10 +123,15 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
     with _cuda_not_started(), _without(*_hidden_from(workload, is_plain=is_plain)):
         import_models()
         import autotune.worker.facts
-        import autotune.worker.trial.run  # noqa: F401
+        import autotune.worker.trial.run
 
         if workload is not None:
             _import_class(workload)
+        if source is not None:
+            import autotune.worker.user.run  # noqa: F401
+            from autotune.worker.user.libraries import import_libraries
+
+            import_libraries(source)
     return threads
 
 
