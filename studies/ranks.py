@@ -93,6 +93,7 @@ TINY = {
 # All but its smallest batches are limited by the GPU. fp16 takes as long as bf16, and gives as many cells again.
 _BESIDE = Subject("bert-large-uncased", 512, 64, ("bf16", "fp16"))
 _GRID_ALL_SECONDS = 150.0
+_VERIFIED_SECONDS = 20.0
 # Every micro-step is run, and a cell of 0.2 s a step takes 12 steps.
 _OF_GRID_ALL = Effort(min_steps=8, target_spread=0.005, max_seconds=2.5, max_micro_steps=8)
 
@@ -280,8 +281,17 @@ def _search(study: Study, name: str, subject: Subject) -> dict[str, Any]:
     return _summary(study.command(f"{name}_search", words, min(180.0, study.clock.left)))
 
 
+def _steps_to_verify(study: Study, name: str) -> int:
+    """Return the steps that take about twenty seconds by the study's promise: 100 at most, 30 at least."""
+    with open_store(str(study.storage)) as store:
+        record = store.study(name)
+        best = store.trials(record.id) if record is not None else []
+    promised = [t.outcome.measurement.step_seconds for t in best if isinstance(t.outcome, Completed)]
+    return max(30, min(100, round(_VERIFIED_SECONDS / min(promised)))) if promised else 100
+
+
 def _verify(study: Study, name: str, _: Subject) -> dict[str, Any]:
-    steps = "20" if study.is_cpu else "100"
+    steps = "20" if study.is_cpu else str(_steps_to_verify(study, name))
     found = study.command(f"{name}_verify", ["verify", name, "--steps", steps], min(150.0, study.clock.left))
     document = found.pop("document", None) or {}
     kept = ("verdict", "promised", "obtained", "samples_per_second_ratio", "peak_ratio", "misses", "why")
@@ -391,18 +401,27 @@ def _meta(request: SearchRequest, prepared: Prepared, start_seconds: float) -> d
 
 
 def _grid_all(study: Study, name: str, subject: Subject) -> dict[str, Any]:
-    """Measure every cell in the subject's first precision, with nothing predicted beside the trials."""
+    """Measure every cell in the subject's first precision, with nothing predicted beside the trials.
+
+    Cells that the folder's file has already are left out, so that a run that was cut short can be continued.
+    """
     clock = study.clock.within(_GRID_ALL_SECONDS)
     precisions = subject.precisions[:1]
     request = study.request(subject, precisions=precisions)
     states: list[str] = []
+    path = study.folder / f"{name}_grid-all.jsonl"
+    before = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]] if path.exists() else []
+    measured = {Candidate.from_parameters(cell) for cell in before}
     with (
         _server(study, f"{name}-all", request) as (server, prepared, start_seconds),
-        open(study.folder / f"{name}_grid-all.jsonl", "w", encoding="utf-8") as lines,
+        open(path, "a", encoding="utf-8") as lines,
     ):
-        lines.write(json.dumps(_meta(request, prepared, start_seconds)) + "\n")
+        if not before:
+            lines.write(json.dumps(_meta(request, prepared, start_seconds)) + "\n")
         cells = _cells(prepared, precisions)
         for number, candidate in enumerate(cells):
+            if candidate in measured:
+                continue
             if clock.left < 6:
                 break
             log = study.folder / "logs" / f"{name}-all" / f"cell-{number:03d}.log"
@@ -410,7 +429,7 @@ def _grid_all(study: Study, name: str, subject: Subject) -> dict[str, Any]:
             states.append(outcome.state)
             lines.write(json.dumps(_cell(candidate, outcome, seconds)) + "\n")
             lines.flush()
-    found = {"cells": len(cells), "measured": len(states)}
+    found = {"cells": len(cells), "measured": len(states), "measured_before": len(before)}
     return {**found, "states": {state: states.count(state) for state in dict.fromkeys(states)}}
 
 

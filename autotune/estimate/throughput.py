@@ -275,10 +275,18 @@ class Speeds:
     def in_order(self, ladder: Sequence[int]) -> list[Arm]:
         """Return the arms of the space, those with predicted speeds by the fastest batch that is likely to fit.
 
-        Arms without a prediction keep their places.
+        Arms without a prediction keep their places. A precision that is never faster than another one comes after it,
+        also where only the other one's predictions were corrected by a slow trial.
         """
         expected = {arm: speed for arm in self._space.arms if (speed := self._expected(arm, ladder)) is not None}
-        by_speed = iter(sorted(expected, key=lambda arm: -expected[arm]))
+
+        def place(arm: Arm) -> tuple[float, int]:
+            speed, steps, faster = expected[arm], 0, self._faster_precision(arm)
+            while faster is not None and faster in expected:
+                speed, steps, faster = min(speed, expected[faster]), steps + 1, self._faster_precision(faster)
+            return -speed, steps
+
+        by_speed = iter(sorted(expected, key=place))
         return [next(by_speed) if arm in expected else arm for arm in self._space.arms]
 
     def _expected(self, arm: Arm, ladder: Sequence[int]) -> float | None:

@@ -61,6 +61,21 @@ def test_arms_come_by_predicted_speed_and_others_keep_their_places(memory: Memor
     assert speeds(memory, None).in_order(BATCHES) == [TF32, CHECKPOINTED, BF16, compiled]
 
 
+def test_a_precision_that_is_never_faster_comes_after_the_other(memory: MemoryModel) -> None:
+    """A slow trial in bf16 corrects what is predicted of bf16, and nothing of fp16."""
+    corrected = StepForecast(memory, CHIPS["h200"])
+    corrected.learn(Candidate(BF16, 32, 2), 100.0)
+    fp16, fp16_checkpointed = Arm("fp16"), Arm("fp16", True)
+    assert (corrected.samples_per_second(Candidate(fp16_checkpointed, 32, 2)) or 0) > (
+        corrected.samples_per_second(Candidate(CHECKPOINTED, 32, 2)) or 0
+    )
+    history = History(Ceiling(None, 139 * GIB, 0), memory=memory, steps=corrected)
+    of_four = Speeds(Space((fp16_checkpointed, fp16, BF16, CHECKPOINTED), Batches(64)), history)
+    order = of_four.in_order(BATCHES)
+    assert order.index(BF16) < order.index(fp16)
+    assert order.index(CHECKPOINTED) < order.index(fp16_checkpointed)
+
+
 def test_an_arm_is_left_out_by_a_prediction_that_held(memory: MemoryModel, forecast: StepForecast) -> None:
     held = speeds(memory, forecast, (Candidate(BF16, 32, 2), 297.0))
     why = held.left_out(CHECKPOINTED)
