@@ -162,7 +162,7 @@ def _offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
         return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
     if least is None:
         return refused("nothing is predicted for it")
-    return refused(f"the least needs {format_bytes(least)} of {format_bytes(line_bytes)}")
+    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(line_bytes)}")
 
 
 def _fitting_steps(chip: Chip, count: int, job: _Job, fits_below: float) -> tuple[list[StepTime], int | None]:

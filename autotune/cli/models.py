@@ -33,5 +33,5 @@ def models(as_json: bool) -> None:
         return
     rows = [(entry.name, format_count(entry.parameters), infer_task(entry.config), entry.about) for entry in entries()]
     print_table(("model", "parameters", "task", "about"), rows, right=("parameters",))
-    click.echo("What stands before a slash may be left out.", err=True)
-    click.echo("Any folder with a config.json and any model on the hub will do as well.", err=True)
+    click.echo("The part before a slash may be left out.", err=True)
+    click.echo("A folder with a config.json or any model on the hub works as well.", err=True)

@@ -125,7 +125,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
     if not names:
         if limit_bytes is None:
             raise InvalidRequestError(
-                "nothing says how much memory there is", "give --memory-limit 24GiB or --gpu rtx-3090"
+                "the memory of the GPU is not known", "give --memory-limit 24GiB or --gpu rtx-3090"
             )
         # Without rates: how fast it is nobody said.
         return [(Chip(name="a GPU like the H200", memory_bytes=limit_bytes), limit_bytes)]

@@ -129,9 +129,7 @@ def _ranks(gpus: str | None) -> int:
     if gpus is None:
         return 1
     if not gpus.isdecimal() or not 1 <= int(gpus) <= _MOST_RANKS:
-        raise InvalidRequestError(
-            f"--gpus {gpus} is not a number of GPUs that are not at hand", f"give one from 1 to {_MOST_RANKS}"
-        )
+        raise InvalidRequestError(f"--gpus {gpus} is not a number of GPUs", f"give one from 1 to {_MOST_RANKS}")
     return int(gpus)
 
 

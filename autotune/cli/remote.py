@@ -52,7 +52,7 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
                     "leave --server out on the machine itself, or ask its operator to list it and name it with --code"
                 )
                 raise InvalidRequestError(f"{option} brings code, and a service takes no code over HTTP", hint)
-            raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
+            raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
     client = Client(server)
     asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}
     search = client.request("POST", "/v1/searches", asked)
@@ -80,7 +80,7 @@ def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
     for name in ("storage", "gpu_spec"):
         if given.get(name):
             option = f"--{name.replace('_', '-')}"
-            raise InvalidRequestError(f"{option} means nothing with --server", f"leave {option} or --server out")
+            raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
     shown = ("as_json", "server", "all_batches", "anatomy")
     asked = {name: json_value(value) for name, value in given.items() if name not in shown}
     predicted: Document = Client(server).request("POST", "/v1/predict", asked, timeout_seconds=_PREDICT_SECONDS)

@@ -135,7 +135,9 @@ def agent(
     client = _client(server)
     codes = read_listed_code(allow) if allow is not None else {}
     if gpus is not None and device is not None:
-        raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
+        raise InvalidRequestError(
+            f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
+        )
     if device is None and gpus is None:
         run_agents(str(server), database, allow)
         return
@@ -197,7 +199,7 @@ def _client(server: str | None) -> Client:
     from autotune.service.client import Client
 
     if server is None:
-        raise InvalidRequestError("no service is named", "give --server URL, or set AUTOTUNE_SERVER")
+        raise InvalidRequestError("no service was given", "give --server URL, or set AUTOTUNE_SERVER")
     return Client(server)
 
 

@@ -51,7 +51,7 @@ def verify(
         from autotune.cli.remote import verify_remotely
 
         if same_loss:
-            raise InvalidRequestError("--same-loss means nothing with --server", "leave one of them out")
+            raise InvalidRequestError("--same-loss cannot be used with --server", "leave one of them out")
         verify_remotely(server, study or study_or_file, steps, as_json=as_json)
         return
     from autotune.store import open_store

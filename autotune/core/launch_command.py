@@ -150,7 +150,7 @@ def _without_python(words: list[str], command: str) -> list[str]:
     """Return the words without an interpreter and its options; raises where they cannot be a command of one process."""
     if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
         raise InvalidRequestError(
-            f"{command[:80]!r} begins with a variable of the environment, which is no script",
+            f"{command[:80]!r} begins with a variable of the environment, which is not a script",
             "set it before autotune itself: NAME=value autotune search … -- python train.py …",
         )
     if words and _PYTHON.fullmatch(Path(words[0]).name):

@@ -166,7 +166,7 @@ def _check_is_python(file: Path, name: str, hint: str) -> None:
                 f"the script {name} is run by a shell, which starts other processes",
                 "give the line with python that it contains: -- python train.py …",
             )
-    raise InvalidRequestError(f"the script {name} is no Python", hint)
+    raise InvalidRequestError(f"the script {name} is not Python", hint)
 
 
 def _is_python(file: Path) -> bool:

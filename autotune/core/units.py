@@ -65,7 +65,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; write it as 24GiB, 512MiB or a number of bytes")
     size = float(match.group(1)) * scale
     if not match.group(2) and 1 <= size < KIB:
-        raise ValueError(f"{text!r} is not a size without a unit; write {text.strip()}GiB or {text.strip()}MiB")
+        raise ValueError(f"{text!r} is not a size: the unit is missing; write {text.strip()}GiB or {text.strip()}MiB")
     if not 1 <= size <= _MOST_BYTES:
         raise ValueError(f"{text!r} is not a size between 1 byte and 1 EiB")
     return int(size)

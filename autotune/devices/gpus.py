@@ -237,7 +237,7 @@ def read_chips(path: str) -> dict[str, Chip]:
     except OSError as error:
         raise InvalidRequestError(f"--gpu-spec {path}: {error.strerror}", _SPEC_EXAMPLE) from error
     except ValueError as error:
-        raise InvalidRequestError(f"--gpu-spec {path} is no JSON: {error}", _SPEC_EXAMPLE) from error
+        raise InvalidRequestError(f"--gpu-spec {path} is not JSON: {error}", _SPEC_EXAMPLE) from error
     if not isinstance(document, dict) or not document:
         raise InvalidRequestError(f"--gpu-spec {path} names no GPU", _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}

@@ -55,7 +55,7 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
         chip = names.get(name.lower())
         if chip is None:
             hint = " ".join(filter(None, [did_you_mean(name.lower(), names), _HINT]))
-            raise InvalidRequestError(f"a price is given for {name!r}, which is no GPU that is known", hint)
+            raise InvalidRequestError(f"a price is given for {name!r}, which is not a known GPU", hint)
         stated[chip] = _amount(name, value)
     return Prices({name: amount for name, (amount, _) in stated.items()}, _unit_of(stated), "as given")
 
@@ -81,7 +81,7 @@ def _in_file(path: str | None) -> list[tuple[str, Any]]:
     except OSError as error:
         raise InvalidRequestError(f"--prices {path}: {error.strerror}", _FILE_HINT) from error
     except ValueError as error:
-        raise InvalidRequestError(f"--prices {path} is no JSON: {error}", _FILE_HINT) from error
+        raise InvalidRequestError(f"--prices {path} is not JSON: {error}", _FILE_HINT) from error
     if not isinstance(document, dict) or not document:
         raise InvalidRequestError(f"--prices {path} has no prices", _FILE_HINT)
     return list(document.items())

@@ -91,7 +91,7 @@ def check_address(text: str) -> str:
     if wanted == "ray://auto" or re.fullmatch(r"ray://(\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+):\d{1,5}", wanted):
         return wanted
     raise InvalidRequestError(
-        f"--executor {text[:100]} is no address of a Ray cluster",
+        f"--executor {text[:100]} is not the address of a Ray cluster",
         "write ray://HOST:10001, the port for clients of its head, or ray://auto on one of its nodes",
     )
 

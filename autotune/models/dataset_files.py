@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataKind, DataSpec
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.units import MIB, in_one_line
 from autotune.models.hub_revision import commit_of, hub_content
 
@@ -68,10 +68,10 @@ def locate(name: str, split: str | None) -> LocatedData:
                 f"--split {split}: --dataset {name} is a single file, which has no splits",
                 "leave --split out, or name the file of that split",
             )
-    elif _is_hub_name(name):
+    elif _is_hub_name(name) and not _near_file(path):
         return LocatedData(name, "hub", hub_content(name))
     else:
-        raise InvalidRequestError(f"--dataset {name}: there is no such file or folder", _NEXT_STEP)
+        raise InvalidRequestError(f"--dataset {name}: there is no such file or folder", _near_file(path) or _NEXT_STEP)
     return LocatedData(str(path), kind, _content(path, files))
 
 
@@ -130,11 +130,19 @@ def _is_hub_name(name: str) -> bool:
     return bool(_HUB_NAME.fullmatch(name)) and _suffix(Path(name)) not in _KIND_OF_SUFFIX
 
 
+def _near_file(path: Path) -> str:
+    """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none."""
+    if not path.suffix or not path.parent.is_dir():
+        return ""
+    beside = [each.name for each in path.parent.iterdir() if _suffix(each) in _KIND_OF_SUFFIX]
+    return did_you_mean(path.name, beside, least_ratio=0.8)
+
+
 def _file_kind(path: Path, name: str) -> DataKind:
     kind = _KIND_OF_SUFFIX.get(_suffix(path))
     if kind is None:
         raise InvalidRequestError(
-            f"--dataset {name}: {path.suffix or 'a name without suffix'} is no known data format", _NEXT_STEP
+            f"--dataset {name}: {path.suffix or 'a name without suffix'} is not a known data format", _NEXT_STEP
         )
     if path.stat().st_size == 0:
         raise InvalidRequestError(f"--dataset {name}: the file is empty", "give a file with samples")

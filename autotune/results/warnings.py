@@ -71,8 +71,8 @@ def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> l
     told = f"the next run may differ from the winner's speed by {speed.relative_half_width:.0%}: "
     if report.history.is_host_bound(best.candidate):
         return [told + "the step is host-bound, and the host's speed differs from process to process"]
-    anew = " when it was measured; --fresh measures again" if source_of(best.outcome) else ""
-    return [f"{told}the machine was noisy{anew}"]
+    then = " when it was measured" if source_of(best.outcome) else ""
+    return [f"{told}the machine was noisy{then}; --fresh measures again"]
 
 
 def _disturbances(report: Report) -> list[str]:
@@ -155,7 +155,7 @@ def sharding_notes(winner: Candidate) -> list[str]:
     found = []
     if arm.precision in ("bf16", "fp16"):
         found.append(
-            f"{arm.precision} under FSDP2 is no autocast: normalisation, softmax and the loss are computed in "
+            f"{arm.precision} under FSDP2 is not autocast: normalisation, softmax and the loss are computed in "
             f"{arm.precision}, too, and gradients are reduced in it; compare its losses with those of DDP"
         )
     if arm.gradient_checkpointing:
@@ -170,7 +170,7 @@ def _zero_notes(arm: Arm) -> list[str]:
     found = []
     if arm.precision in ("bf16", "fp16"):
         found.append(
-            f"{arm.precision} under DeepSpeed is no autocast: the model itself is in {arm.precision}, with a float32 "
+            f"{arm.precision} under DeepSpeed is not autocast: the model itself is in {arm.precision}, with a float32 "
             "copy for the optimizer; normalisation, softmax and the loss are computed in it, too, and gradients are "
             "reduced and accumulated in it; compare its losses with those of DDP"
         )

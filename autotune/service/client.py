@@ -38,7 +38,7 @@ def _host_name(name: str | None) -> str:
     """Return a host's name as DNS has it; raises ``ValueError`` for what can be none."""
     plain = (name or "").encode("idna").decode()
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", plain):
-        raise ValueError(f"{name!r} is no host name")
+        raise ValueError(f"{name!r} is not a host name")
     return plain
 
 
@@ -50,7 +50,9 @@ class Client:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             self._host, self._port = _host_name(parts.hostname), parts.port
         except ValueError as error:
-            raise ServiceError(f"{url[:200]!r} is no URL of a service", "write it as http://127.0.0.1:8321") from error
+            raise ServiceError(
+                f"{url[:200]!r} is not the URL of a service", "write it as http://127.0.0.1:8321"
+            ) from error
         if parts.scheme not in ("http", "https"):
             raise ServiceError(f"{url[:200]!r} begins with neither http:// nor https://", "correct --server")
         self._is_tls = parts.scheme == "https"
@@ -131,7 +133,9 @@ class Client:
         if isinstance(problem, dict):
             return error_of(problem)
         return ServiceError(
-            f"{self.url} answered {status}, which is no answer of autotune", "correct --server", status=status
+            f"{self.url} answered {status}, which is not an answer of an autotune service",
+            "correct --server",
+            status=status,
         )
 
     def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:

@@ -73,7 +73,7 @@ class Guard:
             return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
-            return 400, "Content-Length is no number", "send the length of the body in bytes"
+            return 400, "Content-Length is not a number", "send the length of the body in bytes"
         return _too_large(most) if int(length) > most else None
 
 

@@ -70,9 +70,9 @@ _EXAMPLE = 'write it as [my-name] and script = ["python", "train.py"], trainer =
 def _entry(path: Path, name: str, entry: Any) -> ListedCode:
     where = f"--allow {path}: {name[:64]!r}"
     if not _NAME.fullmatch(name):
-        raise InvalidRequestError(f"{where} is no name", "use letters, digits, dashes, dots and underscores")
+        raise InvalidRequestError(f"{where} is not a valid name", "use letters, digits, dashes, dots and underscores")
     if not isinstance(entry, dict):
-        raise InvalidRequestError(f"{where} is no table", _EXAMPLE)
+        raise InvalidRequestError(f"{where} is not a table", _EXAMPLE)
     unknown = sorted(set(entry) - {*_KINDS, "folder"})
     if unknown:
         raise InvalidRequestError(f"{where} has {unknown[0]!r}", "it may have script, trainer or loop, and folder")
@@ -94,10 +94,10 @@ def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[
     """Return what the file says with its paths made absolute."""
     if kind != "script":
         if not isinstance(value, str):
-            raise InvalidRequestError(f"{where}: {kind} is no text", _EXAMPLE)
+            raise InvalidRequestError(f"{where}: {kind} is not text", _EXAMPLE)
         return str(folder / value)
     if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
-        raise InvalidRequestError(f"{where}: script is no list of words", _EXAMPLE)
+        raise InvalidRequestError(f"{where}: script is not a list of words", _EXAMPLE)
     words = list(value)
     # The first word that is a file is the script; those after it are its own.
     place = next((n for n, word in enumerate(words) if word.endswith(".py") and (folder / word).is_file()), None)

@@ -63,6 +63,6 @@ def _read(document: Any, data_folders: Sequence[Path]) -> Document:
     check_names(document, PREDICTED_NAMES, "a prediction")
     given = check_arguments({name: value for name, value in document.items() if value is not None})
     if given.get("model") is None:
-        raise InvalidRequestError("nothing to train is named", 'give "model": a catalog or hub name')
+        raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
     check_path("model", str(given["model"]), data_folders)
     return {name: given.get(name, BY_NAME[name].default) for name in PREDICTED_NAMES}

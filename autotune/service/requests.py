@@ -73,9 +73,11 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
     if options.get("code") is not None:
         listed(options["code"], codes)
         if options.get("model") is not None:
-            raise InvalidRequestError("model and code are two trainings", "leave one of them out")
+            raise InvalidRequestError(
+                "model and code cannot be combined: each names what to train", "leave one of them out"
+            )
     elif options.get("model") is None:
-        raise InvalidRequestError("nothing to train is named", 'give "model": a catalog or hub name')
+        raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
     if options.get("study") is not None:
         check_study_name(options["study"])
     for name in _PATHS:
@@ -92,7 +94,7 @@ def read_priority(document: Document) -> int:
     priority = document.get("priority") or 0
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _MOST_PRIORITY:
         raise InvalidRequestError(
-            f"priority is {priority!r:.40}, no whole number from 0 to {_MOST_PRIORITY}", "0 is the usual one"
+            f"priority is {priority!r:.40}, not a whole number from 0 to {_MOST_PRIORITY}", "0 is the usual one"
         )
     return priority
 
@@ -106,10 +108,10 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
                 "search with it on the machine itself, or have the operator list it (autotune serve --allow FILE)",
             )
         if name in _NOT_OVER_HTTP and name not in known:
-            raise InvalidRequestError(f"{name} is the service's own matter", f"leave {name} out")
+            raise InvalidRequestError(f"{name} is set by the service", f"leave {name} out")
         if name not in known:
             raise InvalidRequestError(
-                f"{str(name)[:60]!r} is no option of {what}", did_you_mean(str(name)[:60], known) or "see the API"
+                f"{str(name)[:60]!r} is not an option of {what}", did_you_mean(str(name)[:60], known) or "see the API"
             )
 
 
@@ -146,7 +148,9 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
     """Return what a job needs: from ``needs``, from ``device`` (cpu, cuda or a part of a GPU's name), from ``gpus``."""
     asked = document or {}
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
-        raise InvalidRequestError("needs is no object of gpu, memory_bytes and count", "leave it out: any agent does")
+        raise InvalidRequestError(
+            "needs is not an object of gpu, memory_bytes and count", "leave it out: any agent does"
+        )
     gpu, memory_bytes, count = asked.get("gpu"), asked.get("memory_bytes"), asked.get("count", 1)
     kind: str | None = None
     if device is not None:
@@ -159,7 +163,7 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
             gpu = gpu or word
     if gpu is not None:
         if not isinstance(gpu, str) or not 1 <= len(gpu) <= _GPU_NAME_LENGTH or not gpu.isprintable() or "%" in gpu:
-            raise InvalidRequestError(f"{gpu!r:.80} is no part of a GPU's name", "write it as h200, say")
+            raise InvalidRequestError(f"{gpu!r:.80} is not part of a GPU's name", "write it as h200, say")
         kind = "cuda"
     for name, value, most in (("memory_bytes", memory_bytes, MOST_MEMORY_BYTES), ("count", count, _MOST_GPUS)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
@@ -171,7 +175,9 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
 def _rank_count(gpus: str, needs: Needs) -> int:
     """Return how many GPUs a search is to train on together: over HTTP, a number of them."""
     if needs.device_kind == "cpu":
-        raise InvalidRequestError(f"--device cpu is one device, and --gpus {gpus[:40]} names others", "give one option")
+        raise InvalidRequestError(
+            f"--device cpu is one device, and --gpus {gpus[:40]} names others", "give one of the two"
+        )
     if not (gpus.isascii() and gpus.isdecimal() and 1 <= int(gpus[:9]) <= _MOST_GPUS):
         raise InvalidRequestError(
             f"--gpus {gpus[:80]!r} names GPUs of one machine, and any agent may run the search",

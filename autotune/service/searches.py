@@ -386,7 +386,7 @@ class Searches:
         changes = {"status": document["status"]} if isinstance(document.get("status"), dict) else {}
         records, logs = document.get("records") or [], document.get("logs") or {}
         if not isinstance(records, list) or not isinstance(logs, dict):
-            raise InvalidRequestError("records is no list, or logs no object", "send them as an agent does")
+            raise InvalidRequestError("records must be a list, and logs an object", "send them as an agent does")
         study = self.job(job_id).study if records or logs else ""
         with self.store.queue.writing(job_id, _lease(document), _events_of(document), **changes) as connection:
             for record in records:
@@ -399,7 +399,7 @@ class Searches:
     def _keep_log(self, study: str, number: Any, text: Any) -> None:
         """Keep the end of a trial's log that an agent sends."""
         if not (str(number).isdecimal() and len(str(number)) <= 9 and isinstance(text, str)):
-            raise InvalidRequestError(f"{number!r:.40} is no number of a trial", "send the log under its number")
+            raise InvalidRequestError(f"{number!r:.40} is not the number of a trial", "send the log under its number")
         path = self.log_path(study, int(number))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")
@@ -431,7 +431,7 @@ class Searches:
             _note("search ended", search=job_id, agent=agent_id, state=state)
         else:
             raise InvalidRequestError(
-                f"{state!r:.40} is no state that ends a search", f"send one of {', '.join(ENDED)}"
+                f"{state!r:.40} is not a state in which a search ends", f"send one of {', '.join(ENDED)}"
             )
         self.store.sync()
         self.bell.ring(job_id)
@@ -493,11 +493,11 @@ def _events_of(document: Document) -> list[tuple[str, Document]]:
     found = []
     events = document.get("events") or []
     if not isinstance(events, list):
-        raise InvalidRequestError("events is no list", "send a list of objects with kind and document")
+        raise InvalidRequestError("events is not a list", "send a list of objects with kind and document")
     for event in events:
         kind, told = (event.get("kind"), event.get("document")) if isinstance(event, dict) else (None, None)
         if kind not in AGENT_EVENTS or not isinstance(told, dict):
-            raise InvalidRequestError(f"{kind!r:.40} is no kind of event", f"send {', '.join(AGENT_EVENTS)}")
+            raise InvalidRequestError(f"{kind!r:.40} is not a kind of event", f"send {', '.join(AGENT_EVENTS)}")
         found.append((str(kind), told))
     return found
 

@@ -75,7 +75,7 @@ class Settings:
             )
         for folder in self.data_folders:
             if not folder.is_dir():
-                raise InvalidRequestError(f"--data {folder} is no folder", "name a folder that is there")
+                raise InvalidRequestError(f"--data {folder} is not a folder", "name a folder that is there")
 
     @property
     def url(self) -> str:

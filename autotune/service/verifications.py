@@ -36,7 +36,7 @@ def read_verification(document: Any) -> VerificationSubmission:
         raise InvalidRequestError("no study is named", 'send {"study": "bert-large-uncased-64"}')
     for name in document:
         if name not in _NAMES:
-            raise InvalidRequestError(f"{str(name)[:60]!r} is no option of verify", f"use {', '.join(_NAMES)}")
+            raise InvalidRequestError(f"{str(name)[:60]!r} is not an option of verify", f"use {', '.join(_NAMES)}")
     check_study_name(document["study"])
     steps = int(BY_NAME["steps"].kind.check("steps", document.get("steps", DEFAULT_STEPS)))
     check_steps(steps)

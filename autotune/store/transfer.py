@@ -88,7 +88,7 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
         # A database that is away or full is no fault of the document, which is sent again then.
         if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError):
             raise
-        raise InvalidRequestError(f"this is no study that can be taken in: {error}"[:300], _HINT) from error
+        raise InvalidRequestError(f"this study cannot be taken in: {error}"[:300], _HINT) from error
 
 
 def take_in_study(engine: Engine, document: Document) -> None:

@@ -131,7 +131,7 @@ def _wait_for(lock: Lock, study: str, what: str, note: Note) -> bool:
 
 def _device_is_taken(label: str, holder: Holder) -> AutotuneError:
     return DeviceError(
-        f"{label} is searched on by {holder.describe()}", "add --wait to wait for its end, or choose another GPU"
+        f"{label} is in use by {holder.describe()}", "add --wait to wait for its end, or choose another GPU"
     )
 
 

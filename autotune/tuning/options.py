@@ -57,7 +57,9 @@ def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
     if gpus is None:
         return (find_device(device),)
     if device is not None:
-        raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
+        raise InvalidRequestError(
+            f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
+        )
     return find_gpus(gpus)
 
 
@@ -91,18 +93,20 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
     """Raise ``InvalidRequestError`` for options that would have no effect with the others."""
     if task == "image-classification" and options["seq_len"] is not None:
         raise InvalidRequestError(
-            f"--seq-len {options['seq_len']} means nothing to {task}, whose samples are images", "leave --seq-len out"
+            f"--seq-len {options['seq_len']} does not apply to {task}, whose samples are images", "leave --seq-len out"
         )
     if task in ("image-classification", "speech-seq2seq") and options.get("padding"):
         raise InvalidRequestError(
-            f"--padding {options['padding']:g} means nothing to {task}, whose samples are not text",
+            f"--padding {options['padding']:g} does not apply to {task}, whose samples are not text",
             "leave --padding out",
         )
     if options.get("lora_rank") and not options.get("peft"):
-        raise InvalidRequestError(f"--lora-rank {options['lora_rank']} has no adapters to be of", "add --peft lora")
+        raise InvalidRequestError(
+            f"--lora-rank {options['lora_rank']} applies to LoRA adapters, and there are none", "add --peft lora"
+        )
     if options["world_size"] > 1 and options["effective_batch"] is None:
         raise InvalidRequestError(
-            f"--world-size {options['world_size']} has no effective batch to share",
+            f"--world-size {options['world_size']} divides an effective batch, and none is given",
             "give --effective-batch, or leave --world-size out",
         )
 
@@ -122,7 +126,7 @@ def _data(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec 
         for option in names(DATA):
             if options.get(option):
                 raise InvalidRequestError(
-                    f"{BY_NAME[option].parameter} is about data, and none is given", "give --dataset"
+                    f"{BY_NAME[option].parameter} applies to a dataset, and none is given", "give --dataset"
                 )
         return None
     _check_data_meaning(options, task)
@@ -152,10 +156,10 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     """Raise ``InvalidRequestError`` for options that do not suit the dataset, or a dataset unsuited to the task."""
     name = options["dataset"]
     if task == "speech-seq2seq":
-        raise InvalidRequestError(f"--dataset {name}: speech is measured with samples that are made up", "leave it out")
+        raise InvalidRequestError(f"--dataset {name}: speech is measured with synthetic samples only", "leave it out")
     if options.get("padding"):
         raise InvalidRequestError(
-            f"--padding {options['padding']:g} is for samples that are made up; --dataset has lengths of its own",
+            f"--padding {options['padding']:g} is for synthetic samples; those of --dataset have their own lengths",
             "leave --padding out",
         )
     image_only, text_only = ("image_column",), ("text_column", "tokenizer", "pad_to_max_length", "pad_to_multiple_of",
@@ -163,7 +167,7 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
     foreign = text_only if task == "image-classification" else image_only
     for option in foreign:
         if options.get(option):
-            raise InvalidRequestError(f"{BY_NAME[option].parameter} means nothing to {task}", "leave it out")
+            raise InvalidRequestError(f"{BY_NAME[option].parameter} does not apply to {task}", "leave it out")
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
@@ -184,17 +188,19 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
     if not named:
         if options["model"] is None:
             raise InvalidRequestError(
-                "nothing to train is named",
+                "nothing to train was given",
                 "give --model NAME, --trainer train.py:build, --loop train.py:train, or a script after --",
             )
         return None
     if len(named) > 1:
-        raise InvalidRequestError(f"{' and '.join(named)} are two trainings", "leave one of them out")
+        raise InvalidRequestError(
+            f"{' and '.join(named)} cannot be combined: each names what to train", "leave one of them out"
+        )
     (what,) = named
     for option in OPTIONS:
         if option.own_code_decides and option.name in given:
             raise InvalidRequestError(
-                f"{option.parameter} means nothing beside {what}, which decides that", f"leave {option.parameter} out"
+                f"{option.parameter} cannot be combined with {what}, which decides it", f"leave {option.parameter} out"
             )
     if loop and options["effective_batch"] is None and options["objective"] == "throughput":
         raise InvalidRequestError(

@@ -131,7 +131,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
     if not arms:
         raise InvalidRequestError(
-            f"--attn {FLASH_ATTENTION} computes in 16 bits alone", "allow --precision bf16 or fp16, or --attn sdpa"
+            f"--attn {FLASH_ATTENTION} computes in 16 bits only", "allow --precision bf16 or fp16, or --attn sdpa"
         )
     if request.ranks > 1:
         arms = arms_of_ranks(arms, request, model, training_state_bytes(request, model))
@@ -176,7 +176,7 @@ def adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchReque
     # A study that is resumed has recorded that name.
     if {*request.optims} - {OWN_OPTIM} and optim == OWN_OPTIM:
         raise InvalidRequestError(
-            f"--optim {','.join(request.optims)} means nothing to {source.name}, which makes its optimizer itself",
+            f"--optim {','.join(request.optims)} does not apply to {source.name}, which makes its optimizer itself",
             "leave --optim out",
         )
     return replace(
@@ -213,7 +213,7 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
         own: Precision = model.own.precision if model.own is not None else "fp32"
         if request.precisions not in (None, (own,)):
             raise InvalidRequestError(
-                f"--precision {','.join(request.precisions or ())} means nothing to {source.name}, which decides it",
+                f"--precision {','.join(request.precisions or ())} does not apply to {source.name}, which decides it",
                 "leave --precision out",
             )
         return replace(request, precisions=(own,))
@@ -435,7 +435,7 @@ def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
         if optim not in known and optim != OWN_OPTIM:
             near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
             raise InvalidRequestError(
-                f"--optim {optim} is nothing that the installed transformers knows", f"it has {', '.join(near)} …"
+                f"--optim {optim} is not known to the installed transformers", f"it has {', '.join(near)} …"
             )
 
 
@@ -448,7 +448,7 @@ def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
     for attention in request.attn_implementations:
         if attention not in known:
             raise InvalidRequestError(
-                f"--attn {attention} is nothing that {model.class_name} knows", f"it has {', '.join(known)}"
+                f"--attn {attention} is not supported by {model.class_name}", f"it has {', '.join(known)}"
             )
     return request.attn_implementations
 

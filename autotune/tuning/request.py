@@ -211,13 +211,15 @@ class SearchRequest:
                 require(package, f"--optim {optim}")
         if self.workload.quantize is not None and self.workload.peft is None:
             raise InvalidRequestError(
-                f"weights in {self.workload.quantize[0]} bits cannot be trained themselves", "add --peft lora"
+                f"weights in {self.workload.quantize[0]} bits cannot be trained directly", "add --peft lora"
             )
         for package in packages_of_workload(self.workload):
             require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
         is_cpu = self.device.kind == "cpu"
         if self.expandable_segments == "on" and is_cpu:
-            raise DeviceError("cpu has no segments that could expand", "leave --expandable-segments at auto or off")
+            raise DeviceError(
+                "cpu has no allocator with expandable segments", "leave --expandable-segments at auto or off"
+            )
         if self.cpu_affinity == "on" and (problem := self._why_not_pinned()) is not None:
             raise DeviceError(f"--cpu-affinity on: {problem}", "leave --cpu-affinity at auto or off")
         if self.liger != "off":
@@ -236,7 +238,8 @@ class SearchRequest:
             return
         if self.ranks == 1 and asked != ("zero2-offload",):
             raise InvalidRequestError(
-                f"--strategy {','.join(asked)} is about several GPUs, and there is one", "add --gpus 2, or leave it out"
+                f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
+                "add --gpus 2, or leave it out",
             )
         self._check_zero([strategy for strategy in asked if Arm(strategy=strategy).zero_stage is not None])
         sharded = [strategy for strategy in asked if strategy != "ddp"]
@@ -245,7 +248,7 @@ class SearchRequest:
         fsdp = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
         if fsdp and self.device.kind == "cpu":
             raise DeviceError(
-                f"--strategy {fsdp[0]}: on a CPU accelerate trains with DDP, whatever is asked for",
+                f"--strategy {fsdp[0]}: on a CPU accelerate always trains with DDP",
                 "use ddp, or zero2 with DeepSpeed",
             )
         if self.workload.quantize is not None:

@@ -301,7 +301,7 @@ def _check_can_be_made(path: Path, label: str) -> None:
     except OSError as error:
         raise StorageError(f"{label} cannot be made: {error.strerror}", "choose another file with --storage") from error
     if not folder.is_dir():
-        raise StorageError(f"{label} cannot be made: {folder} is no folder", "choose another file with --storage")
+        raise StorageError(f"{label} cannot be made: {folder} is not a folder", "choose another file with --storage")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"{label} cannot be made: the folder {folder} cannot be written", _ANOTHER_FILE)
 

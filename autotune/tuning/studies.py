@@ -102,7 +102,7 @@ def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> 
     changed = changes_since(prepared, known.request, workload, environment)
     if changed:
         raise InvalidRequestError(
-            f"the study {known.name!r} is of something else ({'; '.join(changed)})",
+            f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",
             "repeat what it was searched with, or search anew under another --study",
         )
 

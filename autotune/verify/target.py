@@ -133,7 +133,7 @@ def _check_is_export_of(arguments: Document, exported: Document, report: Report)
         )
     unknown = sorted(set(arguments) - set(report.environment["training_arguments_fields"]))
     if unknown:
-        raise InvalidRequestError(f"{', '.join(unknown)} in the file is no TrainingArguments field", "remove it")
+        raise InvalidRequestError(f"{', '.join(unknown)} in the file is not a field of TrainingArguments", "remove it")
 
 
 def read_arguments(path: Path) -> Document:

@@ -169,7 +169,7 @@ REFUSED_AT_ONCE = [
     ("--dataset missing.jsonl", "missing.jsonl: there is no such file or folder"),
     ("--dataset empty.csv", "empty.csv: the file is empty"),
     ("--dataset a.jsonl --padding 0.2", "--padding 0.2"),
-    ("--dataset a.jsonl --image-column x", "--image-column means nothing to sequence-classification"),
+    ("--dataset a.jsonl --image-column x", "--image-column does not apply to sequence-classification"),
     ("--dataset a.jsonl --text-column a,b,c", "--text-column a,b,c"),
     ("--text-column a", "--text-column is about data"),
     ("--group-by-length", "--group-by-length is about data"),

@@ -119,7 +119,7 @@ def test_the_study_is_continued_only_with_the_same_script(searched: Searched) ->
     assert "the study mine was finished, 3 trials recorded" in again.stderr
     other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
     assert other.code == 2
-    assert "is of something else (source.argv: " in other.stderr
+    assert "was made with other settings (source.argv: " in other.stderr
 
 
 def test_a_study_whose_code_is_gone_is_not_continued(searched: Searched) -> None:
@@ -172,10 +172,10 @@ def test_the_loader_of_ones_own_data_is_tuned_where_it_is_the_bottleneck(tmp_pat
         (("--", "torchrun", "--nproc-per-node", "2", "run.py"), ("several processes", "-- python run.py")),
         (("--", "python"), ("'python' names no script", "--do_train")),
         (("--trainer", "run.py", "--", "run.py"), ("--trainer run.py", "leave one of them out")),
-        (("--model", "bert-tiny", "--", "run.py"), ("--model means nothing", "leave --model out")),
-        (("--seq-len", "8", "--trainer", "run.py"), ("--seq-len means nothing", "leave --seq-len out")),
-        (("--dtype", "bfloat16", "--", "run.py"), ("--dtype means nothing",)),
-        (("--attn", "eager", "--", "run.py"), ("--attn means nothing",)),
+        (("--model", "bert-tiny", "--", "run.py"), ("--model cannot be combined", "leave --model out")),
+        (("--seq-len", "8", "--trainer", "run.py"), ("--seq-len cannot be combined", "leave --seq-len out")),
+        (("--dtype", "bfloat16", "--", "run.py"), ("--dtype cannot be combined",)),
+        (("--attn", "eager", "--", "run.py"), ("--attn cannot be combined",)),
         ((), ("nothing to train", "--model NAME")),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: 
     refused(run("verify", "export.json", *storage), 9, "no study in", "--study")
     refused(run("verify", "export.json", "--study", "tiny", *storage), 2, "in the file 3")
     file.write_text(json.dumps({**exported, "learning_rat": 1}))
-    refused(run("verify", "export.json", *storage), 2, "learning_rat in the file is no TrainingArguments field")
+    refused(run("verify", "export.json", *storage), 2, "learning_rat in the file is not a field of TrainingArguments")
 
 
 def test_studies_and_steps_that_are_not_there_are_refused(studied: Studied, run: Run) -> None:

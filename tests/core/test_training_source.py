@@ -75,8 +75,8 @@ def test_a_function_is_found_and_build_is_its_usual_name(folder: Path) -> None:
         (["accelerate", "launch", "--num_processes", "2", "run_glue.py"], "starts several processes"),
         (["SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
         (["env", "SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
-        (["./run.sh"], "the script ./run.sh is no Python"),
-        (["binary", "run_glue.py"], "the script binary is no Python"),
+        (["./run.sh"], "the script ./run.sh is not Python"),
+        (["binary", "run_glue.py"], "the script binary is not Python"),
         (["torchrun", "--nproc-per-node", "2", "run_glue.py"], "starts several processes"),
     ],
 )

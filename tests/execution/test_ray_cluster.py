@@ -28,7 +28,7 @@ def test_addresses_of_ray_are_taken(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "head:10001", "ray://head", "ray://", "ray://a:b@head:1", "ray://h:1/x"])
 def test_another_address_is_refused_with_the_forms(address: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"is no address of a Ray cluster.*ray://HOST:10001.*ray://auto"):
+    with pytest.raises(InvalidRequestError, match=r"is not the address of a Ray cluster.*ray://HOST:10001.*ray://auto"):
         RayCluster(address)
 
 

@@ -204,3 +204,18 @@ def test_a_single_file_has_no_splits(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--split test") as error:
         locate(str(file), "test")
     assert "single file" in error.value.message
+
+
+@pytest.mark.parametrize("name", ["train.jsnl", "tran.jsonl", "data/train.jsnl"])
+def test_a_misspelt_file_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where a file of a data format with nearly the same name lies in the folder, that file is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for folder in (tmp_path, tmp_path / "data"):
+        (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr("autotune.models.dataset_files.hub_content", lambda name: pytest.fail(f"asked for {name}"))
+    with pytest.raises(InvalidRequestError, match="there is no such file or folder") as caught:
+        locate(name, None)
+    assert caught.value.hint == "did you mean train.jsonl?"

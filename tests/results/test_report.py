@@ -52,7 +52,7 @@ def test_the_baseline_can_be_the_best() -> None:
 def test_what_deepspeed_computes_otherwise_than_ddp_is_said() -> None:
     arm = Arm("bf16", strategy="zero2", ranks=2)
     (said,) = sharding_notes(Candidate(arm, 8))
-    assert "bf16 under DeepSpeed is no autocast" in said
+    assert "bf16 under DeepSpeed is not autocast" in said
     assert "accumulated" in said
     assert len(sharding_notes(Candidate(dataclasses.replace(arm, precision="fp16"), 8))) == 2
     assert sharding_notes(Candidate(dataclasses.replace(arm, precision="fp32"), 8)) == []

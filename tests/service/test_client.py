@@ -35,6 +35,6 @@ def test_an_agent_asks_again_where_the_service_is_away_or_its_disk_is_full() -> 
     assert _is_passing(StorageError("a.db cannot grow: the disk is full"))
     assert _is_passing(error_of({"exit_code": 5, "status": 503, "detail": "a.db cannot grow"}))
     assert _is_passing(ServiceError("no service answers", status=0))
-    assert _is_passing(ServiceError("answered 502, which is no answer of autotune", status=502))
+    assert _is_passing(ServiceError("answered 502, which is not an answer of an autotune service", status=502))
     assert not _is_passing(ServiceError("this needs a token", status=401))
     assert not _is_passing(ServiceError("the lease was lost", status=410))

@@ -50,15 +50,15 @@ def test_toml_and_json_list_the_same(folder: Path, codes: dict[str, ListedCode])
     ("text", "told"),
     [
         ("[x", "allow.toml: "),
-        ("x = 1", "'x' is no table"),
+        ("x = 1", "'x' is not a table"),
         ("[x]", "names 0 trainings"),
         ('[x]\nscript = ["train.py"]\nloop = "train.py"', "names 2 trainings"),
-        ('[x]\nscript = "train.py"', "script is no list of words"),
+        ('[x]\nscript = "train.py"', "script is not a list of words"),
         ('[x]\ncommand = "train.py"', "has 'command'"),
         ('[x]\ntrainer = "missing.py:build"', "missing.py"),
         ('[x]\nscript = ["missing.py"]', "missing.py"),
         ('[x]\nscript = ["train.py"]\nfolder = "missing"', "there is no folder"),
-        ('["a b"]\ntrainer = "train.py:build"', "is no name"),
+        ('["a b"]\ntrainer = "train.py:build"', "is not a valid name"),
     ],
 )
 def test_what_is_wrong_in_the_list_is_said(folder: Path, text: str, told: str) -> None:
@@ -91,11 +91,11 @@ def test_a_search_of_listed_code_is_queued_under_its_name_alone(
     unknown = writer.post("/v1/searches", json={"code": "glu"})
     assert (unknown.status_code, unknown.json()["hint"]) == (422, "did you mean glue?")
     both = writer.post("/v1/searches", json={"code": "glue", "model": "bert-tiny"})
-    assert both.json()["detail"] == "model and code are two trainings"
+    assert both.json()["detail"] == "model and code cannot be combined: each names what to train"
     refused = writer.post("/v1/searches", json={"code": "glue", "script": ["python", "-c", "1"]})
     assert "takes no code over HTTP" in refused.json()["detail"]
     beside = writer.post("/v1/searches", json={"code": "glue", "seq_len": 32})
-    assert "--seq-len means nothing beside" in beside.json()["detail"]
+    assert "--seq-len cannot be combined with" in beside.json()["detail"]
     job = agent.claim()
     assert job is not None
     assert job["options"] == {"code": "glue"}

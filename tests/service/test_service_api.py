@@ -110,7 +110,7 @@ def test_an_idempotency_key_makes_one_search(writer: TestClient) -> None:
     other = writer.post("/v1/searches", json={**TINY, "seed": 1}, headers={"Idempotency-Key": "a"})
     assert other.status_code == 422
     assert "used with another request" in other.json()["detail"]
-    # What a device is asked for is no option of the search.
+    # What a device is asked for is not an option of the search.
     elsewhere = writer.post("/v1/searches", json={**TINY, "device": "h200"}, headers={"Idempotency-Key": "a"})
     assert elsewhere.status_code == 422
 
@@ -181,18 +181,18 @@ def run_after(writer: TestClient, searches: Searches, gpu_agent: Agent) -> Docum
 @pytest.mark.parametrize(
     ("request_", "words", "hint", "code"),
     [
-        ({}, "nothing to train is named", "model", 2),
+        ({}, "nothing to train was given", "model", 2),
         ([], "a request is a JSON object", "model", 2),
         ({"model": "bert-tinyy", "effective_batch": 16}, "no model 'bert-tinyy'", "did you mean bert-tiny", 3),
-        ({**TINY, "efective_batch": 3}, "'efective_batch' is no option", "effective_batch", 2),
+        ({**TINY, "efective_batch": 3}, "'efective_batch' is not an option", "effective_batch", 2),
         ({**TINY, "effective_batch": "many"}, "effective_batch='many' is not a whole number", "int", 2),
         ({**TINY, "precision": ["fp64"]}, "'fp64'", "choose", 2),
         ({**TINY, "trial_timeout": "soon"}, "soon", "", 2),
         ({**TINY, "study": "../../etc"}, "is not a study name", "letters", 2),
         ({**TINY, "priority": 99}, "priority is 99", "", 2),
-        ({**TINY, "needs": {"gpu": 3}}, "no part of a GPU's name", "", 2),
-        ({**TINY, "needs": {"gpus": 3}}, "needs is no object", "", 2),
-        ({**TINY, "storage": "/tmp/x.db"}, "storage is the service's own matter", "", 2),
+        ({**TINY, "needs": {"gpu": 3}}, "not part of a GPU's name", "", 2),
+        ({**TINY, "needs": {"gpus": 3}}, "needs is not an object", "", 2),
+        ({**TINY, "storage": "/tmp/x.db"}, "storage is set by the service", "", 2),
     ],
 )
 def test_bad_requests_are_refused_in_the_words_of_the_command_line(
@@ -330,8 +330,8 @@ def test_an_agent_may_not_send_what_is_no_event(writer: TestClient, agent: Agent
     submit(writer)
     job = agent.claim()
     assert job is not None
-    assert "no kind of event" in agent.post(job, "events", events=[{"kind": "state", "document": {}}])["detail"]
-    assert "no state that ends a search" in agent.post(job, "end", state="running")["detail"]
+    assert "not a kind of event" in agent.post(job, "events", events=[{"kind": "state", "document": {}}])["detail"]
+    assert "not a state in which a search ends" in agent.post(job, "end", state="running")["detail"]
     assert "lease_token is missing" in agent.post({**job, "lease_token": None}, "heartbeat")["detail"]
 
 

@@ -31,11 +31,11 @@ def test_a_prediction_is_made_once(reader: TestClient) -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({}, "nothing to train is named"),
+        ({}, "nothing to train was given"),
         ({**ASKED, "model": "/etc"}, "reads no files at"),
-        ({**ASKED, "efective_batch": 1}, "'efective_batch' is no option of a prediction"),
-        ({**ASKED, "gpu_spec": "/etc/passwd"}, "'gpu_spec' is no option"),
-        ({**ASKED, "storage": "x.db"}, "storage is the service's own matter"),
+        ({**ASKED, "efective_batch": 1}, "'efective_batch' is not an option of a prediction"),
+        ({**ASKED, "gpu_spec": "/etc/passwd"}, "'gpu_spec' is not an option"),
+        ({**ASKED, "storage": "x.db"}, "storage is set by the service"),
         ({**ASKED, "trainer": "train.py:build"}, "no code over HTTP"),
         ({**ASKED, "gpu": ["unknown"]}, "--gpu 'unknown' is not known"),
     ],
@@ -102,7 +102,7 @@ def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
         ({"study": "nobody"}, 404, "nobody"),
         ({"study": STUDY, "steps": 1}, 422, "too few"),
         ({"study": STUDY, "steps": "many"}, 422, "many"),
-        ({"study": STUDY, "storage": "x"}, 422, "'storage' is no option of verify"),
+        ({"study": STUDY, "storage": "x"}, 422, "'storage' is not an option of verify"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(

@@ -144,9 +144,7 @@ class TestTurns:
     def test_a_gpu_is_refused_with_who_holds_it(self) -> None:
         process = hold(H200.uuid)
         with (
-            pytest.raises(
-                DeviceError, match=rf"cuda:0 \(NVIDIA H200\) is searched on by process {process.pid}"
-            ) as caught,
+            pytest.raises(DeviceError, match=rf"cuda:0 \(NVIDIA H200\) is in use by process {process.pid}") as caught,
             take_turn([H200], "ours", "file.db", wait=False, note=print),
         ):
             pass

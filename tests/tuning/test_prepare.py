@@ -295,11 +295,11 @@ class TestOwnLoop:
         ("searched", "options", "message"),
         [
             ([], {}, "uses nothing of its config"),
-            (["batch"], {"precisions": ("bf16",)}, "--precision bf16 means nothing to run.py"),
+            (["batch"], {"precisions": ("bf16",)}, "--precision bf16 does not apply to run.py"),
             (["batch"], {"effective_batch": 63}, "accumulates 2 steps by itself"),
             (["accumulation"], {"effective_batch": 12}, "does not take another per-device batch than 8"),
             (["precision"], {}, "trains at 8 × 2 and takes no other batch"),
-            (["batch"], {"optims": ("adafactor",)}, "--optim adafactor means nothing to run.py"),
+            (["batch"], {"optims": ("adafactor",)}, "--optim adafactor does not apply to run.py"),
         ],
     )
     def test_what_cannot_be_had_is_refused(self, searched: list[str], options: dict[str, Any], message: str) -> None:

@@ -170,7 +170,7 @@ def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
         ({"gpus": "2", "device": "cuda:0"}, "--device cuda:0 is one device, and --gpus 2 names others"),
         ({"gpus": "2", "world_size": 4}, "--world-size 4 is not the 2 GPUs"),
         ({"gpus": "2", "effective_batch": 33}, "--effective-batch 33 cannot be shared equally by 2 devices"),
-        ({"strategy": ("fsdp",)}, "--strategy fsdp is about several GPUs, and there is one"),
+        ({"strategy": ("fsdp",)}, "--strategy fsdp applies to several GPUs, and there is one"),
         ({"gpus": "2", "strategy": ("fsdp",), "optim": ("adafactor",)}, "--optim adafactor cannot update sharded"),
     ],
 )

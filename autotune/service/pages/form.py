@@ -28,7 +28,7 @@ _MORE_FIELDS = (
     ("dataset", "Dataset", "a name on the hub, or a path the operator allows"),
     ("trials", "At most trials", "as many as it takes"),
     ("time_budget", "Time budget", "5m"),
-    ("study", "Name of the study", "made up by itself"),
+    ("study", "Name of the study", "chosen from the model and the batch"),
     ("priority", "Priority", "0 to 10"),
 )
 _HELP = {

@@ -65,7 +65,7 @@ async def submit(
     try:
         document = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("the body is no JSON", "send the options of a search as a JSON object") from error
+        raise InvalidRequestError("the body is not JSON", "send the options of a search as a JSON object") from error
 
     def queue() -> tuple[Document, bool]:
         job, is_new = searches.submit(document, by=token.name, idempotency_key=idempotency_key)

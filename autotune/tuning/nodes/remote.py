@@ -102,7 +102,9 @@ def wanted_of(options: Mapping[str, Any], nodes: Sequence[ClusterNode]) -> Wante
             f"--device {device}: Ray chooses the GPU of a cluster", "use --device cuda or cpu, or --gpus N"
         )
     if device is not None and gpus is not None:
-        raise InvalidRequestError(f"--device {device} is one device, and --gpus {gpus} names others", "give one option")
+        raise InvalidRequestError(
+            f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
+        )
     if gpus is not None and gpus != "all" and not (gpus.isascii() and gpus.isdigit() and int(gpus)):
         raise InvalidRequestError(f"--gpus {gpus}: Ray chooses the GPUs of a cluster", "write how many: --gpus 2")
     most = max((node.gpus for node in nodes), default=0)

@@ -114,7 +114,7 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     if isinstance(error, UserCodeError):
         return Problem(str(error), error.hint)
     sys.excepthook(type(error), error, error.__traceback__)
-    return Problem(f"{source.name} raised {first_line(error)}", "mend it until it trains by itself")
+    return Problem(f"{source.name} raised {first_line(error)}", "fix it until it trains by itself")
 
 
 def weight_dtype(model: Any) -> DTypeName:
