@@ -1,4 +1,4 @@
-"""Describe a GPU model: what determines the memory of a training step on it, and the rates at which it computes."""
+"""Describe a GPU model: its memory and capability, and the specified rates that predictions are made from."""
 
 from __future__ import annotations
 

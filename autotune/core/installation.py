@@ -1,4 +1,4 @@
-"""Say how to add what an extra of this package needs, in the way that the package was installed."""
+"""Write the command that installs an extra of this package, in the way that the package was installed."""
 
 from __future__ import annotations
 

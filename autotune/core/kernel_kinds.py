@@ -1,4 +1,4 @@
-"""Class what a GPU executes by the names of its kernels, in the kinds of work that predictions have.
+"""Classify GPU kernels by name into kinds of work, such as matrix products and attention.
 
 Names are those of cuBLAS, cuDNN and torch 2.6 to 2.13; no list of them is published.
 """

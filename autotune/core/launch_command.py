@@ -1,4 +1,4 @@
-"""Take launchers off a command line, down to the one Python file or module that it runs.
+"""Find the Python file or module that a command line runs, without launchers such as ``torchrun``.
 
 ``torchrun --nproc-per-node 2 train.py`` becomes ``train.py``, which a trial of two ranks runs in two processes of its
 own. A command that starts another number of processes than a trial has, or whose options are not known here, is

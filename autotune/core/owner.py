@@ -1,4 +1,4 @@
-"""Name the process that works on something, so that others can tell who it is and whether it still runs."""
+"""Identify a process by host, user and start, so that others can tell who it is and whether it still runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare GPUs for one training job: hours, cost, which of them nothing beats."""
+"""Compare GPUs for one training job: hours, cost and the Pareto front."""
 
 from __future__ import annotations
 

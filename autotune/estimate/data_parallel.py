@@ -1,4 +1,4 @@
-"""Predict what several ranks that train together add to a step: exchanging and copying gradients and weights.
+"""Predict the time that several ranks add to a step: communicating and copying gradients and weights.
 
 DDP reduces the gradients of the last micro-step in buckets while the backward pass still runs. What it cannot hide is
 the last bucket, and whatever the backward pass is too short for. FSDP gathers the weights of each layer before it

@@ -1,4 +1,4 @@
-"""Grade the speed that is told of a GPU: measured on it, scaled from a measurement on another one, or predicted."""
+"""Grade how a GPU's speed is known: measured on it, scaled from a measurement on another GPU, or predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask a process of its own what only one that uses the GPU can tell, while the trial server imports."""
+"""Inspect the GPU in a process of its own, while the trial server imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch what others do to a device while trials run: trials wait for a GPU's memory, and are marked where disturbed."""
+"""Watch other processes on the GPUs while trials run: wait for free memory, and mark disturbed trials."""
 
 from __future__ import annotations
 

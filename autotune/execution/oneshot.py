@@ -1,4 +1,4 @@
-"""Run one job in a worker process of its own, which starts anew and ends with its answer."""
+"""Run one job in a new worker process, which ends with its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the environment variables of the trial server: its devices alone visible, no trace of a distributed launch."""
+"""Set the environment of the trial server: only its devices are visible, and no variable of a launcher is kept."""
 
 from __future__ import annotations
 

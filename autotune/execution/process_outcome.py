@@ -1,4 +1,4 @@
-"""Turn the end of a job into an outcome: by what its process said, else by how it ended."""
+"""Derive a trial's outcome from its process: from its answer, or else from how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a search asks of a trial server besides trials, wherever that runs."""
+"""Define the protocol of a trial server: what a search asks of it besides trials."""
 
 from __future__ import annotations
 

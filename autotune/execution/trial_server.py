@@ -1,4 +1,4 @@
-"""Give jobs to the trial server and hear what comes of them: inspection, data, predictions, trials."""
+"""Send jobs to the trial server and receive their results: inspection, data, predictions, trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say a winner under the names that the user's own code takes, and how to hand it over."""
+"""Write the winner as options that the user's own code accepts, and say how to pass them."""
 
 from __future__ import annotations
 

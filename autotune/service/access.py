@@ -1,4 +1,4 @@
-"""Check who may use the service, and hand its parts to the functions that answer requests."""
+"""Authenticate requests, limit how many a token may send, and hand the service's parts to the routes."""
 
 from __future__ import annotations
 

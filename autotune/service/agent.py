@@ -1,4 +1,4 @@
-"""Run the searches of a service on one device of this machine: claim, search, tell, until told to stop.
+"""Run the searches of a service on one device of this machine: claim, run and report them, until stopped.
 
 The search runs in the main thread, as on the command line. A thread beside it sends what happens and keeps the lease;
 where the search is to end, that thread sends this process a SIGTERM, which ends a search at once.

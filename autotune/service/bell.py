@@ -1,4 +1,4 @@
-"""Wake those who wait for something to happen to a job, within one process."""
+"""Wake tasks that wait for a change of a job or of the queue, within one process."""
 
 from __future__ import annotations
 

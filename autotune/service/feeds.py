@@ -1,4 +1,4 @@
-"""Stream what happens to all who listen: one look at the database for any number of them."""
+"""Stream events to all listeners, with one query of the database for all of them."""
 
 from __future__ import annotations
 

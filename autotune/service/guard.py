@@ -1,4 +1,4 @@
-"""Refuse requests from other sites, to other host names and of too many bytes; set headers that browsers heed."""
+"""Refuse requests from other origins, to other host names or with too large bodies; set security headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer what fits on a GPU and how fast it trains, without one; the same question is answered once."""
+"""Answer requests for predictions of memory and speed, and keep the latest answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry errors over HTTP: a problem document (RFC 9457) with the words, the hint and the exit code of the command."""
+"""Carry errors over HTTP: a problem document (RFC 9457) with the message, hint and exit code of the command line."""
 
 from __future__ import annotations
 

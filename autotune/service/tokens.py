@@ -1,4 +1,4 @@
-"""Make and check bearer tokens; the database holds their digests alone."""
+"""Make and check bearer tokens; the database holds only their digests."""
 
 from __future__ import annotations
 

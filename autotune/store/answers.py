@@ -1,4 +1,4 @@
-"""Store answers of trial processes, under a key of everything that an answer depends on."""
+"""Cache inspections and predictions in the database, under a key of everything that they depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say who works on a study: a row with a token and a time of expiry, taken and renewed by compare and set.
+"""Lease a study to one process at a time: a row with a token and an expiry, taken and renewed by compare-and-set.
 
 A lease holds between hosts, where a file lock does not. Whoever writes a study's records names the token of its lease,
 and a write whose lease was lost is refused. Hosts that share a database need clocks that agree to a few seconds.

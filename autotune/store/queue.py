@@ -1,4 +1,4 @@
-"""Keep the queue of a service: searches that wait or run, what they said, the agents that run them, and tokens.
+"""Keep the queue of a service: waiting and running searches, their events, the agents that run them, and tokens.
 
 A search that is handed to a service is a job. An agent claims it under a lease: a token and a time of expiry, which
 heartbeats move on. Every write of an agent names the token, and a write whose lease was lost changes nothing.
@@ -40,10 +40,10 @@ from sqlalchemy.sql.elements import ColumnElement
 from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
 from autotune.store.engine import storage_errors, transaction
+from autotune.store.priority_semaphore import PrioritySemaphore
 from autotune.store.records import new_id, now
 from autotune.store.strict_json import write_strict_json
 from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, AgentRow, JobEventRow, JobRow, TokenRow
-from autotune.store.turns import Turns
 
 JobState = Literal["queued", "running", "finished", "failed", "cancelled"]
 Role = Literal["read", "run"]
@@ -185,7 +185,7 @@ class Queue:
         self._engine = engine
         self._label = label
         self.clock = clock
-        self._turns = Turns(1 if engine.dialect.name == "sqlite" else _WRITERS_TO_A_SERVER)
+        self._writers = PrioritySemaphore(1 if engine.dialect.name == "sqlite" else _WRITERS_TO_A_SERVER)
         # On a server a claim that finds nothing takes no lock. In a file it would keep all others from writing.
         self._looks_first = self._is_file = engine.dialect.name == "sqlite"
 
@@ -505,9 +505,9 @@ class Queue:
     def _transaction(
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
-        turn = self._turns.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
+        place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
         told = transaction(self._engine, writes=writes, is_single=is_single)
-        with turn, storage_errors(self._label), told as connection:
+        with place, storage_errors(self._label), told as connection:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:

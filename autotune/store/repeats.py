@@ -1,4 +1,4 @@
-"""Decide which trials say nothing of their candidate, so that it is run again, and how often."""
+"""Decide which trials are run again because they were interrupted, disturbed or failed by chance, and how often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry studies from one database to another as JSON, so that a study can be gone on with elsewhere.
+"""Carry studies from one database to another as JSON, so that a study can be continued elsewhere.
 
 Rows are copied as they are, under their ids; workloads and environments are matched by fingerprint. Optuna's tables
 are not: a search fills them up (see ``OptunaStudy.settle``).

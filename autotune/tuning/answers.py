@@ -1,4 +1,4 @@
-"""Store what trial processes answer, so that each question is asked once.
+"""Cache what trial processes find out, so that each inspection and prediction is made once.
 
 An answer needs a process that imports torch. It is stored under a key of everything that it depends on, and no part of
 the key needs torch. So a command whose answers are all stored starts no process.

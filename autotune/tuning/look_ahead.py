@@ -1,4 +1,4 @@
-"""Have memory predicted before the trials that depend on it, and keep predictions and trials apart."""
+"""Predict memory before the trials that depend on it, and run no predictions beside trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask the machine that trains what a search needs to know of it: its environment, and keys for stored answers."""
+"""Describe the machine that trains: its environment, and the keys under which answers about it are cached."""
 
 from __future__ import annotations
 

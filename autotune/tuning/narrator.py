@@ -1,4 +1,4 @@
-"""Tell in lines what a search does, a line a trial, and what is happening now: for a terminal or a service."""
+"""Write the progress of a search as text: a line for each trial, and a status. For a terminal or a service."""
 
 from __future__ import annotations
 

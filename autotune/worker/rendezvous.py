@@ -1,4 +1,4 @@
-"""Let the ranks of a trial find each other: the store that the trial server holds, and what ``torchrun`` would set."""
+"""Let the ranks of a trial find each other: the trial server's store, and the variables that ``torchrun`` sets."""
 
 from __future__ import annotations
 

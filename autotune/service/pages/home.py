@@ -1,4 +1,4 @@
-"""Show the form, the queue and the agents, and take in what the form asks for."""
+"""Show the form, the queue and the agents, and accept submitted forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show one search: what it tries now, its trials, the best so far or the result, and how to take that away."""
+"""Show one search: its running trial, its trials, the best so far or the result, and the exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connect agents, give them searches under a lease, and take down what they tell."""
+"""Connect agents, give them searches under a lease, and record what they report."""
 
 from __future__ import annotations
 

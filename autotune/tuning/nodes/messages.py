@@ -1,4 +1,4 @@
-"""Define what the side that searches and a node of a cluster tell each other, as plain data."""
+"""Define the messages between a search and a node of a cluster, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer for one search on the machine that has its GPUs: what the machine is, and what comes of trials.
+"""Serve one search on the machine that has the GPUs: describe that machine, and run trials.
 
 This is the node's side. It does what the searching process does itself for a search on its own machine: it holds the
 devices, starts trial servers, inspects, reads data, and watches the GPUs while trials run. It knows nothing of how

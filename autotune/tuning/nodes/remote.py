@@ -1,4 +1,4 @@
-"""Search on a node of a cluster from here: ask the node, run trials there, and go on on another where it is lost."""
+"""Run a search's trials on a node of a cluster, and continue on another node when that one is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a fake model that of one rank of several: with the gradient buckets of DDP, or sharded by FSDP2."""
+"""Turn a fake model into that of one rank of several: with DDP's gradient buckets, or sharded by FSDP2."""
 
 from __future__ import annotations
 

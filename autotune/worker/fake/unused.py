@@ -1,4 +1,4 @@
-"""Find what DDP need not do in each step, from a step on fake tensors: without memory, values or a GPU."""
+"""Find out on fake tensors whether DDP must search for unused parameters or broadcast buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Know data loaders by the line of the user's code that makes them, and give the training one another batch."""
+"""Find data loaders by the line of the user's code that makes them, and change the batch of the training one."""
 
 from __future__ import annotations
 

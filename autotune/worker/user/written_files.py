@@ -1,4 +1,4 @@
-"""Know the files that the user's code writes by itself, so that a search leaves none, and replaces none.
+"""Track the files that the user's code writes, so that a search leaves none behind and overwrites none.
 
 What is made anew by a trial is removed with it; what an inspection makes, such as downloaded data, may be read by the
 trials, and is removed when the search ends. A script that would write to a file of the user's is stopped before that.

@@ -1,53 +1,53 @@
-"""Turns of threads: so many at a time, in the order of asking, urgent ones first."""
+"""Test that a semaphore admits few threads at a time, in the order of asking, urgent ones first."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from autotune.store.turns import Turns
+from autotune.store.priority_semaphore import PrioritySemaphore
 
 
-def waiting(turns: Turns) -> int:
-    return len(turns._urgent) + len(turns._others)
+def waiting(semaphore: PrioritySemaphore) -> int:
+    return len(semaphore._urgent) + len(semaphore._others)
 
 
-def wait_until_waiting(turns: Turns, threads: int) -> None:
+def wait_until_waiting(semaphore: PrioritySemaphore, threads: int) -> None:
     deadline = time.monotonic() + 30
-    while waiting(turns) < threads and time.monotonic() < deadline:
+    while waiting(semaphore) < threads and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert waiting(turns) == threads
+    assert waiting(semaphore) == threads
 
 
 def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
-    turns = Turns(1)
+    semaphore = PrioritySemaphore(1)
     order: list[str] = []
 
     def work(name: str) -> None:
-        with turns.take(is_urgent=name.startswith("urgent")):
+        with semaphore.take(is_urgent=name.startswith("urgent")):
             order.append(name)
 
     names = ["first", "second", "urgent 1", "third", "urgent 2"]
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    with turns.take():
+    with semaphore.take():
         for place, thread in enumerate(threads):
             thread.start()
-            wait_until_waiting(turns, place + 1)
+            wait_until_waiting(semaphore, place + 1)
     for thread in threads:
         thread.join(30)
     assert order == ["urgent 1", "urgent 2", "first", "second", "third"]
-    with turns.take():
-        assert waiting(turns) == 0
+    with semaphore.take():
+        assert waiting(semaphore) == 0
 
 
 def test_as_many_at_a_time_as_there_are_places() -> None:
-    turns = Turns(2)
+    semaphore = PrioritySemaphore(2)
     inside = most = 0
     guard = threading.Lock()
 
     def work() -> None:
         nonlocal inside, most
-        with turns.take():
+        with semaphore.take():
             with guard:
                 inside += 1
                 most = max(most, inside)
@@ -64,12 +64,12 @@ def test_as_many_at_a_time_as_there_are_places() -> None:
 
 
 def test_what_fails_within_a_turn_passes_it_on() -> None:
-    turns = Turns(1)
+    semaphore = PrioritySemaphore(1)
     for _ in range(2):
         try:
-            with turns.take():
+            with semaphore.take():
                 raise KeyError("a")
         except KeyError:
             pass
-    with turns.take():
-        assert waiting(turns) == 0
+    with semaphore.take():
+        assert waiting(semaphore) == 0

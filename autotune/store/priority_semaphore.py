@@ -1,4 +1,4 @@
-"""Let a few threads of one process write at a time, and the urgent ones first.
+"""Let a few threads of one process write at a time: first come, first served, but urgent ones before all others.
 
 SQLite lets one writer in, and those that wait for its lock sleep in between; threads of one process need not. A server
 lets in many, but a process has only so many connections, and those that wait for one are served in no order.
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
-    """Turns in the order in which they were asked for, but the urgent ones first; ``places`` of them at a time."""
+class PrioritySemaphore:
+    """Admits ``places`` threads at a time: urgent ones first, others in the order in which they asked."""
 
     def __init__(self, places: int) -> None:
         self._guard = threading.Lock()
@@ -23,7 +23,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, is_urgent: bool = False) -> Iterator[None]:
-        """Wait for a turn, and hold it for as long as the block lasts."""
+        """Wait for a place, and hold it for as long as the block lasts."""
         gate = threading.Lock()
         gate.acquire()
         with self._guard:
@@ -36,7 +36,7 @@ class Turns:
             if waits:
                 gate.acquire()
         except BaseException:
-            # Interrupted while it waited, or just as it was given the turn.
+            # Interrupted while it waited, or just as it was given the place.
             with self._guard:
                 for waiting in (self._urgent, self._others):
                     if gate in waiting:
