@@ -281,7 +281,10 @@ def _print(offers: list[Offer], workload: Workload, effective_batch: int, sample
         )
     head = ["rank", "GPU", "best", "samples/s", "interval", "grade", "limited by", "hours", "cost", "interval of cost"]
     print_table(head, rows)
-    click.echo("* none is both as fast and as cheap. GPUs of one rank may cost the same: their intervals overlap.")
+    click.echo(
+        "Cheapest first. * none is both as fast and as cheap. GPUs of one rank may cost the same: "
+        "their intervals overlap."
+    )
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
     if steps:
         most = max(steps, key=lambda step: step.unknown_share)

@@ -220,11 +220,11 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
 
     workload, line_bytes = document["workload"], document["line_bytes"]
     ranks = document["arms"][0]["ranks"]
-    on = f"{ranks} × {document['gpu']}, of each" if ranks > 1 else document["gpu"]
+    on = f"{ranks} × {document['gpu']}; memory of each" if ranks > 1 else document["gpu"]
     click.echo(
-        f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {on}: "
-        f"{format_bytes(document['ceiling_bytes'])} to reserve, {format_bytes(line_bytes)} with headroom (the line); "
-        f"what is predicted up to {format_bytes(document['fits_below_bytes'])} is said to fit"
+        f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {on}; "
+        f"a process may reserve {format_bytes(document['ceiling_bytes'])}, or {format_bytes(line_bytes)} if the headroom "
+        f"stays free (the line); peaks predicted up to {format_bytes(document['fits_below_bytes'])} count as fitting"
     )
     best = document.get("best")
     speed = _SPEED_HEAD if best is not None else []
@@ -238,7 +238,9 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
         rows = [_chosen_batch(arm, line_bytes, anatomy, speed) for arm in shown]
     print_table(head + speed + (list(_ORDER) if anatomy else []), rows)
     if anatomy:
-        click.echo("At the moment of the peak: without accumulation that is often before there are gradients.")
+        click.echo(
+            "The parts are those at the moment of the peak. Without accumulation that is often before gradients exist."
+        )
     if best is not None:
         click.echo(_choice(best, document["arms"]))
         if best.get("unknown_operations"):

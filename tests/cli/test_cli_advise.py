@@ -110,7 +110,7 @@ def test_prices_come_from_a_file_and_from_options(tmp_path: Path) -> None:
         ("h100=0", "not above 0"),
         ("h100", "has no ="),
         ("h100=cheap", "no number"),
-        ("voodoo-2=3", "no GPU that is known"),
+        ("voodoo-2=3", "not a known GPU"),
         ("h100=-2", "not above 0"),
         ("h100=nan", "no number"),
         ("=2", "names no GPU"),
