@@ -223,8 +223,9 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
     on = f"{ranks} × {document['gpu']}; memory of each" if ranks > 1 else document["gpu"]
     click.echo(
         f"{workload['model']} ({workload['task']}, {workload['seq_len']} tokens) on {on}; "
-        f"a process may reserve {format_bytes(document['ceiling_bytes'])}, or {format_bytes(line_bytes)} if the headroom "
-        f"stays free (the line); peaks predicted up to {format_bytes(document['fits_below_bytes'])} count as fitting"
+        f"a process may reserve {format_bytes(document['ceiling_bytes'])}, or {format_bytes(line_bytes)} if the "
+        f"headroom stays free (the line); peaks predicted up to {format_bytes(document['fits_below_bytes'])} "
+        "count as fitting"
     )
     best = document.get("best")
     speed = _SPEED_HEAD if best is not None else []

@@ -73,7 +73,7 @@ def test_predict_finds_the_largest_free_batch_and_what_the_peak_consists_of(tmp_
     largest = run_process(*few, folder=tmp_path)
     assert largest.code == 0, largest.stderr
     head, title, *lines = largest.stdout.strip().splitlines()
-    assert "with headroom (the line)" in head
+    assert "if the headroom stays free (the line)" in head
     assert title.split("  ")[0] == "configuration"
     assert [line.split()[0] for line in lines] == ["bf16", "tf32"]
     fitting = [line.split("  ") for line in every.stdout.splitlines() if "  yes" in line]
