@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import COLD, ROOT, Run, run_process
 
-from autotune.cli.predict import _best, _print
+from autotune.cli.predict import _best, _choice, _print
 from autotune.cli.predictions import find_named, known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
@@ -101,7 +101,7 @@ def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> No
     told = run_process(*asked, "--strategy", "ddp", folder=tmp_path)
     assert "on 2 × rtx-4090" in told.stdout
     assert "What fits: ddp up to 8 a GPU." in told.stdout
-    assert "36 of 37 steps" in told.stderr
+    assert "57 of 58 steps" in told.stderr
     assert "Choose bf16, ddp × 2 at 8 × 1" in told.stdout
     refused = run_process(*asked, "--gpus", "0,1", folder=tmp_path)
     assert (refused.code, "--gpus 0,1 is not a number of GPUs" in refused.stderr) == (2, True)
@@ -188,6 +188,17 @@ def test_the_fastest_batch_is_shown_and_what_to_choose(capsys: pytest.CaptureFix
     assert lines[-1] == (
         "Choose bf16 at 8 × 8: 90.0 samples/s (72.0 to 108.0), 46,080 tokens/s. Within 3%: bf16 at 16 × 4."
     )
+
+
+def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:
+    zero = [{**arm("bf16", batch(8, 4 * GIB, True)), "strategy": name, "ranks": 2} for name in ("zero1", "zero2")]
+    ddp = {**arm("bf16", fast(batch(8, 4 * GIB, True), 90.0)), "strategy": "ddp", "ranks": 2}
+    over = {**arm("bf16", batch(8, 24 * GIB, False)), "strategy": "zero3", "ranks": 2}
+    best = _best([ddp, *zero, over])
+    assert best is not None
+    told = _choice(best, [ddp, *zero, over])
+    assert told.endswith(" zero1, zero2 fit, too: not compared, since their speed is not predicted.")
+    assert "not compared" not in _choice(best, [ddp])
 
 
 HEAD = [
