@@ -16,7 +16,6 @@ from autotune.cli.view import ConsoleView, open_view
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BRINGS_CODE, json_value
-from autotune.core.units import format_bytes, format_rate
 from autotune.service.client import Client
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
@@ -95,17 +94,10 @@ def verify_remotely(server: str, study: str, steps: int, *, as_json: bool) -> No
     if problem is not None:
         raise error_of(problem)
     shown = client.request("GET", f"/v1/verify/{quote(str(asked['id']), safe='')}")
-    verification = shown["verification"]
     if as_json:
-        print_json(verification)
+        print_json(shown["verification"])
     else:
-        for name in ("promised", "obtained"):
-            figures = verification[name]
-            speed, peak = figures["samples_per_second"], figures["peak_reserved_bytes"]
-            rate = format_rate(speed) if speed is not None else "no"
-            reserved = format_bytes(peak) if peak is not None else "none"
-            click.echo(f"{name:9} {rate} samples/s, {reserved} reserved")
-        click.echo(f"the promise is {verification['verdict']}")
+        click.echo("\n".join(shown["lines"]))
     if shown["missed"] is not None:
         raise error_of(shown["missed"])
 

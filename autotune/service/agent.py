@@ -46,6 +46,7 @@ from autotune.tuning.prepare import Prepared
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.document import verification_document
 from autotune.verify.target import placement_of, target_of
+from autotune.verify.text import verification_lines
 from autotune.verify.throughput import verify
 
 _CLAIM_WAIT_SECONDS = 20.0
@@ -442,7 +443,8 @@ class Agent:
         except PromiseMissedError as error:
             missed = problem_of(error)
         told = encode(verification_document(verification))
-        lease.send("verification", {"verification": told, "problem": missed})
+        lines = verification_lines(verification)
+        lease.send("verification", {"verification": told, "problem": missed, "lines": lines})
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -18,6 +18,8 @@ from autotune.core.errors import ServiceError
 from autotune.service.problems import error_of
 
 TOKEN_VARIABLE = "AUTOTUNE_TOKEN"
+CERTIFICATE_VARIABLE = "AUTOTUNE_CERTIFICATE"
+"""Names a file with the service's certificate, which is then the only one that is trusted, whatever host it names."""
 # A listener that hears nothing for so long, not even a keep-alive (15 s), has lost its connection.
 _SILENCE_SECONDS = 60.0
 _TIMEOUT_SECONDS = 30.0
@@ -40,6 +42,23 @@ def _host_name(name: str | None) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", plain):
         raise ValueError(f"{name!r} is not a host name")
     return plain
+
+
+def _tls_context(certificate: str | None) -> ssl.SSLContext:
+    """Return how a service is known: by a certificate that is named, or by one that this machine trusts."""
+    if not certificate:
+        return ssl.create_default_context()
+    try:
+        context = ssl.create_default_context(cafile=certificate)
+    except OSError as error:
+        raise ServiceError(
+            f"{CERTIFICATE_VARIABLE} names {certificate}, which is no certificate that can be read",
+            "have it name the file that autotune serve was given as --ssl-certfile",
+        ) from error
+    # It need be signed by nobody, and the service may be known here by another name.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
 
 
 class Client:
@@ -65,7 +84,7 @@ class Client:
 
     def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
         if self._is_tls:
-            context = ssl.create_default_context()
+            context = _tls_context(os.environ.get(CERTIFICATE_VARIABLE))
             return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_seconds, context=context)
         return http.client.HTTPConnection(self._host, self._port, timeout=timeout_seconds)
 
@@ -93,6 +112,12 @@ class Client:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> ServiceError:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return ServiceError(
+                f"the certificate of {self.url} is not trusted here: {error.verify_message}",
+                f"have {CERTIFICATE_VARIABLE} name a file with it, or correct --server",
+                status=0,
+            )
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return ServiceError(
             f"no service answers at {self.url}: {why}", "start one with autotune serve, or correct --server", status=0

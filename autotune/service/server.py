@@ -24,7 +24,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.options import AGENT_STORAGE_VARIABLE
 from autotune.devices import Device, list_devices
 from autotune.service.app import make_app, token_of_process
-from autotune.service.client import TOKEN_VARIABLE
+from autotune.service.client import CERTIFICATE_VARIABLE, TOKEN_VARIABLE
 from autotune.service.dashboard import WithDashboard
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
@@ -79,8 +79,16 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """The service's address."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """The service's address on this machine."""
+        return self._url_of({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
+
+    @property
+    def shown_url(self) -> str:
+        """The address by which others know it."""
+        return self._url_of(self.names[0]) if self.names and not is_own_address(self.host) else self.url
+
+    def _url_of(self, name: str) -> str:
+        host = f"[{name}]" if ":" in name else name
         return f"{'https' if self.certificate else 'http'}://{host}:{self.port}"
 
 
@@ -143,7 +151,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         )
         server = _Server(config)
         token = first_token(store)
-        asyncio.run(_run(server, listener, searches, settings, own, lambda: ready(settings.url, token)))
+        asyncio.run(_run(server, listener, searches, settings, own, lambda: ready(settings.shown_url, token)))
 
 
 class _Server(uvicorn.Server):
@@ -234,7 +242,6 @@ def _names(settings: Settings) -> list[str]:
 
 def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
     """Start an agent for each GPU of this machine, or for its CPU where there is none."""
-    # An agent on this machine goes past any proxy and certificate name.
     return [_start_agent(settings, token, device) for device in own_devices()]
 
 
@@ -248,6 +255,8 @@ def _start_agent(settings: Settings, token: str, device: Device) -> subprocess.P
     words = ["agent", "--server", settings.url, "--device", device.uuid, "--shared", "--with-parent"]
     words += ["--allow", str(settings.allow)] if settings.allow is not None else []
     environment = {**os.environ, TOKEN_VARIABLE: token, AGENT_STORAGE_VARIABLE: settings.storage}
+    if settings.certificate is not None:
+        environment[CERTIFICATE_VARIABLE] = str(settings.certificate.resolve())
     return subprocess.Popen([sys.executable, "-m", "autotune", *words], stdin=subprocess.PIPE, env=environment)
 
 

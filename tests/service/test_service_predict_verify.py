@@ -84,11 +84,12 @@ def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
     path = f"/v1/agents/{gpu_agent.id}/jobs/{job['id']}/records?lease_token={job['lease_token']}"
     assert writer.get(path).json() == {"own": read_study(searches.store.engine, STUDY), "related": []}
     missed = {"exit_code": 8, "message": "slower than promised", "hint": "search again"}
-    shown = {"verification": {"verdict": "missed"}, "problem": missed}
+    shown = {"verification": {"verdict": "missed"}, "problem": missed, "lines": ["told"]}
     gpu_agent.post(job, "events", events=[{"kind": "verification", "document": shown}])
     gpu_agent.post(job, "end", state="finished")
     found = writer.get(answer.headers["location"]).json()
     assert (found["state"], found["verification"], found["missed"]) == ("finished", {"verdict": "missed"}, missed)
+    assert found["lines"] == ["told"]
     assert "the promise is missed" in writer.get("/parts/home").text
     assert writer.get(f"/searches/{job['id']}").status_code == 200
     # The study's own search is still found by its name.

@@ -212,6 +212,22 @@ def test_a_public_address_needs_tls(tmp_path: Path) -> None:
         Settings("a.db", certificate=file).check()
 
 
+@pytest.mark.parametrize(
+    ("host", "names", "expected"),
+    [
+        ("127.0.0.1", (), ("http://127.0.0.1:8321", "http://127.0.0.1:8321")),
+        ("0.0.0.0", ("gpu-box",), ("http://127.0.0.1:8321", "http://gpu-box:8321")),
+        ("::", (), ("http://[::1]:8321", "http://[::1]:8321")),
+        ("127.0.0.1", ("gpu-box",), ("http://127.0.0.1:8321", "http://127.0.0.1:8321")),
+    ],
+)
+def test_a_service_has_an_address_here_and_one_for_others(
+    host: str, names: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    settings = Settings("a.db", host=host, names=names)
+    assert (settings.url, settings.shown_url) == expected
+
+
 def test_too_many_searches_are_refused(writer: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.service.searches.MOST_QUEUED", 1)
     assert writer.post("/v1/searches", json=TINY).status_code == 202

@@ -46,6 +46,8 @@ def _describe(searches: Searches, job: JobRecord) -> Document:
     return {
         **searches.describe(job),
         "verification": shown.get("verification"),
+        # As the command line prints it.
+        "lines": shown.get("lines"),
         # Of a promise that was not kept, in the words of the command line.
         "missed": shown.get("problem"),
     }

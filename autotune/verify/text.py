@@ -1,0 +1,41 @@
+"""Tell in lines what a verification has shown."""
+
+from __future__ import annotations
+
+from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
+from autotune.verify.comparison import Interval
+from autotune.verify.throughput import Verification, notes
+
+
+def verification_lines(verification: Verification) -> list[str]:
+    """Return lines with promised and obtained figures side by side, and notes."""
+    target, obtained = verification.target, verification.obtained
+    promised, promise, speed = target.promised, verification.promise, verification.speed
+    peak = verification.training_peak_bytes
+    lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
+    if speed is not None and peak is not None:
+        lines += [
+            f"{'samples/s':9} {_speed(promise):>18} {_speed(speed):>18}  {speed.mean / promise.mean - 1:+.1%}",
+            f"{'in use' if verification.judges_allocated else 'peak':9} "
+            f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
+            f"{peak / verification.promised_peak_bytes - 1:+.1%}",
+        ]
+        peaks, seconds = obtained.peak_bytes, obtained.pause_seconds
+        kind = "allocated" if verification.judges_allocated else "reserved"
+        for what, name in (("evaluate", f"evaluation at batch {obtained.evaluation_batch_size}"), ("save", "save")):
+            if what in peaks:
+                took = format_seconds(seconds[what])
+                lines.append(f"  by the end of the {name}: {format_bytes(getattr(peaks[what], kind))}; it took {took}")
+        if obtained.joules_per_sample is not None:
+            joules = promised.joules_per_sample
+            before = f", {joules:.3g} J promised" if joules is not None else ""
+            lines.append(f"  {obtained.joules_per_sample:.3g} J a sample{before}")
+        lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
+    lines += [f"  note: {note}" for note in notes(verification)]
+    if verification.misses():
+        return [*lines, *(f"  note: {why}" for why in verification.why())]
+    return [*lines, verification.verdict_line()]
+
+
+def _speed(speed: Interval) -> str:
+    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
