@@ -229,13 +229,13 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
     )
     best = document.get("best")
     speed = _SPEED_HEAD if best is not None else []
+    shown = [arm for arm in document["arms"] if not _has_plain_twin(arm, document["arms"])]
     if all_batches:
         head = ["configuration", "batch × acc", "allocated", "reserved", "of the line", "fits"]
         rows = [cells for arm in document["arms"] for cells in _every_batch(arm, line_bytes, anatomy, speed)]
     else:
         head = ["configuration", f"{'fastest' if speed else 'largest'} batch × acc"]
         head += ["allocated", "reserved", "of the line"]
-        shown = [arm for arm in document["arms"] if not _has_plain_twin(arm, document["arms"])]
         rows = [_chosen_batch(arm, line_bytes, anatomy, speed) for arm in shown]
     print_table(head + speed + (list(_ORDER) if anatomy else []), rows)
     if anatomy:
@@ -247,7 +247,7 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
         if best.get("unknown_operations"):
             click.echo(told_unknown(best["unknown_operations"], best["unknown_operations_share"]))
         if anatomy:
-            click.echo(_time_anatomy(best))
+            _print_times(document["arms"] if all_batches else shown, all_batches)
     if ranks > 1:
         click.echo(_which_fit(document["arms"]))
     click.echo("")
@@ -317,12 +317,34 @@ def _not_compared(arms: list[dict[str, Any]]) -> str:
     return f" {', '.join(unique)} {verb}, too: not compared, since their speed is not predicted."
 
 
-def _time_anatomy(best: dict[str, Any]) -> str:
-    """Return the kinds of work of the GPU in a step of the best configuration, largest first."""
-    total = sum(best["gpu_seconds_by_kind"].values())
-    parts = sorted(best["gpu_seconds_by_kind"].items(), key=lambda part: -part[1])
-    shares = [f"{name.replace('_', ' ')} {seconds / total:.0%}" for name, seconds in parts if seconds > 0.01 * total]
-    return f"The GPU computes {best['gpu_seconds'] / best['step_seconds']:.0%} of such a step: {', '.join(shares)}."
+_LEAST_SHARE = 0.01
+"""Kinds of work that are nowhere a larger share of the GPU time are shown together."""
+
+
+def _print_times(arms: list[dict[str, Any]], all_batches: bool) -> None:
+    """Print what an optimizer step takes, and the GPU time of each kind of work in it, largest first."""
+    steps = [
+        (_describe(arm), batch)
+        for arm in arms
+        for batch in (arm["batches"] if all_batches else filter(None, [_fastest_batch(arm)]))
+        if "gpu_seconds_by_kind" in batch
+    ]
+    totals: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for _, batch in steps:
+        for kind, seconds in batch["gpu_seconds_by_kind"].items():
+            totals[kind] = totals.get(kind, 0.0) + seconds
+            shares[kind] = max(shares.get(kind, 0.0), seconds / batch["gpu_seconds"])
+    kinds = sorted((kind for kind in totals if shares[kind] > _LEAST_SHARE), key=lambda kind: -totals[kind])
+    rows = []
+    for name, batch in steps:
+        by_kind = batch["gpu_seconds_by_kind"]
+        cells = [by_kind.get(kind, 0.0) for kind in kinds]
+        times = [batch["step_seconds"], batch["gpu_seconds"], *cells, batch["gpu_seconds"] - sum(cells)]
+        rows.append([name, _batch_cell(batch), *(f"{1000 * seconds:,.1f}" for seconds in times)])
+    click.echo("Milliseconds of an optimizer step, of the GPU in it, and of each kind of work on the GPU:")
+    head = ["configuration", "batch × acc", "step", "GPU", *(kind.replace("_", " ") for kind in kinds), "other"]
+    print_table(head, rows, right=head[2:])
 
 
 def _compare(documents: list[dict[str, Any]]) -> None:
@@ -360,9 +382,9 @@ def _chosen_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool, speed: li
 
     Where none fits, it is the batch with the lowest peak.
     """
-    fitting = [batch for batch in arm["batches"] if batch["fits"]]
-    if fitting:
-        shown = max(fitting, key=lambda b: (b.get("samples_per_second", 0.0), int(b["per_device_train_batch_size"])))
+    fastest = _fastest_batch(arm)
+    if fastest is not None:
+        shown = fastest
         cell = _batch_cell(shown)
     elif arm["batches"]:
         shown = min(arm["batches"], key=lambda batch: int(batch["peak_reserved_bytes"]))
@@ -370,8 +392,15 @@ def _chosen_batch(arm: dict[str, Any], line_bytes: int, anatomy: bool, speed: li
     else:
         empty = len(speed) + (len(_ORDER) if anatomy else 0)
         return [_describe(arm), "not predicted", "", "", "", *([""] * empty)]
-    speeds = _speed_cells(shown, speed) if fitting else [""] * len(speed)
+    speeds = _speed_cells(shown, speed) if fastest is not None else [""] * len(speed)
     return [_describe(arm), cell, *_peak_cells(shown, line_bytes), *speeds, *_parts(shown, anatomy)]
+
+
+def _fastest_batch(arm: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fastest batch that fits, or the largest where speed is not predicted; ``None`` where none fits."""
+    fitting = [batch for batch in arm["batches"] if batch["fits"]]
+    order = [(batch.get("samples_per_second", 0.0), int(batch["per_device_train_batch_size"])) for batch in fitting]
+    return fitting[order.index(max(order))] if fitting else None
 
 
 def _speed_cells(batch: dict[str, Any], speed: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autotune.core.workload import Workload
     from autotune.devices.gpus import Chip
     from autotune.estimate.memory import MemoryModel, Question
+    from autotune.execution import TrialServer
     from autotune.space.space import Space
     from autotune.tuning.answers import AnswersBeside
     from autotune.tuning.prepare import Prepared
@@ -80,8 +81,7 @@ def predictions(
     ):
         remembered = answers.find(key, Inspection)
         if remembered is None:
-            runner.start()
-            answers.prepare_to_keep()
+            _begin(runner, answers)
         facts = remembered or runner.inspect()
         on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
         every = [prepare(request, on_gpu) for request in requests]
@@ -92,11 +92,19 @@ def predictions(
         forecast = Forecast(
             runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
         )
+        if not forecast.is_complete:
+            _begin(runner, answers)
         forecast.complete()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.
             answers.keep(key, facts)
     return list(zip(every, forecast.models, strict=True))
+
+
+def _begin(runner: TrialServer, answers: AnswersBeside) -> None:
+    """Start the process that predicts, and import what storing its answers needs while that imports torch."""
+    runner.start()
+    answers.prepare_to_keep()
 
 
 def told_unknown(calls: dict[str, int], share: float) -> str:

@@ -546,7 +546,7 @@ OPTIONS: tuple[Option, ...] = (
         WHERE, metavar="NAME", request_field="study", recorded_as="",
     ),
     Option("all_batches", FLAG, "Show every batch, not only the fastest that fits.", WHERE, PREDICT, flag="--all"),
-    Option("anatomy", FLAG, "Show what each peak consists of.", WHERE, PREDICT),
+    Option("anatomy", FLAG, "Show what each peak and each step consists of.", WHERE, PREDICT),
     Option(
         "storage", PATH, "SQLite file or SQLAlchemy URL of the database of studies; also AUTOTUNE_STORAGE.", WHERE,
         STORED, "studies/autotune.db", metavar="FILE|URL", envvar="AUTOTUNE_STORAGE",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import COLD, ROOT, Run, run_process
 
-from autotune.cli.predict import _best, _choice, _print
+from autotune.cli.predict import _best, _choice, _print, _print_times
 from autotune.cli.predictions import find_named, known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
@@ -160,6 +160,21 @@ def fast(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]:
         "model_flops_utilization": 0.4,
         "limited_by": "matrix products",
     }
+
+
+def test_the_anatomy_has_the_time_of_each_kind_of_work(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = {"matrix_product": 0.09, "softmax": 0.0095, "fill": 0.0005}
+    timed = {"step_seconds": 0.25, "gpu_seconds": 0.1, "gpu_seconds_by_kind": kinds}
+    arms = [
+        arm("bf16", fast(batch(8, 4 * GIB, True), 80.0) | timed, fast(batch(16, 8 * GIB, True), 90.0) | timed),
+        arm("fp32", fast(batch(8, 12 * GIB, False), 40.0) | timed),
+    ]
+    for all_batches, of_each in ((False, ["16 × 4"]), (True, ["8 × 8", "16 × 4", "8 × 8"])):
+        _print_times(arms, all_batches)
+        _, head, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.strip().splitlines()]
+        assert head == ["configuration", "batch × acc", "step", "GPU", "matrix product", "softmax", "other"]
+        assert [row[1] for row in rows] == of_each
+        assert rows[0] == ["bf16", of_each[0], "250.0", "100.0", "90.0", "9.5", "0.5"]
 
 
 def test_the_fastest_batch_is_shown_and_what_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
