@@ -83,9 +83,15 @@ def find_gpus(text: str) -> tuple[Device, ...]:
             raise DeviceError(f"--gpus {wanted}: {there} here", hint)
         return gpus[:count]
     names = [name.strip() for name in wanted.split(",") if name.strip()]
+    no_gpus = InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
+    if not names or any(name[0].isalpha() and not name.startswith(("cuda", "cpu", "GPU-", "MIG-")) for name in names):
+        raise no_gpus
     found = tuple(find_device(f"cuda:{name}" if name.isascii() and name.isdigit() else name) for name in names)
-    if not found or any(device.kind != "cuda" for device in found):
-        raise InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
+    if any(device.kind != "cuda" for device in found):
+        raise no_gpus
+    twice = next((device for device in found if found.count(device) > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"--gpus {text} names {twice.label} more than once", "name each GPU once")
     return found
 
 

@@ -236,6 +236,12 @@ class SearchRequest:
         asked = self.strategies
         if asked is None:
             return
+        if self.beside and asked != ("zero2-offload",):
+            raise InvalidRequestError(
+                f"--strategy {','.join(asked)} is how several GPUs train together, and --parallel has each trial train "
+                "on one",
+                "leave one of the two out",
+            )
         if self.ranks == 1 and asked != ("zero2-offload",):
             raise InvalidRequestError(
                 f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
