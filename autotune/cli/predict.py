@@ -127,7 +127,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
             raise InvalidRequestError(
                 "the memory of the GPU is not known", "give --memory-limit 24GiB or --gpu rtx-3090"
             )
-        # Without rates: how fast it is nobody said.
+        # Without rates: its speed is not known.
         return [(Chip(name="a GPU like the H200", memory_bytes=limit_bytes), limit_bytes)]
     found = []
     for name in names:

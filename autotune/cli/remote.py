@@ -87,7 +87,7 @@ def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
 
 
 def verify_remotely(server: str, study: str, steps: int, *, as_json: bool) -> None:
-    """Have a service verify one of its studies, and print what came of it; raises where a promise was not kept."""
+    """Have a service verify one of its studies, and print the result; raises where a promise was not kept."""
     client = Client(server)
     asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps})
     problem = _watch(client, asked)

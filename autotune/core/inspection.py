@@ -75,7 +75,7 @@ class ModelFacts:
     layer_classes: tuple[str, ...] = ()
     """The classes of the layers that FSDP shards one by one; none where it has none."""
     sharding_error: str | None = None
-    """Why accelerate cannot shard it layer by layer; ``None`` where it can, or nobody looked."""
+    """Why accelerate cannot shard it layer by layer; ``None`` where it can, or was not asked."""
     after_step: AfterStep = field(default_factory=AfterStep)
     """Looked at only for several ranks."""
     own: OwnSettings | None = None
@@ -124,7 +124,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class InspectionAnswer:
-    """What came of an inspection: what was found out, or what kept the user's own code from being inspected."""
+    """The result of an inspection: the facts, or why the user's own code could not be inspected."""
 
     inspection: Inspection | None = None
     problem: Problem | None = None

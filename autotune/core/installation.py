@@ -36,7 +36,9 @@ def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
 
 
 def _direct_url() -> str | None:
-    try:
-        return importlib.metadata.distribution(_NAME).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Return the record of where the package came from.
+
+    A checkout that is the working directory is found first, by its ``egg-info``, which has no such record.
+    """
+    found = importlib.metadata.distributions(name=_NAME)
+    return next((record for each in found if (record := each.read_text("direct_url.json"))), None)

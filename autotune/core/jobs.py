@@ -26,7 +26,7 @@ class TrialWork:
     effort: Effort
     seed: int
     unmodified: bool = False
-    """Run the user's own code with its own settings, whatever the candidate says."""
+    """Run the user's own code with its own settings, not the candidate's."""
     data_folder: str | None = None
     """The folder of the dataset that was read; ``None`` without one."""
 

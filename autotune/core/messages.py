@@ -20,7 +20,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class DataAnswer:
-    """What came of reading a dataset: its facts, or why it is no good."""
+    """The result of reading a dataset: its facts, or why it cannot be used."""
 
     facts: DataFacts | None = None
     problem: Problem | None = None
@@ -41,7 +41,7 @@ _DOING = {
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a job under way says of itself: the phase that it entered, or the step that it ended."""
+    """The progress of a running job: the phase that it entered, or the step that it ended."""
 
     phase: str | None = None
     step: int | None = None
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a job came to: its result, if it gave one, and how its process ended."""
+    """The end of a job: its result, if there is one, and how its process ended."""
 
     result: Any = None
     """Of a trial its outcome, of other kinds of jobs what they found out; checked by who asked for it."""

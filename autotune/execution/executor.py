@@ -31,14 +31,14 @@ class TrialJob:
     timeout_seconds: float
     log_path: str
     unmodified: bool = False
-    """Run the user's own code with its own settings, whatever the candidate says."""
+    """Run the user's own code with its own settings, not the candidate's."""
     placement: Placement | None = None
     """Where to run: one of the executor's slots. ``None`` leaves that to the executor."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a trial under way says of itself."""
+    """The progress of a running trial."""
 
     progress: Progress
 
@@ -185,5 +185,5 @@ def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress],
 
 
 def run_trial(server: TrialServer, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
-    """Run one trial on a server and wait for its end; whatever happens to it is an outcome."""
+    """Run one trial on a server, wait for its end, and return its outcome."""
     return run_to_end(LocalExecutor([server]), job, progress)

@@ -20,7 +20,7 @@ from autotune.execution.executor import Event, Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
 _INTERVAL_SECONDS = 0.2
-# Drivers round what processes hold; less than this is nobody's doing.
+# Drivers round the memory that processes hold; a smaller change is not due to a process.
 _SLACK_BYTES = 64 * 1024**2
 # The driver takes back the memory of a process a moment after its end. A neighbour is waited for longer, once.
 _RETURN_SECONDS = 5.0
@@ -102,7 +102,7 @@ class WatchedExecutor:
         self._executor.close()
 
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
-        """Return the GPU as it is once a trial's memory is free, or when nobody cares to wait any longer."""
+        """Return the GPU as it is once a trial's memory is free, or when waiting is given up."""
         deadline = time.monotonic() + _RETURN_SECONDS
         told = False
         while True:

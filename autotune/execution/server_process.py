@@ -76,7 +76,7 @@ class ServerProcess:
 
     @property
     def starts_by_itself(self) -> bool:
-        """Whether nobody asked to be told of the start, so that it need not wait for the first job."""
+        """Whether no caller waits for the start, so that it need not be reported before the first job."""
         return self._on_start is None
 
     @property

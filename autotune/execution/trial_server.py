@@ -37,7 +37,7 @@ _READ_DATA_SECONDS = 3600.0
 
 @dataclass
 class _UnderWay:
-    """A job under way, or one whose end nobody has asked for yet."""
+    """A running job, or an ended one whose result was not fetched yet."""
 
     deadline: float
     is_beside: bool
@@ -181,7 +181,7 @@ class TrialServer:
         return progress.popleft() if progress else None
 
     def has_news(self, job_id: str) -> bool:
-        """Return whether a job said something of its progress, or has ended, and nobody has asked for that yet."""
+        """Return whether there is progress, or the end of a job, that was not fetched yet."""
         job = self._jobs[job_id]
         return job.has_ended or bool(job.progress)
 
@@ -216,7 +216,7 @@ class TrialServer:
             job.progress.append(progress)
 
     def _lose_jobs(self, *, overdue: bool) -> None:
-        """Note that nobody will report the ends of the jobs under way any more."""
+        """Record that the ends of the running jobs can no longer be reported."""
         for job in self._jobs.values():
             if not job.has_ended:
                 job.answer = replace(job.answer, lost=True, overdue=overdue)

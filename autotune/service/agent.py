@@ -52,7 +52,7 @@ from autotune.verify.throughput import verify
 _CLAIM_WAIT_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 5.0
 _STATUS_SECONDS = 0.5
-"""What runs now changes with every step; nobody needs to see it more often."""
+"""The running step changes often; it is not sent more often than this."""
 _RETRY_SECONDS = 2.0
 _PATIENCE_SECONDS = 60.0
 """How long a service that is away, or whose database is, is asked again."""
@@ -199,7 +199,7 @@ class _Lease:
         self._post_until_heard("end", {"state": state, "problem": problem, "why": why})
 
     def _post_until_heard(self, name: str, body: Document) -> AutotuneError | None:
-        """Send something until the service answers; return why it was refused, or why nobody answered for long."""
+        """Send something until the service answers; return why it was refused, or why there was no answer for long."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:

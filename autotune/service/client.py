@@ -96,7 +96,7 @@ class Client:
         headers: Mapping[str, str],
         timeout_seconds: float,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request; the caller closes the connection. ``ServiceError`` where nobody answers."""
+        """Send a request; the caller closes the connection. ``ServiceError`` where there is no answer."""
         connection = self._connect(timeout_seconds)
         every = {"Accept": "application/json", **headers}
         if self._token:

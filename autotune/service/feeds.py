@@ -99,7 +99,7 @@ class _Shared:
             self._task = asyncio.create_task(self._run())
 
     def end(self) -> bool:
-        """Count one less; return whether nobody is left, which ends the task."""
+        """Count one listener less; return whether none is left, which ends the task."""
         self.listeners -= 1
         if self.listeners == 0 and self._task is not None:
             self._task.cancel()

@@ -38,7 +38,7 @@ from autotune.tuning.run import log_folder
 log = logging.getLogger("autotune.service")
 
 MOST_QUEUED = 10_000
-"""More are refused: whoever submits in a loop is told so before the disk is full."""
+"""More are refused, so that a client that submits in a loop does not fill the disk."""
 _TOO_MANY = f"{MOST_QUEUED} searches wait already"
 AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""

@@ -138,7 +138,7 @@ class TrialRow(Base):
 
 
 class AnswerRow(Base):
-    """What a trial process answered; nothing refers to it, and whoever deletes it costs no more than asking again."""
+    """What a trial process answered; nothing refers to it, and a deleted one is made again."""
 
     __tablename__ = "autotune_answers"
 

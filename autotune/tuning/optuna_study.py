@@ -85,7 +85,7 @@ class OptunaStudy:
             return name in optuna.get_all_study_names(store.optuna)
 
     def settle(self, trials: Mapping[str, TrialRecord]) -> None:
-        """Tell trials that an earlier, killed search left running or waiting, since nobody else will.
+        """Tell trials that an earlier, killed search left running or waiting, since no other process does.
 
         A trial whose end is among ``trials`` (by id) was killed just before it was told, the others while they ran.
         """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.installation import command_to_add
+from autotune.core.installation import command_to_add, how_to_add
 
 FOLDER = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {}})
 EDITABLE = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {"editable": True}})
@@ -32,3 +32,17 @@ def test_the_command_is_that_of_the_installation(
     if receipt is not None:
         (tmp_path / receipt).touch()
     assert command_to_add("plot", tmp_path, direct_url) == command
+
+
+def test_a_checkout_in_the_working_directory_does_not_hide_the_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``egg-info`` is found before the installed package, and has no record of where that came from."""
+    names = "Metadata-Version: 2.1\nName: autotune\nVersion: 0.1.0\n"
+    for place, file in (("checkout/autotune.egg-info", "PKG-INFO"), ("site/autotune-0.1.0.dist-info", "METADATA")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / file).write_text(names)
+    (tmp_path / "site/autotune-0.1.0.dist-info/direct_url.json").write_text(EDITABLE)
+    monkeypatch.setattr("sys.path", [str(tmp_path / "checkout"), str(tmp_path / "site")])
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    assert how_to_add("plot") == "pip install -e '/home/me/my code[plot]'"

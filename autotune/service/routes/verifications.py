@@ -1,4 +1,4 @@
-"""Queue the run of a stock Trainer that shows whether a study's promise holds, and show what came of it."""
+"""Queue the run of a stock Trainer that shows whether a study's promise holds, and show its result."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from autotune.core.messages import Progress
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node says of itself before anything else."""
+    """The facts about a node, which it sends first."""
 
     host: str
     version: str

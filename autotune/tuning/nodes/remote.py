@@ -192,7 +192,7 @@ class NodeProcess:
         return self._losses
 
     def _start(self) -> tuple[Actor, NodeFacts]:
-        """Start a process on a node that fits; return it with what it says of the node."""
+        """Start a process on a node that fits; return it with the facts about the node."""
         gpus = self._wanted.gpus
 
         def on_wait() -> None:
@@ -676,7 +676,7 @@ def _chosen(facts: NodeFacts, wanted: Wanted) -> tuple[Device, ...]:
 
 
 def _facts_of(document: Document) -> NodeFacts:
-    """Return what a node says of itself; raises ``ServiceError`` where its autotune is another one."""
+    """Return the facts that a node sends; raises ``ServiceError`` where its autotune is another one."""
     hint = "install the same autotune here and on every node"
     try:
         facts = decode(document, NodeFacts)

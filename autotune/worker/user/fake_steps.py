@@ -360,9 +360,9 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
 
 
 def why_not(error: BaseException) -> str:
-    """Return why a step was not traced, and print the traceback of an error that nobody foresaw."""
+    """Return why a step was not traced, and print the traceback of an unexpected error."""
     if isinstance(error, NotTraceableError):
         return str(error)
-    # For whoever looks into the log.
+    # For readers of the log.
     traceback.print_exception(error)
     return first_line(error)

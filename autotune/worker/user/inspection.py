@@ -81,7 +81,7 @@ class SeenGradients:
 
 
 class UntilFirstStep:
-    """Calls ``on_step`` at the end of the first step, whatever step that is."""
+    """Calls ``on_step`` at the end of the first step."""
 
     def __init__(self, on_step: Callable[[], NoReturn]) -> None:
         self._on_step = on_step

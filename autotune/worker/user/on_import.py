@@ -1,4 +1,4 @@
-"""Call a function once a module has been imported, whoever imports it and whenever."""
+"""Call a function once a module has been imported, by any code at any time."""
 
 from __future__ import annotations
 

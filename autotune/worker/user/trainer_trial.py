@@ -210,7 +210,7 @@ class TrainerTrial(OwnTrial):
         return rehearsing
 
     def _prepare(self, trainer: Any) -> None:
-        """Have it measured, for as many steps as that takes, and heard by nobody else."""
+        """Measure it for as many steps as needed, and remove its other callbacks that report."""
         assert self._meter is not None
         for callback in list(trainer.callback_handler.callbacks):
             if is_reporting(type(callback)):
@@ -347,7 +347,7 @@ def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What came of one run of the user's code."""
+    """The result of one run of the user's code."""
 
     answer: InspectionAnswer
     failed_probing: bool = False
