@@ -43,7 +43,7 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
         case RequestValidationError():
             first = error.errors()[0]
             if first["type"] == "json_invalid":
-                return problem_response(InvalidRequestError("the body is no JSON", "send a JSON object"))
+                return problem_response(InvalidRequestError("the body is not JSON", "send a JSON object"))
             where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
             return problem_response(
                 InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")

@@ -171,8 +171,8 @@ REFUSED_AT_ONCE = [
     ("--dataset a.jsonl --padding 0.2", "--padding 0.2"),
     ("--dataset a.jsonl --image-column x", "--image-column does not apply to sequence-classification"),
     ("--dataset a.jsonl --text-column a,b,c", "--text-column a,b,c"),
-    ("--text-column a", "--text-column is about data"),
-    ("--group-by-length", "--group-by-length is about data"),
+    ("--text-column a", "--text-column applies to a dataset"),
+    ("--group-by-length", "--group-by-length applies to a dataset"),
 ]
 
 

@@ -383,4 +383,4 @@ def test_a_body_is_json_whatever_the_client_calls_it(writer: TestClient) -> None
     told = writer.post("/v1/verify", content=b'{"study": "nothing"}', headers=form)
     assert (told.status_code, told.json()["detail"][:22]) == (404, "there is no study 'not")
     broken = writer.post("/v1/verify", content=b"study=nothing", headers=form)
-    assert (broken.status_code, broken.json()["detail"]) == (422, "the body is no JSON")
+    assert (broken.status_code, broken.json()["detail"]) == (422, "the body is not JSON")

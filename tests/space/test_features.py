@@ -109,7 +109,7 @@ class TestWhatIsTried:
         assert [arm.expandable_segments for arm in expanding_arms()] == [False] * 4 + [True] * 4
 
     def test_a_cpu_has_no_such_lever(self) -> None:
-        with pytest.raises(DeviceError, match="no segments"):
+        with pytest.raises(DeviceError, match="no allocator with expandable segments"):
             replace(request(expandable_segments="on"), device=find_device("cpu")).check()
 
     def test_only_an_answer_that_was_asked_for_is_recorded(self) -> None:
