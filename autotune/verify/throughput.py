@@ -191,7 +191,7 @@ class Verification:
             if speed.mean < promise.low:
                 found.append(f"{_rate(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them")
             else:
-                found.append(f"the intervals are so wide that a run {open_share:.0%} slower would not be refuted")
+                found.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
             found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
         else:
