@@ -15,7 +15,7 @@ help:
 	@echo "make search       install and run the main job"
 	@echo "make test         install the development tools and run every check"
 	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
-	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Lightning and plain PyTorch"
+	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Hydra, Lightning and plain PyTorch"
 	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
 	@echo "make test-service  measure a service under load, under faults and at the start of a search, beside the aims"
 	@echo "make test-browser  use the pages of a service in a real Chromium"

@@ -30,7 +30,8 @@ class Client:
     library: str
     words: tuple[str, ...] = ()
     after: str = "flags"
-    """How it trains with the export: ``flags``, ``settings`` in a file, or not at all by itself: ``code``."""
+    """How it trains with the export: ``flags``, ``settings`` in a file, or by hand, in its ``code`` or by Hydra's
+    ``overrides``."""
 
 
 CLIENTS = {
@@ -40,6 +41,8 @@ CLIENTS = {
     "accelerate": Client("accelerate_loop.py", "accelerate", ("--output_dir", "out", "--log_dir", "logs")),
     "lightning": Client("lightning_loop.py", "lightning"),
     "pytorch-lightning": Client("lightning_loop.py", "pytorch_lightning", ("--package", "pytorch_lightning")),
+    # Hydra makes folders and a log; the script reports to TensorBoard in three ways, and saves its model.
+    "hydra": Client("hydra_loop.py", "hydra", ("epochs=2",), "overrides"),
     "plain PyTorch": Client("train_images.py", "torch", after="settings"),
 }
 WITH_THE_OTHERS = ("accelerate", "plain PyTorch")
@@ -67,14 +70,16 @@ def test_a_script_is_searched_exported_and_trained(tmp_path: Path, name: str) ->
 def check(client: Client, name: str, tmp_path: Path) -> None:
     """Search a script, export the winner, and train with it."""
     folder = tmp_path / "work"
-    folder.mkdir()
+    (folder / "runs").mkdir(parents=True)
+    (folder / "runs" / "mine").write_text("from before")
     autotune = (sys.executable, "-m", "autotune")
     script = str(CODE / client.file)
     own = ("--loop", f"{script}:train") if client.after == "settings" else ("--", "python", script, *client.words)
     budget = ("--device", "cpu", "--study", "s", "--effective-batch", "16", "--trials", "2", "--precision", "fp32")
     searched = run(folder, *autotune, "search", *budget, *own)
     assert searched.returncode == 0, searched.stderr
-    assert [path.name for path in folder.iterdir()] == ["studies"]
+    left = [path.relative_to(folder) for path in folder.rglob("*") if path.parts[len(folder.parts)] != "studies"]
+    assert sorted(map(str, left)) == ["runs", "runs/mine"]
     exported = json.loads(run(folder, *autotune, "export", "s").stdout)
     batch = exported.get(
         "per_device_train_batch_size", exported.get("batch_size", exported.get("per_device_batch_size"))
@@ -91,6 +96,13 @@ def check(client: Client, name: str, tmp_path: Path) -> None:
         assert any("batch" in flag for flag in flags)
         limit = () if "lightning" in name else ("--num_train_epochs", "1")
         trained = run(folder, sys.executable, script, *client.words, *limit, *flags)
+    elif client.after == "overrides":
+        said = run(folder, *autotune, "export", "s", "--format", "cli").stderr
+        assert f"set by hand: batch_size of the training DataLoader at {client.file}:" in said
+        accumulation = exported["gradient_accumulation_steps"]
+        overrides = (f"batch_size={batch}", f"gradient_accumulation_steps={accumulation}")
+        trained = run(folder, sys.executable, script, *overrides)
+        assert f"steps of {batch}" in trained.stdout
     else:
         said = run(folder, *autotune, "export", "s", "--format", "python").stderr
         assert f"set them at {client.file}:" in said
