@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import shlex
@@ -113,6 +114,7 @@ def run_search(
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in place.servers:
                 server.start(inspects=server is place.servers[0])
+            _import_for_search()
 
         def make_store() -> Store:
             made = _opened(stack, storage)
@@ -120,6 +122,12 @@ def run_search(
             return made
 
         return _prepare_and_search(request, place, store, make_store, observer, folder)
+
+
+def _import_for_search() -> None:
+    """Import what a search needs once the inspection has ended, while the trial server imports too."""
+    importlib.import_module("autotune.store.opening")
+    importlib.import_module("autotune.tuning.loop")
 
 
 @dataclass(frozen=True)
