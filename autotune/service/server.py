@@ -171,8 +171,12 @@ async def _run(
     own_token: str,
     ready: Callable[[], None],
 ) -> None:
+    is_to_end = asyncio.Event()
+
     def stop() -> None:
-        server.should_exit = True
+        # Whoever asks twice does not want to wait for the agents.
+        server.should_exit |= is_to_end.is_set()
+        is_to_end.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -182,13 +186,17 @@ async def _run(
         await asyncio.sleep(0.01)
     sweeping = asyncio.create_task(_sweep(searches, server))
     agents = start_agents(settings, own_token) if settings.has_agent else []
+    asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()
-        await serving
+        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        searches.is_closing = True
-        sweeping.cancel()
+        asked.cancel()
+        # As long as agents end, they put their searches back into the queue.
         await asyncio.to_thread(stop_agents, agents)
+        server.should_exit = searches.is_closing = True
+        await serving
+        sweeping.cancel()
 
 
 async def _sweep(searches: Searches, server: _Server) -> None:

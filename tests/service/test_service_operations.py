@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -16,6 +20,7 @@ from typing import Any
 
 import click
 import pytest
+import uvicorn
 import yaml
 from checkout import ROOT
 from click.testing import CliRunner
@@ -23,8 +28,10 @@ from serving import Agent, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.cli.main import cli
+from autotune.service import server
+from autotune.service.app import make_app
 from autotune.service.searches import Searches
-from autotune.service.server import JsonLines
+from autotune.service.server import JsonLines, Settings
 from autotune.store import open_store
 
 FILES = ROOT / "docs" / "how-to" / "service"
@@ -120,3 +127,39 @@ def test_what_happens_is_logged_as_json_without_any_token(
     assert lines[-1]["state"] == "finished"
     assert job["lease_token"] not in stream.getvalue()
     assert "at_" not in stream.getvalue()
+
+
+_STAND_IN = """
+import signal, sys, urllib.request
+def end(*_):
+    print(urllib.request.urlopen(sys.argv[1] + "/healthz", timeout=30).status, flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_a_service_answers_until_its_agents_have_ended(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell it then that their searches wait again."""
+    agents: list[subprocess.Popen[bytes]] = []
+
+    def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
+        agents.append(subprocess.Popen([sys.executable, "-c", _STAND_IN, settings.url], stdout=subprocess.PIPE))
+        assert agents[0].stdout is not None
+        assert agents[0].stdout.readline() == b"ready\n"
+        return agents
+
+    monkeypatch.setattr(server, "start_agents", start_agents)
+    listener = socket.create_server(("127.0.0.1", 0))
+    settings = Settings("a.db", port=listener.getsockname()[1])
+    running = server._Server(uvicorn.Config(make_app(searches), log_config=None))
+    with listener:
+        asyncio.run(
+            asyncio.wait_for(
+                server._run(running, listener, searches, settings, "", lambda: os.kill(os.getpid(), signal.SIGTERM)), 60
+            )
+        )
+    with agents[0] as agent:
+        assert agent.stdout is not None
+        assert (agent.stdout.read(), agent.wait()) == (b"200\n", 0)
