@@ -33,8 +33,8 @@ from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
 from autotune.estimate.history import DEFAULT_TOLERANCE, History
-from autotune.results.document import report_document, trial_document
 from autotune.results.export import make_export
+from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report, measurement
 from autotune.results.text import summary_lines

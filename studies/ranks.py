@@ -219,7 +219,7 @@ class Study:
 
     def in_process(self, name: str, request: SearchRequest) -> dict[str, Any]:
         """Run a search within this process, as on the CPU, which ``--gpus`` does not name."""
-        from autotune.results.document import report_document
+        from autotune.results.json_document import report_document
         from autotune.tuning.run import run_search
 
         began = time.monotonic()

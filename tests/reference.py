@@ -30,11 +30,11 @@ from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
-from autotune.devices.document import devices_type
-from autotune.results.document import StudyDocument, candidate_type, trial_type
+from autotune.devices.json_document import devices_type
+from autotune.results.json_document import StudyDocument, candidate_type, trial_type
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument
 from autotune.tuning.request import recorded_type
-from autotune.verify.document import LossComparisonDocument, VerificationDocument
+from autotune.verify.json_document import LossComparisonDocument, VerificationDocument
 
 FOLDER = ROOT / "docs" / "reference"
 _MADE = "<!-- Written by make docs-reference from the code. Do not edit. -->\n\n"

@@ -14,7 +14,7 @@ def devices(as_json: bool) -> None:
     """List the devices (memory, driver, capability, precisions, other processes) and the optional packages."""
     from autotune.core.units import format_bytes
     from autotune.devices import list_devices, nvml_problem
-    from autotune.devices.document import devices_document
+    from autotune.devices.json_document import devices_document
     from autotune.space.features import OPTIONAL, how_to_install, version_of
 
     found = list_devices()

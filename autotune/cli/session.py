@@ -28,7 +28,7 @@ def run_search(
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
     """Print the result on stdout, with the commands that come next; ``storage`` is added to them where given."""
-    from autotune.results.document import report_document
+    from autotune.results.json_document import report_document
     from autotune.results.report import is_script
     from autotune.results.text import summary_lines
     from autotune.store.location import shown_location

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @table_options("show")
 def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
-    from autotune.results.document import report_document
+    from autotune.results.json_document import report_document
     from autotune.results.report import load_report
     from autotune.store import open_store
 

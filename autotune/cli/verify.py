@@ -54,7 +54,7 @@ def verify(
         verify_remotely(server, study or study_or_file, steps, as_json=as_json)
         return
     from autotune.store import open_store
-    from autotune.verify.document import verification_document
+    from autotune.verify.json_document import verification_document
     from autotune.verify.text import verification_lines
 
     with open_store(storage, create=False) as store:
@@ -92,8 +92,8 @@ def _target(store: object, study_or_file: str, study: str | None) -> Target:
 def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
     """Verify the winner of a search that just ended, and print both; raises where a promise was not kept."""
     from autotune.cli.session import print_result
-    from autotune.results.document import report_document
-    from autotune.verify.document import verification_document
+    from autotune.results.json_document import report_document
+    from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.text import verification_lines
     from autotune.verify.throughput import DEFAULT_STEPS
@@ -126,7 +126,7 @@ def _verified(target: Target, steps: int, storage: str) -> Verification:
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses and print the result; raises where the two do not train alike."""
     from autotune.tuning.run import log_folder
-    from autotune.verify.document import comparison_document
+    from autotune.verify.json_document import comparison_document
     from autotune.verify.loss import DEFAULT_STEPS, check_can_compare, compare_losses
 
     check_can_compare(target)

@@ -33,7 +33,7 @@ def error_with_code(exit_code: object, message: str, hint: str) -> AutotuneError
 
 
 class AutotuneError(Exception):
-    """Something else failed, such as writing the output.
+    """Something else failed, such as writing to stdout.
 
     Base class of all errors that a user can act on: ``message`` names the value that was wrong, ``hint`` the next step.
     """
@@ -68,7 +68,7 @@ class DeviceError(AutotuneError):
 
 
 class StorageError(AutotuneError):
-    """The database cannot be opened, written or read."""
+    """The database cannot be opened, written or read, or an output file cannot be written."""
 
     exit_code = 5
 

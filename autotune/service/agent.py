@@ -44,7 +44,7 @@ from autotune.store.transfer import make_way, read_study, take_in_all, take_in_s
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.run import log_folder, run_search
-from autotune.verify.document import verification_document
+from autotune.verify.json_document import verification_document
 from autotune.verify.target import placement_of, target_of
 from autotune.verify.text import verification_lines
 from autotune.verify.throughput import verify

@@ -16,7 +16,7 @@ from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
 from autotune.core.units import format_rate
-from autotune.results.document import report_document
+from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.service.bell import NEW_JOB, Bell, wait_for
 from autotune.service.listed_code import Listed

@@ -8,7 +8,7 @@ import pytest
 from command_line import ROOT, Studied
 
 from autotune.core.schema import decode
-from autotune.results.document import StudyDocument, trial_type
+from autotune.results.json_document import StudyDocument, trial_type
 
 PAGE = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
 

@@ -20,7 +20,7 @@ from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
 from autotune.devices import Device, device_used_bytes, find_device
-from autotune.devices.document import devices_document
+from autotune.devices.json_document import devices_document
 from autotune.devices.nvml import visible_gpus
 
 

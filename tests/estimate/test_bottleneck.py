@@ -11,7 +11,7 @@ from reported import BASELINE, BF16, WORKLOAD, completed, report, trial
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Measurement
 from autotune.estimate.bottleneck import describe_limit, what_limits
-from autotune.results.document import trial_document
+from autotune.results.json_document import trial_document
 from autotune.results.report import Report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes

@@ -29,10 +29,10 @@ from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices import Device
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime
-from autotune.results.document import report_document
 from autotune.results.export import make_export
 from autotune.results.html.axes import text_width
 from autotune.results.html.page import html_page
+from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
 from autotune.store import Store

@@ -16,7 +16,7 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT
 from autotune.core.units import GIB
-from autotune.results.document import report_document, trial_document
+from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes

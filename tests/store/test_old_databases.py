@@ -18,7 +18,7 @@ from searching import search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Failed
-from autotune.results.document import report_document
+from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.store import current_revision, migrations_folder, open_store

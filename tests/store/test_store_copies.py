@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event
 from autotune.cli.main import cli
 from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError
 from autotune.core.owner import this_owner
-from autotune.results.document import report_document
+from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.store import Store, StudyRecord, TrialRecord, open_store
 from autotune.store.copies import copy_studies

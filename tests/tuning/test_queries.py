@@ -14,7 +14,7 @@ from searching import new_store, prepared, search
 from sqlalchemy import event
 
 from autotune.core.units import GIB
-from autotune.results.document import report_document
+from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.store import Store, open_store
 from autotune.tuning.prepare import Prepared

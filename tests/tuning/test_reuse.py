@@ -32,7 +32,7 @@ from autotune.core.prediction import MemoryPrediction, PredictionAnswer
 from autotune.core.units import GIB, MIB
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel, Question
-from autotune.results.document import report_document
+from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes

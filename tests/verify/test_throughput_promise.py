@@ -21,7 +21,7 @@ from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict
-from autotune.verify.document import comparison_document, verification_document
+from autotune.verify.json_document import comparison_document, verification_document
 from autotune.verify.loss import LossComparison, reference_of
 from autotune.verify.target import Target
 from autotune.verify.throughput import Verification

@@ -14,7 +14,6 @@ from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, speed_chart, step_chart
-from autotune.results.document import report_document
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.html.markup import Child, Markup, element, joined
 from autotune.results.html.style import SCRIPT, STYLE
@@ -28,6 +27,7 @@ from autotune.results.html.svg_charts import (
     marker,
     series_class,
 )
+from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
 from autotune.results.text import counts_line, detail_lines
 from autotune.results.wording import describe_data, times, verdict

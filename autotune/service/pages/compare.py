@@ -11,8 +11,8 @@ from autotune.core.errors import AutotuneError
 from autotune.core.outcome import Measurement
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.estimate.bottleneck import describe_limit
-from autotune.results.document import report_document
 from autotune.results.html.markup import Child, Markup, element
+from autotune.results.json_document import report_document
 from autotune.results.report import Report
 from autotune.results.wording import times
 from autotune.service.access import Known

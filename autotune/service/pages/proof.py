@@ -6,8 +6,8 @@ from typing import Any
 
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_bytes, format_rate
-from autotune.results.document import report_document
 from autotune.results.html.markup import Child, Markup, element
+from autotune.results.json_document import report_document
 from autotune.results.report import Report
 from autotune.service.pages.frame import badge, error_box, table
 from autotune.service.searches import Searches

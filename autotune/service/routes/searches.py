@@ -12,9 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, UnknownStudyError
 from autotune.core.options import BY_NAME
-from autotune.results.document import report_document
 from autotune.results.export import Format, LaunchFormat, beside_lines, make_export, render, render_launch
 from autotune.results.html.page import html_page
+from autotune.results.json_document import report_document
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.feeds import EventStream, feeds_of
