@@ -1,4 +1,4 @@
-"""Describe what the process of a job tells the controller: its progress, and in the end its answer."""
+"""Describe what a trial server and the processes of its jobs tell the controller, each in a line of JSON."""
 
 from __future__ import annotations
 
@@ -54,6 +54,110 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressLine:
+    """What the process of a job says under way."""
+
+    progress: Progress
+    at: float | None = None
+    """When one of several ranks said it, on the clock that all processes share."""
+    id: str | None = None
+    """The job's, which the trial server adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLine:
+    """What the process of a job says at its end."""
+
+    result: Any
+    at: float | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedLine:
+    """The beginning of something else that the process of a job wrote."""
+
+    malformed: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A trial server can take jobs."""
+
+    ready: int
+    """Its process id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """An idle trial server serves another search."""
+
+    adopted: int
+    """Its process id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFailed:
+    """A trial server cannot import what it needs, and ends."""
+
+    import_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A job has processes."""
+
+    started: str
+    """The job's id."""
+    pids: tuple[int, ...]
+    """One for each rank."""
+    folder: str
+    """The job's own, which the trial server removes at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The processes of a job are gone, or it could have none."""
+
+    ended: str
+    """The job's id."""
+    exit_code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    refused: str | None = None
+    """Why no process could be started."""
+    rank: int | None = None
+    """Of several ranks, the one that failed first."""
+
+
+ServerLine = Ready | Adopted | ImportFailed | Started | Ended | ProgressLine | ResultLine | MalformedLine
+_LINES: dict[str, type[ServerLine]] = {
+    "ready": Ready,
+    "adopted": Adopted,
+    "import_error": ImportFailed,
+    "started": Started,
+    "ended": Ended,
+    "progress": ProgressLine,
+    "result": ResultLine,
+    "malformed": MalformedLine,
+}
+"""By the first field of each."""
+
+
+def server_line(document: dict[str, Any]) -> ServerLine:
+    """Return what a line of a trial server says.
+
+    The user's own code may write into the pipe of its job, so that what the line of a job holds may be anything.
+    """
+    kind = next((kind for name, kind in _LINES.items() if name in document), MalformedLine)
+    try:
+        return decode(document, kind)
+    except ValueError:
+        return MalformedLine(str(document.get("progress", document))[:200], document.get("id"))
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The end of a job: its result, if there is one, and how its process ended."""
 
@@ -75,10 +179,18 @@ class Answer:
     overdue: bool = False
     """The trial server said nothing beyond the time limit of the job."""
 
-    def after(self, message: dict[str, Any]) -> Answer:
-        """Return the answer with what a message of the trial server adds; a line that is no message is noted."""
-        fields = {name: value for name, value in message.items() if name not in ("id", "ended", "progress")}
-        try:
-            return decode({**dataclasses.asdict(self), **fields}, Answer)
-        except ValueError:
-            return dataclasses.replace(self, malformed=str(message)[:200])
+    def after(self, line: ServerLine) -> Answer:
+        """Return the answer with what a line of the trial server adds."""
+        match line:
+            case ProgressLine(Progress(phase)):
+                return self if phase is None else dataclasses.replace(self, during=phase)
+            case ResultLine(result):
+                return dataclasses.replace(self, result=result)
+            case MalformedLine(malformed):
+                return dataclasses.replace(self, malformed=malformed)
+            case Ended(_, exit_code, signal, timed_out, refused, rank):
+                return dataclasses.replace(
+                    self, exit_code=exit_code, signal=signal, timed_out=timed_out, refused=refused, rank=rank
+                )
+            case _:
+                return self

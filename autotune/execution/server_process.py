@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
+from autotune.core.messages import Adopted, Ended, ImportFailed, Ready, ServerLine, Started, server_line
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.core.workload import Workload
@@ -37,15 +37,6 @@ def _how_to_start(error: OSError) -> str:
     if error.errno == errno.E2BIG:
         return "the environment variables are too long: unset the longest of them"
     return f"see whether {error.filename or sys.executable} can be used, and whether there is room"
-
-
-@dataclass(frozen=True)
-class _Child:
-    """A job's processes, as the server reported their start."""
-
-    pids: tuple[int, ...]
-    """One for each rank."""
-    folder: str
 
 
 class ServerProcess:
@@ -72,7 +63,7 @@ class ServerProcess:
         self._server: StartedServer | None = None
         self._was_idle = False
         # Of jobs that have not ended, by their ids.
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, Started] = {}
 
     @property
     def starts_by_itself(self) -> bool:
@@ -165,16 +156,16 @@ class ServerProcess:
                     f"the trial server did not start: {tail(self.log_path) or 'it said nothing'}",
                     f"its output is in {self.log_path}",
                 )
-            for message in messages:
-                if "import_error" in message:
+            for line in messages:
+                if isinstance(line, ImportFailed):
                     self.close()
                     raise TrialServerError(
-                        f"the trial server cannot import what it needs: {message['import_error']}",
+                        f"the trial server cannot import what it needs: {line.import_error}",
                         "install torch and transformers into the environment that runs autotune",
                     )
-                if "ready" in message and self._was_idle:
+                if isinstance(line, Ready) and self._was_idle:
                     self._tell_workload()
-                elif "ready" in message or "adopted" in message:
+                elif isinstance(line, Ready | Adopted):
                     self._server.is_ready = True
         return is_new
 
@@ -190,8 +181,8 @@ class ServerProcess:
         assert self._server is not None
         return self._server.send(message, deadline)
 
-    def read(self, deadline: float) -> list[Document] | None:
-        """Return the messages that have come, waiting for some until ``deadline``; ``None`` once the server is gone."""
+    def read(self, deadline: float) -> list[ServerLine] | None:
+        """Return the lines that have come, waiting for some until ``deadline``; ``None`` once the server is gone."""
         assert self._server is not None
         reports = self._server.reports
         if not wait_until_ready([reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
@@ -199,13 +190,13 @@ class ServerProcess:
         lines = reports.read()
         if not lines and reports.closed:
             return None
-        messages = [json.loads(line) for line in lines]
-        for message in messages:
-            if "started" in message:
-                self._children[message["started"]] = _Child(tuple(message["pids"]), message["folder"])
-            elif "ended" in message:
-                self._children.pop(message["ended"], None)
-        return messages
+        said = [server_line(json.loads(line)) for line in lines]
+        for line in said:
+            if isinstance(line, Started):
+                self._children[line.started] = line
+            elif isinstance(line, Ended):
+                self._children.pop(line.ended, None)
+        return said
 
     def release(self) -> None:
         """Hand a server that runs nothing back, for the next search to take; end any other one."""

@@ -10,12 +10,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from autotune.core.candidate import Document
 from autotune.core.dataset_folder import HeldData, hold_data
 from autotune.core.errors import InvalidRequestError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job
-from autotune.core.messages import Answer, DataAnswer, Progress
+from autotune.core.messages import (
+    Answer,
+    DataAnswer,
+    Ended,
+    MalformedLine,
+    Progress,
+    ProgressLine,
+    ResultLine,
+    ServerLine,
+)
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.schema import decode
@@ -168,8 +176,8 @@ class TrialServer:
         if messages is None:
             self.close()
         elif messages:
-            for message in messages:
-                self._take(message)
+            for line in messages:
+                self._take(line)
         elif self.seconds_left() == 0:
             self._process.close()
             self._lose_jobs(overdue=True)
@@ -190,30 +198,21 @@ class TrialServer:
         job = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
 
-    def _take(self, message: Document) -> None:
-        job = self._jobs.get(message.get("ended") or message.get("id") or "")
+    def _take(self, line: ServerLine) -> None:
+        match line:
+            case Ended(job_id):
+                job = self._jobs.get(job_id)
+            case ProgressLine() | ResultLine() | MalformedLine():
+                job = self._jobs.get(line.id or "")
+            case _:
+                job = None
         if job is None or job.has_ended:
             return
-        if "ended" in message:
-            job.answer = job.answer.after(message)
+        job.answer = job.answer.after(line)
+        if isinstance(line, Ended):
             job.has_ended = True
-        elif "progress" in message:
-            self._take_progress(job, message["progress"])
-        else:
-            job.answer = job.answer.after(message)
-
-    @staticmethod
-    def _take_progress(job: _UnderWay, record: object) -> None:
-        try:
-            progress = decode(record, Progress)
-        except ValueError:
-            # The user's own code may write into the pipe.
-            job.answer = replace(job.answer, malformed=str(record)[:200])
-            return
-        if progress.phase is not None:
-            job.answer = replace(job.answer, during=progress.phase)
-        if not job.is_beside:
-            job.progress.append(progress)
+        elif isinstance(line, ProgressLine) and not job.is_beside:
+            job.progress.append(line.progress)
 
     def _lose_jobs(self, *, overdue: bool) -> None:
         """Record that the ends of the running jobs can no longer be reported."""

@@ -42,7 +42,18 @@ from typing import Any, NoReturn
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork
-from autotune.core.messages import Problem
+from autotune.core.messages import (
+    Adopted,
+    Ended,
+    ImportFailed,
+    MalformedLine,
+    Problem,
+    ProgressLine,
+    Ready,
+    ResultLine,
+    ServerLine,
+    Started,
+)
 from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
@@ -56,6 +67,8 @@ from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
+_OF_JOBS = {"progress", "result"}
+"""What the lines of a job's process are about."""
 
 
 class _Rank:
@@ -68,7 +81,7 @@ class _Rank:
         self.log_path = log_path
         self.answer: dict[str, Any] | None = None
         """Its line with a ``result``, once it wrote one."""
-        self.malformed: dict[str, Any] | None = None
+        self.malformed: str | None = None
         self.status: int | None = None
         """Its wait status, once it has ended."""
 
@@ -169,9 +182,12 @@ class Server:
     def _leave(self, *_: object) -> None:
         self._told_to_leave = True
 
-    def report(self, message: dict[str, Any]) -> None:
-        """Send a message to the controller, now or as soon as it reads again."""
-        self._reports.put(json.dumps(message).encode())
+    def report(self, line: ServerLine) -> None:
+        """Send a line to the controller, now or as soon as it reads again."""
+        self._put(encode(line))
+
+    def _put(self, document: dict[str, Any]) -> None:
+        self._reports.put(json.dumps(document).encode())
 
     def serve(self) -> None:
         """Run jobs until the controller is gone."""
@@ -209,7 +225,7 @@ class Server:
         """Serve another search from now on."""
         process.append_output(message["log_path"])
         import_model(message["workload"])
-        self.report({"adopted": os.getpid()})
+        self.report(Adopted(os.getpid()))
 
     def _patience_seconds(self) -> float:
         deadlines = [job.deadline for job in self._jobs if not job.timed_out]
@@ -250,7 +266,7 @@ class Server:
             self._refuse(job.id, f"no process can be started: {getattr(error, 'strerror', None) or error}")
             return
         self._jobs.append(_RunningJob(job, ranks, scratch, store))
-        self.report({"started": job.id, "pids": [rank.pid for rank in ranks], "folder": scratch.path})
+        self.report(Started(job.id, tuple(rank.pid for rank in ranks), scratch.path))
 
     def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
         """Start a process of a job; raises ``OSError`` where there can be none."""
@@ -284,8 +300,7 @@ class Server:
 
     def _refuse(self, job_id: str, why: str) -> None:
         """Report the end of a job that could not be started."""
-        ended = {"ended": job_id, "exit_code": None, "signal": None, "timed_out": False}
-        self.report({**ended, "refused": why})
+        self.report(Ended(job_id, refused=why))
 
     def _attend(self, job: _RunningJob) -> None:
         for rank in job.ranks:
@@ -320,13 +335,9 @@ class Server:
         job.scratch.remove()
         rank = job.culprit or job.ranks[0]
         code = os.waitstatus_to_exitcode(rank.status or 0)
-        ended = {
-            "ended": job.id,
-            "exit_code": code if code >= 0 else None,
-            "signal": -code if code < 0 else None,
-            "timed_out": job.timed_out,
-        }
-        self.report(ended if job.culprit is None else {**ended, "rank": job.culprit.number})
+        exit_code, number = (code, None) if code >= 0 else (None, -code)
+        culprit = None if job.culprit is None else job.culprit.number
+        self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
 
     def _report_joint_result(self, job: _RunningJob) -> None:
         """Report the result of the rank that failed, or else of rank 0, whose measurement is of all ranks."""
@@ -337,9 +348,9 @@ class Server:
             if job.culprit is not None and isinstance(result, dict) and isinstance(result.get("message"), str):
                 result = {**result, "message": f"rank {rank.number}: {result['message']}"}
             job.has_result = True
-            self.report({"result": result, "id": job.id})
+            self.report(ResultLine(result, id=job.id))
         elif rank.malformed is not None:
-            self.report({**rank.malformed, "id": job.id})
+            self.report(MalformedLine(rank.malformed, job.id))
 
     def _report_stop(self, job: _RunningJob) -> None:
         """Report, as the job's result, why a process that the job started has ended it."""
@@ -354,7 +365,7 @@ class Server:
             result = outcome_document(Failed("error", why["message"]))
         else:
             result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
-        self.report({"result": result, "id": job.id})
+        self.report(ResultLine(result, id=job.id))
 
     def _forward(self, job: _RunningJob, rank: _Rank) -> None:
         """Forward a process's complete lines, each with the job's id.
@@ -366,17 +377,24 @@ class Server:
                 message = json.loads(line)
             except ValueError:
                 message = None
-            if not isinstance(message, dict):
-                message = {"malformed": line[:200].decode(errors="replace")}
+            # The user's own code may write anything into the pipe.
+            if not isinstance(message, dict) or not _OF_JOBS & message.keys():
+                malformed = line[:200].decode(errors="replace")
+                if len(job.ranks) == 1:
+                    self.report(MalformedLine(malformed, job.id))
+                rank.malformed = malformed
+                continue
             if len(job.ranks) == 1:
                 job.has_result = job.has_result or "result" in message
-                self.report({**message, "id": job.id})
+                self._forward_line(message, job)
             elif "result" in message:
                 rank.answer = rank.answer or message
-            elif "malformed" in message:
-                rank.malformed = message
             elif rank.number == 0:
-                self.report({**message, "id": job.id})
+                self._forward_line(message, job)
+
+    def _forward_line(self, message: dict[str, Any], job: _RunningJob) -> None:
+        said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
+        self._put({**said, "id": job.id})
 
 
 def _become_child(
@@ -422,11 +440,10 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     import torch
 
     def send(kind: str, value: Any) -> None:
-        message: dict[str, Any] = {kind: encode(value)}
-        if job.ranks > 1:
-            # Which of several ranks was the first to say that it failed.
-            message["at"] = time.monotonic()
-        data = json.dumps(message).encode() + b"\n"
+        # Which of several ranks was the first to say that it failed.
+        at = time.monotonic() if job.ranks > 1 else None
+        line = ProgressLine(value, at) if kind == "progress" else ResultLine(encode(value), at)
+        data = json.dumps(encode(line)).encode() + b"\n"
         while data:
             data = data[os.write(result_fd, data) :]
 
@@ -489,8 +506,8 @@ def main() -> None:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, COLD_VARIABLE: "1"})
     except BaseException as error:
         traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        os.write(report_fd, json.dumps({"import_error": message}).encode() + b"\n")
+        failed = ImportFailed(f"{type(error).__name__}: {error}")
+        os.write(report_fd, json.dumps(encode(failed)).encode() + b"\n")
         raise SystemExit(1) from error
     # Else a trial's garbage collections go through everything that was imported. That takes half a second a trial, and
     # copies 100 MB of memory, since collecting writes to every page. The garbage of the imports stays as well: 8 MiB,
@@ -499,7 +516,7 @@ def main() -> None:
     gc.enable()
     server = Server(report_fd, control, threads)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        server.report({"ready": os.getpid()})
+        server.report(Ready(os.getpid()))
         server.serve()
     # All children have ended. Skip Python's clean-up, since tearing torch down module by module takes a second.
     sys.stdout.flush()

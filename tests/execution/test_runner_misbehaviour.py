@@ -59,6 +59,8 @@ def descendants_in(log: Path) -> list[int]:
         ('write {"result":{"state":"completed"}}', "malformed", "malformed Completed"),
         ('write {"progress":5}', "malformed", "'5'"),
         ('write {"result":7}', "malformed", "it is no document"),
+        # As the server itself says when a job starts.
+        ('write {"started":"x"}', "malformed", 'not a result: \'{"started":"x"}\''),
         ("half", "error", "its process ended with exit code 0"),
         ("close", "error", "its process ended with exit code 0"),
     ],
