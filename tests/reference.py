@@ -24,7 +24,7 @@ from autotune.core import errors
 from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import JobMessage
-from autotune.core.messages import Answer, Progress
+from autotune.core.messages import Answer, Progress, ServerLine
 from autotune.core.options import OPTIONS
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
@@ -32,7 +32,19 @@ from autotune.core.schema import VERSION, json_schema
 from autotune.core.workload import Workload
 from autotune.devices.json_document import devices_type
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
-from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument
+from autotune.results.own_arguments import OwnArguments
+from autotune.results.predicted import (
+    AdviceDocument,
+    BatchDocument,
+    FittingOfferDocument,
+    OfferDocument,
+    PredictionDocument,
+    RanksPredictionDocument,
+    TimedBatchDocument,
+    arm_prediction_type,
+    best_prediction_type,
+)
+from autotune.space.training_arguments import TunedArguments
 from autotune.tuning.request import recorded_type
 from autotune.verify.json_document import LossComparisonDocument, VerificationDocument
 
@@ -55,6 +67,15 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "candidate": ("A candidate: an arm with its batch.", (candidate_type(),)),
     "verification": ("What `verify` prints with `--json`.", (VerificationDocument,)),
     "loss-comparison": ("What `verify --same-loss` prints with `--json`.", (LossComparisonDocument,)),
+    "predictions": ("What `predict` prints with `--json`.", (PredictionDocument, RanksPredictionDocument)),
+    "arm-prediction": ("One of the `arms` that `predict` prints.", (arm_prediction_type(),)),
+    "batch-prediction": ("One of the `batches` of an arm.", (TimedBatchDocument, BatchDocument)),
+    "best-prediction": ("What is `best` for a GPU, as `predict` prints it.", (best_prediction_type(),)),
+    "training-arguments": ("What `export` prints, but for code that trains without a `Trainer`.", (TunedArguments,)),
+    "own-arguments": (
+        "What `export` prints for a loop of one's own, Accelerate or Lightning.",
+        (OwnArguments,),
+    ),
     "advice": ("What `advise` prints with `--json`.", (AdviceDocument,)),
     "offer": (
         "One of the `gpus` that `advise` compares.",
@@ -66,6 +87,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),
     "prediction": ("The result of a prediction, which is also stored.", (PredictionAnswer,)),
     "progress": ("What a job under way sends.", (Progress,)),
+    "server-line": ("What a trial server says of itself and of its jobs.", get_args(ServerLine)),
     "answer": ("How a job ended, with its result; a trial's result is an outcome.", (Answer,)),
     "outcome": ("How a trial ended: sent by its process and recorded.", (Completed, OutOfMemory, Failed)),
 }
@@ -102,6 +124,12 @@ def _schema(*kinds: Any) -> str:
                 property_["$ref"] = "candidate.json"
             if kind is AdviceDocument and field == "gpus":
                 property_["items"] = {"$ref": "offer.json"}
+            if name.endswith("PredictionDocument") and field == "arms":
+                property_["items"] = {"$ref": "arm-prediction.json"}
+            if name == "GpuPredictionDocument" and field == "best":
+                property_["anyOf"] = [{"$ref": "best-prediction.json"}, {"type": "null"}]
+            if name == "ArmPrediction" and field == "batches":
+                property_["items"] = {"$ref": "batch-prediction.json"}
             # Their type is made of an arm's and a measurement's fields; it has a schema of its own.
             if kind is StudyDocument and field in ("best", "baseline", "trials"):
                 trial = {"$ref": "trial.json"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +13,7 @@ from autotune.cli.output import print_json
 from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, told_unknown
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
-from autotune.core.schema import encode
+from autotune.core.schema import decode, encode
 
 if TYPE_CHECKING:
     from autotune.core.candidate import Arm
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from autotune.devices.gpus import Chip
     from autotune.estimate.memory import MemoryModel
     from autotune.estimate.step_time import StepTimeModel
+    from autotune.results.predicted import GpuPredictionDocument
     from autotune.tuning.prepare import Prepared
 
 # Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
@@ -97,6 +99,7 @@ def predicted_document(
     gpu: tuple[str, ...] | None, gpu_spec: str | None, storage: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], AutotuneError | None]:
     """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
+    from autotune.results.predicted import PredictionDocument, RanksPredictionDocument
     from autotune.tuning.answers import AnswersBeside
 
     targets = _chips(gpu, options["memory_limit"], gpu_spec)
@@ -105,10 +108,11 @@ def predicted_document(
     documents = [
         _document(chip, prepared, model) for (chip, _), (prepared, model) in zip(targets, predicted, strict=True)
     ]
-    accuracy = {"accuracy": ACCURACY, "speed_accuracy": SPEED_ACCURACY}
-    if _trains_together(documents):
-        accuracy["ranks_accuracy"] = RANKS_ACCURACY
-    return {"predicted": True, **accuracy, "gpus": documents, "arms": documents[0]["arms"]}, answers.problem
+    told = PredictionDocument(True, ACCURACY, SPEED_ACCURACY, documents, documents[0].arms)
+    if any(arm.ranks > 1 for document in documents for arm in document.arms):
+        told = RanksPredictionDocument(**vars(told), ranks_accuracy=RANKS_ACCURACY)
+    document: dict[str, Any] = encode(told)
+    return document, answers.problem
 
 
 def _trains_together(documents: list[dict[str, Any]]) -> bool:
@@ -143,29 +147,32 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
     return found
 
 
-def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> dict[str, Any]:
-    """Print the predictions for one chip."""
+def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
+    """Return the predictions for one chip."""
     from autotune.core.ceiling import PREDICTION_MARGIN
     from autotune.estimate.step_time import StepTimeModel
+    from autotune.results.predicted import GpuPredictionDocument, best_prediction_type
 
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
-    return {
-        "gpu": chip.name,
-        "workload": {k: v for k, v in prepared.request.workload.document().items() if k != "config"},
-        "ceiling_bytes": ceiling.cap_bytes,
-        "line_bytes": ceiling.line_bytes,
-        "fits_below_bytes": int(ceiling.line_bytes * (1 - PREDICTION_MARGIN)),
-        "best": _best(arms),
-        "arms": arms,
-    }
+    best = _best([encode(arm) for arm in arms])
+    return GpuPredictionDocument(
+        gpu=chip.name,
+        workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},
+        ceiling_bytes=ceiling.cap_bytes,
+        line_bytes=ceiling.line_bytes,
+        fits_below_bytes=int(ceiling.line_bytes * (1 - PREDICTION_MARGIN)),
+        best=None if best is None else decode(best, best_prediction_type()),
+        arms=arms,
+    )
 
 
-def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> dict[str, Any]:
+def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> Any:
+    """Return the predictions for one configuration."""
     from autotune.core.candidate import Candidate
     from autotune.estimate.memory import reserved_interval
-    from autotune.results.predicted import speed_document
+    from autotune.results.predicted import BatchDocument, TimedBatchDocument, arm_prediction_type, speed_document
 
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
@@ -173,31 +180,29 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
     free = space.batches.effective_batch is None
     wanted = [(b, 1) for b in model.batches(arm)] if free else []
     wanted += [(b, space.batches.accumulation(b)) for b in batches_of(space)]
-    rows: list[dict[str, Any]] = []
+    rows: list[BatchDocument] = []
     for batch, accumulation in wanted:
         candidate = Candidate(arm, batch, accumulation)
         prediction = model.prediction(candidate)
         # Without accumulation it is the same to reduce gradients in each micro-step and in the last one.
         is_twin = arm.sync_each_batch and not candidate.accumulates
         if prediction is not None and not is_twin:
-            row = {
-                "per_device_train_batch_size": batch,
-                "gradient_accumulation_steps": accumulation,
-                "peak_allocated_bytes": prediction.peak_allocated_bytes,
-                "peak_reserved_bytes": prediction.peak_reserved_bytes,
-                "peak_reserved_interval_bytes": list(reserved_interval(prediction, arm)),
-                "fits": prediction.fits,
-                "anatomy_bytes": prediction.anatomy,
-            }
+            row = BatchDocument(
+                per_device_train_batch_size=batch,
+                gradient_accumulation_steps=accumulation,
+                peak_allocated_bytes=prediction.peak_allocated_bytes,
+                peak_reserved_bytes=prediction.peak_reserved_bytes,
+                peak_reserved_interval_bytes=reserved_interval(prediction, arm),
+                fits=prediction.fits,
+                anatomy_bytes=prediction.anatomy,
+            )
             if speeds is not None and operations is not None and speeds.knows(arm):
-                row |= encode(speed_document(speeds.predict(operations, candidate), workload))
+                speed = speed_document(speeds.predict(operations, candidate), workload)
+                row = TimedBatchDocument(**vars(row), **vars(speed))
             rows.append(row)
-    parameters = Candidate(arm, 1).parameters()
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        del parameters[name]
     if not free:
-        largest = max((row["per_device_train_batch_size"] for row in rows if row["fits"]), default=0)
-    return {**parameters, "largest_batch": largest, "batches": rows}
+        largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
+    return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows)
 
 
 def _best(arms: list[dict[str, Any]]) -> dict[str, Any] | None:

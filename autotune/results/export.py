@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
-from autotune.results.own_arguments import flags, hand_over, own_arguments
+from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, offloading_threads
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
+    TunedArguments,
     data_arguments,
     evaluation_arguments,
     fsdp_settings,
@@ -40,7 +42,7 @@ LAUNCH_FORMATS: tuple[LaunchFormat, ...] = ("torchrun", "accelerate")
 class Export:
     """The winner's ``TrainingArguments`` fields, and settings that belong elsewhere."""
 
-    arguments: dict[str, Any]
+    arguments: TunedArguments | OwnArguments
     """Every tuned field, and the evaluation's batch size unless the user's own code is trained.
 
     ``TrainingArguments(**arguments)`` accepts it.
@@ -99,12 +101,14 @@ def make_export(report: Report) -> Export:
     arguments = data_arguments(decode(data, DataSpec), fields) if data else {}
     revision = environment.get("measurement_revision", 1)
     interface = (report.workload.get("source") or {}).get("interface", {})
+    exported: TunedArguments | OwnArguments
     if kind_of_code(interface) == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
+        exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
     else:
-        arguments = own_arguments(interface, best.candidate)
+        exported = own_arguments(interface, best.candidate)
     return Export(
-        arguments=arguments | ({} if is_own else evaluation_arguments(best.candidate)),
+        arguments=exported,
         candidate=best.candidate,
         model_arguments={}
         if is_own
@@ -353,8 +357,9 @@ def _flags(export: Export) -> list[str]:
         ]
         return [_flag(name, value) for name, value in export.arguments.items() if name not in left_out]
     words = []
-    for name, flag in flags(export.interface, export.arguments).items():
-        value = export.arguments[name]
+    arguments: Mapping[str, Any] = export.arguments
+    for name, flag in flags(export.interface, arguments).items():
+        value = arguments[name]
         # Such flags take no value.
         words += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
     return words

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.loop import FIELDS, loop_arguments
@@ -35,14 +36,32 @@ _PRECISIONS: dict[str, dict[str, str]] = {
 }
 
 
-def own_arguments(interface: Document, candidate: Candidate) -> dict[str, Any]:
+class OwnArguments(TypedDict, total=False):
+    """A winner under the names of what the user's own code trains with: Accelerate, Lightning, or a loop."""
+
+    per_device_train_batch_size: int
+    per_device_batch_size: int
+    gradient_accumulation_steps: int
+    mixed_precision: str
+    gradient_checkpointing: bool
+    dataloader_num_workers: int
+    dataloader_prefetch_factor: int
+    batch_size: int
+    accumulate_grad_batches: int
+    precision: str
+    num_workers: int
+    prefetch_factor: int
+
+
+def own_arguments(interface: Document, candidate: Candidate) -> OwnArguments:
     """Return a candidate under the code's names; only what the code was seen to use."""
     kind = kind_of_code(interface)
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
     values["precision"] = _PRECISIONS.get(kind, {}).get(values["precision"], values["precision"])
     taken = {names[what]: value for what, value in values.items() if what in interface.get("searched", FIELDS)}
-    return taken | {names[what]: value for what, value in _loading(candidate).items() if what in names}
+    taken |= {names[what]: value for what, value in _loading(candidate).items() if what in names}
+    return cast(OwnArguments, taken)
 
 
 def _loading(candidate: Candidate) -> dict[str, int]:
@@ -52,14 +71,14 @@ def _loading(candidate: Candidate) -> dict[str, int]:
     return {what: value for what, value in values.items() if value}
 
 
-def flags(interface: Document, arguments: dict[str, Any]) -> dict[str, str]:
+def flags(interface: Document, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return the command-line flag of each argument for which the script's own parser has one."""
     known = interface.get("flags", {})
     names = _NAMES[kind_of_code(interface)]
     return {name: known[what] for what, name in names.items() if what in known and name in arguments}
 
 
-def hand_over(interface: Document, name: str, arguments: dict[str, Any], candidate: Candidate) -> list[str]:
+def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], candidate: Candidate) -> list[str]:
     """Return lines that say what to do with the arguments, for code that is no Trainer's."""
     kind = kind_of_code(interface)
     made_at = f" at {interface['loader']}" if interface.get("loader") else ""

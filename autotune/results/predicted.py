@@ -1,10 +1,14 @@
-"""Describe the JSON documents of predictions: the speed of a candidate, and what ``advise`` prints."""
+"""Describe the JSON documents of predictions: what ``predict`` and ``advise`` print."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
+from autotune.core.candidate import Arm
+from autotune.core.schema import make_record
 from autotune.core.workload import Workload
 from autotune.estimate.step_time import Limiter, StepTime
 
@@ -44,6 +48,78 @@ def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
         predicted.unknown_operations,
         predicted.unknown_share,
     )
+
+
+@dataclass(frozen=True)
+class BatchDocument:
+    """The predicted memory of a configuration at a batch."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_reserved_interval_bytes: tuple[int, int]
+    fits: bool
+    anatomy_bytes: dict[str, int]
+    """What the peak consists of."""
+
+
+@dataclass(frozen=True)
+class TimedBatchDocument(SpeedDocument, BatchDocument):
+    """A batch whose speed is predicted, too."""
+
+
+@functools.cache
+def arm_prediction_type() -> type[Any]:
+    """Return the type of a configuration with all its batches, each of which has a type of its own."""
+    return make_record("ArmPrediction", [*_fields(Arm), ("largest_batch", int | None), ("batches", list[Any])])
+
+
+@functools.cache
+def best_prediction_type() -> type[Any]:
+    """Return the type of a configuration at the batch at which it is fastest."""
+    return make_record("BestPrediction", [*_fields(Arm), *_fields(TimedBatchDocument)])
+
+
+def _fields(kind: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
+
+
+@dataclass(frozen=True)
+class GpuPredictionDocument:
+    """What is predicted for one kind of GPU."""
+
+    gpu: str
+    workload: dict[str, Any]
+    """Without its config."""
+    ceiling_bytes: int
+    line_bytes: int
+    """The ceiling less the headroom."""
+    fits_below_bytes: int
+    """A predicted peak up to this is said to fit."""
+    best: Any
+    """The fastest that fits; ``None`` without a predicted speed, or if none fits."""
+    arms: list[Any]
+
+
+@dataclass(frozen=True)
+class PredictionDocument:
+    """What ``predict`` prints."""
+
+    predicted: bool
+    accuracy: str
+    speed_accuracy: str
+    gpus: list[GpuPredictionDocument]
+    arms: list[Any]
+    """Those of the first GPU."""
+
+
+@dataclass(frozen=True)
+class RanksPredictionDocument(PredictionDocument):
+    """What ``predict`` prints where several GPUs train together."""
+
+    ranks_accuracy: str
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
@@ -11,23 +11,56 @@ from autotune.core.dataset_spec import DataSpec
 # DeepSpeed's own 5e8 take 1 GB in 16 bits, twice, and gradients of smaller models are then exchanged after the backward
 # pass only. This is its default for what ZeRO-3 fetches ahead.
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-EVALUATION_BATCH = "per_device_eval_batch_size"
+EVALUATION_BATCH: Literal["per_device_eval_batch_size"] = "per_device_eval_batch_size"
 # transformers 5.18 and later rename gradient checkpointing, and deprecate the old name.
-_CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
+CheckpointingField = Literal["activation_checkpointing", "gradient_checkpointing"]
+_CHECKPOINTING_FIELDS: tuple[CheckpointingField, ...] = ("activation_checkpointing", "gradient_checkpointing")
 
 
 TF32_UNSET_REVISION = 3
 """Since this measurement revision, trials on a GPU leave ``tf32`` at its default unless the precision is tf32."""
 
 
-def checkpointing_field(fields: Collection[str]) -> str:
+class TunedArguments(TypedDict, total=False):
+    """Fields of ``TrainingArguments`` that are tuned, or that training needs to run as it was measured.
+
+    Which there are depends on the candidate, the device and the installed transformers.
+    """
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    bf16: bool
+    fp16: bool
+    tf32: bool | None
+    optim: str
+    activation_checkpointing: bool
+    activation_checkpointing_kwargs: dict[str, bool]
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: dict[str, bool]
+    torch_compile: bool
+    use_liger_kernel: bool
+    use_cpu: bool
+    dataloader_num_workers: int
+    dataloader_prefetch_factor: int
+    ddp_find_unused_parameters: bool
+    ddp_broadcast_buffers: bool
+    fsdp: bool | str
+    fsdp_config: dict[str, Any]
+    accelerator_config: dict[str, dict[str, bool]]
+    deepspeed: dict[str, Any]
+    train_sampling_strategy: str
+    group_by_length: bool
+    per_device_eval_batch_size: int
+
+
+def checkpointing_field(fields: Collection[str]) -> CheckpointingField:
     """Return the name of gradient checkpointing in the ``fields`` of the installed ``TrainingArguments``."""
     return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
 
 
 def training_arguments(
     candidate: Candidate, fields: Collection[str], device_kind: str, revision: int = TF32_UNSET_REVISION
-) -> dict[str, Any]:
+) -> TunedArguments:
     """Return every tuned field with its value, also where it is false, under the names in ``fields``.
 
     ``revision`` is the measurement revision of the trial that the fields are to repeat; the current one by default.
@@ -36,26 +69,32 @@ def training_arguments(
     """
     arm = candidate.arm
     checkpointing = checkpointing_field(fields)
-    arguments: dict[str, Any] = {
+    arguments: TunedArguments = {
         "per_device_train_batch_size": candidate.per_device_train_batch_size,
         "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
         "bf16": arm.precision == "bf16",
         "fp16": arm.precision == "fp16",
         "tf32": _tf32(arm, device_kind, revision),
-        checkpointing: arm.gradient_checkpointing and not arm.is_sharded,
-        "optim": arm.optim,
     }
+    arguments[checkpointing] = arm.gradient_checkpointing and not arm.is_sharded
+    arguments["optim"] = arm.optim
     # Set also where they are false, if the installed transformers has them, so that training runs as it was measured.
-    arguments |= {name: getattr(arm, name) for name in ("torch_compile", "use_liger_kernel") if name in fields}
-    if arguments[checkpointing]:
-        arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if "torch_compile" in fields:
+        arguments["torch_compile"] = arm.torch_compile
+    if "use_liger_kernel" in fields:
+        arguments["use_liger_kernel"] = arm.use_liger_kernel
+    if arguments[checkpointing] and checkpointing == "activation_checkpointing":
+        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
+    elif arguments[checkpointing]:
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if arm.dataloader_num_workers:
         arguments["dataloader_num_workers"] = arm.dataloader_num_workers
     if arm.dataloader_prefetch_factor is not None:
         arguments["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
-    for name in ("ddp_find_unused_parameters", "ddp_broadcast_buffers"):
-        if getattr(arm, name) is not None:
-            arguments[name] = getattr(arm, name)
+    if arm.ddp_find_unused_parameters is not None:
+        arguments["ddp_find_unused_parameters"] = arm.ddp_find_unused_parameters
+    if arm.ddp_broadcast_buffers is not None:
+        arguments["ddp_broadcast_buffers"] = arm.ddp_broadcast_buffers
     if arm.is_sharded:
         arguments |= _fsdp(arm, fields)
     if arm.zero_stage is not None:
@@ -84,10 +123,10 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _fsdp(arm: Arm, fields: Collection[str]) -> dict[str, Any]:
+def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
     # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
     is_new = _CHECKPOINTING_FIELDS[0] in fields
-    arguments: dict[str, Any] = {
+    arguments: TunedArguments = {
         "fsdp": True if is_new else "full_shard auto_wrap",
         "fsdp_config": fsdp_settings(arm),
     }
@@ -144,7 +183,7 @@ def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
     return False if arm.precision == "fp32" and arm.torch_compile else None
 
 
-def evaluation_arguments(candidate: Candidate) -> dict[str, Any]:
+def evaluation_arguments(candidate: Candidate) -> TunedArguments:
     """Return the evaluation's batch size: that of training, which needs more memory since it keeps gradients.
 
     The ``Trainer``'s default of 8 may not fit where training uses a smaller batch: 8 × 2,048 tokens have 9.3 GiB of
@@ -153,12 +192,12 @@ def evaluation_arguments(candidate: Candidate) -> dict[str, Any]:
     return {EVALUATION_BATCH: candidate.per_device_train_batch_size}
 
 
-def data_arguments(data: DataSpec, fields: Collection[str]) -> dict[str, Any]:
+def data_arguments(data: DataSpec, fields: Collection[str]) -> TunedArguments:
     """Return the fields with which training gets the batches that were measured; tuned fields override them.
 
     ``group_by_length`` was a separate field before transformers 5.
     """
-    arguments: dict[str, Any] = {"dataloader_num_workers": 0}
+    arguments: TunedArguments = {"dataloader_num_workers": 0}
     if "train_sampling_strategy" in fields:
         arguments["train_sampling_strategy"] = "group_by_length" if data.group_by_length else "random"
     elif data.group_by_length:

@@ -183,7 +183,7 @@ def _curve(target: Target, candidate: Candidate, steps: int, log_path: Path) -> 
     arguments = training_arguments(candidate, fields, environment["device_kind"], revision)
     work = dataclasses.replace(
         target.work(steps, evaluates=False),
-        arguments=arguments,
+        arguments=dict(arguments),
         attn_implementation=candidate.arm.attn_implementation,
     )
     return run_fresh(

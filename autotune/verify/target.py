@@ -113,7 +113,7 @@ def target_of(report: Report, placement: Placement, arguments: Document | None =
         promised,
         Interval(speed.samples_per_second, *speed.interval()),
         speed.processes,
-        arguments or export.arguments,
+        arguments or dict(export.arguments),
         export.model_arguments["attn_implementation"],
         placement,
         export.environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,10 +17,32 @@ from command_line import COLD, ROOT, Run, run_process
 from autotune.cli.predict import _best, _choice, _print, _print_times
 from autotune.cli.predictions import find_named, known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
+from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
+from autotune.results.predicted import (
+    GpuPredictionDocument,
+    PredictionDocument,
+    RanksPredictionDocument,
+    TimedBatchDocument,
+    arm_prediction_type,
+    best_prediction_type,
+)
 from autotune.store import open_store
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
+
+
+def check_types(document: dict[str, Any], kind: type[PredictionDocument]) -> None:
+    """Check what is printed against the published schemas: each field is there, and no other one."""
+    assert document.keys() == {field.name for field in dataclasses.fields(decode(document, kind))}
+    assert document["arms"] == document["gpus"][0]["arms"]
+    for gpu in document["gpus"]:
+        assert gpu.keys() == {field.name for field in dataclasses.fields(GpuPredictionDocument)}
+        assert gpu["best"].keys() == fields_of(decode(gpu["best"], best_prediction_type())).keys()
+        for arm in gpu["arms"]:
+            assert arm.keys() == fields_of(decode(arm, arm_prediction_type())).keys()
+            for row in arm["batches"]:
+                assert row.keys() == {field.name for field in dataclasses.fields(decode(row, TimedBatchDocument))}
 
 
 @COLD
@@ -38,6 +61,7 @@ def test_predict_says_what_fits_on_named_gpus(tmp_path: Path, cold: bool) -> Non
     )
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
+    check_types(document, PredictionDocument)
     assert document["predicted"] is True
     assert [gpu["gpu"] for gpu in document["gpus"]] == ["rtx-3090", "v100-16gb"]
     for arm in document["arms"]:
@@ -87,6 +111,7 @@ def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> No
     done = run_process(*asked, "--strategy", "ddp,fsdp", "--json", folder=tmp_path)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)
+    check_types(document, RanksPredictionDocument)
     found = {(arm["strategy"], arm["sync_each_batch"]): arm for arm in document["arms"]}
     assert list(found) == [("ddp", False), ("fsdp", False), ("fsdp", True)]
     for (strategy, syncs), arm in found.items():

@@ -25,9 +25,10 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Failed
+from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
-from autotune.space.training_arguments import checkpointing_field
+from autotune.space.training_arguments import TunedArguments, checkpointing_field
 
 LOADER = Path(__file__).with_name("load_exports.py")
 
@@ -73,7 +74,8 @@ def test_every_form_says_the_same_of_any_winner(
     report.environment["device_name"] = device
     export = make_export(report)
     arguments = json.loads(render(export, "json"))
-    assert arguments == export.arguments
+    assert arguments == export.arguments == decode(arguments, TunedArguments)
+    assert arguments.keys() <= TunedArguments.__annotations__.keys()
     assert yaml.safe_load(render(export, "yaml")) == arguments
     flags = shlex.split(render(export, "cli"))
     # What is the default anyway, and would not outlive $(…), is no flag.

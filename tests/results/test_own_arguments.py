@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
-from autotune.results.own_arguments import flags, hand_over, own_arguments
+from autotune.core.schema import decode
+from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
 
 CANDIDATE = Candidate(Arm("tf32", optim=OWN_OPTIM, dataloader_num_workers=4, dataloader_prefetch_factor=8), 16, 2)
 TF32 = "call torch.set_float32_matmul_precision('high') before the training"
@@ -27,6 +30,14 @@ def test_loading_processes_have_the_scripts_own_flag_or_a_line() -> None:
     assert "set by hand: prefetch_factor of the training DataLoader at train.py:12 = 8" in lines
     assert not any("num_workers" in line for line in lines)
     assert lines[-1] == TF32
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "lightning", "loop"])
+def test_what_is_exported_is_of_the_published_type(kind: str) -> None:
+    seen = {"kind": kind, "searched": ["batch", "accumulation", "precision", "checkpointing"]}
+    arguments = own_arguments(seen, CANDIDATE)
+    assert arguments == decode(arguments, OwnArguments)
+    assert arguments.keys() <= OwnArguments.__annotations__.keys()
 
 
 def test_lightning_names_them_as_torch_does() -> None:

@@ -255,7 +255,7 @@ def _checkpoints(model: Any) -> bool:
 
 
 def _fields(candidate: Candidate, device_kind: str) -> Document:
-    return training_arguments(candidate, known_fields(), device_kind)
+    return dict(training_arguments(candidate, known_fields(), device_kind))
 
 
 def _shortened(candidate: Candidate, effort: Effort) -> tuple[int, int]:
