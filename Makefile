@@ -12,21 +12,21 @@ SOURCES := autotune alembic tests studies
 .PHONY: search test run-tests test-whole test-clients test-faults test-browser test-ray test-deepspeed test-gpu test-versions bench docs docs-serve docs-reference install install-dev install-bench lint clean help
 
 help:
-	@echo "make search       install and run the main job"
-	@echo "make test         install the development tools and run every check"
-	@echo "make test-whole   run the tests of which make test runs a sample: more samplers, worlds and models"
-	@echo "make test-clients search scripts on TRL, PEFT, sentence-transformers, accelerate, Hydra, Lightning and plain PyTorch"
-	@echo "make test-faults  inject every fault there is into searches, and count what was lost"
-	@echo "make test-service  measure a service under load, under faults and at the start of a search, beside the aims"
-	@echo "make test-browser  use the pages of a service in a real Chromium"
+	@echo "make search          install and run the main job"
+	@echo "make test            install the development tools and run every check"
+	@echo "make test-whole      run the tests of which make test runs a sample: more samplers, worlds and models"
+	@echo "make test-clients    search scripts on TRL, PEFT, sentence-transformers, accelerate, Hydra, Lightning and plain PyTorch"
+	@echo "make test-faults     inject every fault there is into searches, and count what was lost"
+	@echo "make test-service    measure a service under load, under faults and at the start of a search, beside the aims"
+	@echo "make test-browser    use the pages of a service in a real Chromium"
 	@echo "make test-deepspeed  run trials with DeepSpeed's ZeRO on the CPU"
-	@echo "make test-ray     search on a Ray cluster of two nodes on this machine, which are killed"
-	@echo "make test-gpu     run the tests that need an NVIDIA GPU"
-	@echo "make test-versions  run the core of the tests against the oldest and the newest libraries promised"
-	@echo "make bench        the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
-	@echo "make docs         build the documentation in site/, strictly"
-	@echo "make docs-serve   show the documentation at http://localhost:8000"
-	@echo "make clean        remove the virtual environment and caches"
+	@echo "make test-ray        search on a Ray cluster of two nodes on this machine, which are killed"
+	@echo "make test-gpu        run the tests that need an NVIDIA GPU"
+	@echo "make test-versions   run the core of the tests against the oldest and the newest libraries promised"
+	@echo "make bench           the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
+	@echo "make docs            build the documentation in site/, strictly"
+	@echo "make docs-serve      show the documentation at http://localhost:8000"
+	@echo "make clean           remove the virtual environment and caches"
 
 # The marks are newer than what they were made from exactly when there is nothing to install.
 # With torch pinned, pip takes a build for the CPU where one is at hand. An environment that has its own

@@ -383,8 +383,8 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
             ),
             element(
                 "figcaption",
-                "The kinds of work are predicted from the operations of a step, before any measurement corrected that. "
-                + ("Measured kinds follow from the names of the kernels." if seen else "Only the whole is measured."),
+                "Times by kind of work are predicted from the operations of a step, and not corrected by measurements. "
+                + ("Measured kinds follow from the names of the kernels." if seen else "Only the total is measured."),
             ),
         ),
     )
