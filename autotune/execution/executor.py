@@ -79,6 +79,9 @@ class LocalExecutor:
     def submit(self, job: TrialJob) -> str:
         """See ``Executor.submit``."""
         server = self._free_server(job.placement)
+        for each in self._servers:
+            # A job waits for its server's imports, and others would start theirs only then.
+            each.start()
         running = _Running(job, server, oom_kills())
         work = TrialWork(
             job.candidate,

@@ -209,6 +209,10 @@ def _prepare_and_search(
     request = read_data(request, place.servers, folder.parent, observer.note)
     key = place.machine.inspection_key(request)
     remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
+    if remembered is None:
+        # All import meanwhile, and not one after the other.
+        for server in place.servers:
+            server.start(inspects=server is place.servers[0])
     facts = remembered or _inspect(request, place.servers[0], observer)
     prepared = prepare(request, facts, place.machine)
     for server in place.servers:

@@ -58,6 +58,21 @@ class TestLocal(ExecutorContract):
         assert all_gone([victim, *others])
 
 
+def test_all_servers_start_with_the_first_trial(
+    stand_in: None, cpu: Device, tmp_path: Path, job: Callable[[str], TrialJob]
+) -> None:
+    """A trial waits for the imports of its server, in which time the others would not have begun theirs."""
+    workload, started = tiny_workload("bert-tiny"), list[str]()
+    with (
+        TrialServer(cpu, workload, tmp_path / "one", lambda: started.append("one")) as one,
+        TrialServer(cpu, workload, tmp_path / "two", lambda: started.append("two")) as two,
+    ):
+        executor = LocalExecutor([one, two])
+        executor.submit(job("complete"))
+        assert started == ["one", "two"]
+        executor.close()
+
+
 def test_two_real_trials_train_at_the_same_time(cpu: Device, tmp_path: Path, job: Callable[[str], TrialJob]) -> None:
     workload = tiny_workload("bert-tiny")
     with TrialServer(cpu, workload, tmp_path / "one") as one, TrialServer(cpu, workload, tmp_path / "two") as two:
