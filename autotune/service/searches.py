@@ -18,7 +18,7 @@ from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudy
 from autotune.core.units import format_rate
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
-from autotune.service.bell import NEW_JOB, Bell, wait_for
+from autotune.service.bell import ANY_CHANGE, NEW_JOB, Bell, wait_for
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     Submission,
@@ -43,6 +43,7 @@ _TOO_MANY = f"{MOST_QUEUED} searches wait already"
 AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""
 _MOST_COMPARED = 20
+_MOST_REFUSED = 20
 _CLAIM_POLL_SECONDS = 5.0
 _SEEN_SECONDS = 5.0
 _ALIVE = timedelta(seconds=LEASE_SECONDS)
@@ -67,6 +68,8 @@ class Searches:
     codes: Listed = field(default_factory=dict)
     """What may be searched by name."""
     leases_lost: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    """The versions of agents that were refused for them, by the agents' names."""
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
@@ -289,6 +292,7 @@ class Searches:
         """Connect an agent; ``ServiceError`` for one of another version, whose trials may measure otherwise."""
         text = {name: _storable(document.get(name))[:200] for name in ("name", "host", "version")}
         if text["version"] != __version__:
+            self._note_refusal(text["name"], text["version"])
             raise ServiceError(
                 f"the agent is autotune {text['version']}, the service {__version__}",
                 f"install autotune {__version__} where the agent runs",
@@ -308,9 +312,20 @@ class Searches:
             gone_at=None,
         )
         self.store.queue.register(agent)
+        self.refused.pop(agent.name, None)
         _note("agent connected", agent=agent.id, name=agent.name, device=device.name)
         self.bell.ring(NEW_JOB)
         return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
+
+    def _note_refusal(self, name: str, version: str) -> None:
+        """Keep what the page says of an agent that was refused; some agents ask again and again."""
+        if self.refused.get(name) == version:
+            return
+        self.refused[name] = version
+        while len(self.refused) > _MOST_REFUSED:
+            self.refused.pop(next(iter(self.refused)))
+        _note("agent refused", name=name, version=version)
+        self.bell.ring(ANY_CHANGE)
 
     async def claim(
         self, agent_id: str, wait_seconds: float, has_left: Callable[[], Awaitable[bool]] | None = None

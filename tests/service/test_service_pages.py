@@ -6,10 +6,12 @@ import dataclasses
 import re
 
 import pytest
+from searching import H200
 from serving import URL, Agent, run_recorded
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
+from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import StorageError
 from autotune.service.access import COOKIE
@@ -271,3 +273,12 @@ def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, gpu_a
     assert list(searches.result_lines(jobs).values()) == [""] * 5
     searches.result_lines(jobs)
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
+
+
+def test_an_agent_of_another_version_is_named_until_it_is_of_this_one(visitor: TestClient) -> None:
+    told = {"name": "<b>gpu-3", "host": "h", "version": "0.0.1", "device": H200.document()}
+    assert visitor.post("/v1/agents", json=told).status_code == 409
+    refusal = f"&lt;b&gt;gpu-3 was refused: it is autotune 0.0.1, this service {__version__}."
+    assert refusal in visitor.get("/").text
+    assert visitor.post("/v1/agents", json={**told, "version": __version__}).status_code == 201
+    assert refusal not in visitor.get("/").text

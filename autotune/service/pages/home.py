@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_bytes
@@ -130,7 +131,16 @@ def _parts(searches: Searches) -> list[Child]:
             else element("p", none, class_="empty"),
             element("p", "and ", element("a", f"{more} more", href="/searches")) if more > 0 else None,
         ),
-        _section("Agents", _agents_table([describe_agent(agent, running) for agent in agents], queue.clock())),
+        _section(
+            "Agents",
+            _agents_table([describe_agent(agent, running) for agent in agents], queue.clock()),
+            [
+                element(
+                    "p", f"{name} was refused: it is autotune {version}, this service {__version__}.", class_="soft"
+                )
+                for name, version in list(searches.refused.items())
+            ],
+        ),
         _section(
             "Ended",
             searches_table("searches that have ended", "result", ended, how_they_ended(searches, ended))
@@ -165,6 +175,11 @@ def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
         for agent in agents
     ]
     return table("agents and what they run", ("agent", "device", "memory", "runs", "last heard of"), rows)
+
+
+def _refusal(name: str, version: str) -> Markup:
+    told = f"{name} was refused: it is autotune {version}, this service {__version__}."
+    return element("p", told, class_="soft")
 
 
 def _device(device: Document) -> str:
