@@ -23,7 +23,7 @@ help:
 	@echo "make test-ray        search on a Ray cluster of two nodes on this machine, which are killed"
 	@echo "make test-gpu        run the tests that need an NVIDIA GPU"
 	@echo "make test-versions   run the core of the tests against the oldest and the newest libraries promised"
-	@echo "make bench           the search against Optuna's samplers on recorded landscapes, and in 10,000 random worlds; no GPU needed"
+	@echo "make bench           the search against Optuna's samplers on recorded landscapes and in 10,000 random worlds; predicted and measured steps; no GPU needed"
 	@echo "make docs            build the documentation in site/, strictly"
 	@echo "make docs-serve      show the documentation at http://localhost:8000"
 	@echo "make clean           remove the virtual environment and caches"
@@ -138,6 +138,8 @@ test-versions: $(foreach version,$(VERSIONS),.venv-versions/$(version)-$(TORCH)/
 	@touch $@
 
 bench: install-bench
+	$(BIN)/python studies/ranking.py
+	$(BIN)/python studies/step_times.py compare
 	$(BIN)/python studies/bench.py
 	$(BIN)/python studies/worlds.py
 

@@ -55,7 +55,7 @@ from step_times import (
 from step_times import cells as fitted_cells
 
 from autotune.core.candidate import Arm, Candidate, Document
-from autotune.core.kernel_kinds import kind_of_kernel
+from autotune.core.kernel_kinds import kind_of_kernel, merge_kinds
 from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, gpu_time
 
 _NS = 1e-9
@@ -491,7 +491,6 @@ def fit(path: Path) -> None:
 
 
 # Kernels of several kinds of operations have one name: a copy casts, or changes the order of elements.
-_ALIKE = {"copy": "cast", "transpose": "cast", "elementwise_cast": "elementwise"}
 _FITTED_KINDS = ("matrix_product", "attention", "attention_backward", "elementwise", "cast", "normalisation")
 _FITTED_KINDS += ("normalisation_backward", "softmax", "reduction", "dropout")
 
@@ -500,18 +499,10 @@ def _errors(row: Document, efficiencies: Efficiencies) -> list[float]:
     """Return errors of a micro-step and of the update, and those of classes as shares of the micro-step."""
     predicted = predicted_for(row, efficiencies)
     pairs = parts(predicted, row)
-    ours, theirs = _alike(predicted.by_kind), _alike(_measured_kinds(row, ("first_micro_step",)))
+    ours, theirs = merge_kinds(predicted.by_kind), merge_kinds(_measured_kinds(row, ("first_micro_step",)))
     whole = pairs[_MICRO_STEP][1]
     found = [math.log(one / other) for one, other in (pairs[_MICRO_STEP], pairs["update"])]
     return found + [(ours.get(kind, 0.0) - theirs.get(kind, 0.0)) / whole for kind in _FITTED_KINDS]
-
-
-def _alike(seconds: dict[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for kind, value in seconds.items():
-        name = _ALIKE.get(kind, kind)
-        found[name] = found.get(name, 0.0) + value
-    return found
 
 
 def parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
@@ -526,7 +517,7 @@ def parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
 
 def _add_kinds(kinds: dict[str, list[tuple[float, float]]], predicted: GpuTime, row: Document) -> None:
     """Add what the classes of one micro-step and update took, as predicted and as measured."""
-    ours, theirs = _alike(predicted.by_kind), _alike(_measured_kinds(row, ("first_micro_step", "update")))
+    ours, theirs = merge_kinds(predicted.by_kind), merge_kinds(_measured_kinds(row, ("first_micro_step", "update")))
     for kind in {**ours, **theirs}:
         kinds.setdefault(kind, []).append((ours.get(kind, 0.0), theirs.get(kind, 0.0)))
 

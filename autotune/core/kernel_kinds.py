@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 
 _KINDS = (
     (
@@ -36,3 +37,22 @@ def kind_of_kernel(name: str) -> str:
     """Return the class of a kernel by its name; ``elementwise`` for all that nothing else is said of."""
     lower = name.lower()
     return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "elementwise")
+
+
+_ALIKE = {
+    "copy": "cast",
+    "transpose": "cast",
+    "elementwise_cast": "elementwise",
+    "gradient_accumulation": "elementwise",
+    "gradient_clipping": "fused_update",
+}
+"""Kinds that operations tell apart, and the names of kernels do not."""
+
+
+def merge_kinds(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return times by the kinds that the names of kernels tell apart, so that predicted and measured ones compare."""
+    found: dict[str, float] = {}
+    for kind, value in seconds.items():
+        name = _ALIKE.get(kind, kind)
+        found[name] = found.get(name, 0.0) + value
+    return found

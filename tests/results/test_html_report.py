@@ -412,16 +412,18 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
 def test_measured_kinds_of_work_stand_beside_the_predicted_ones() -> None:
     outcome = WINNER.outcome
     assert isinstance(outcome, Completed)
-    kinds = (("matrix_product", 0.12), ("softmax", 0.03))
+    # The names of kernels do not tell clipping from the update.
+    kinds = (("matrix_product", 0.12), ("softmax", 0.03), ("fused_update", 0.05))
     measured = dataclasses.replace(outcome.measurement, gpu_seconds_by_kind=kinds, gpu_busy_share=0.9)
     winner = dataclasses.replace(WINNER, outcome=dataclasses.replace(outcome, measurement=measured))
-    predicted = {"matrix_product": 0.1, "reduction": 0.05}
+    predicted = {"matrix_product": 0.1, "reduction": 0.05, "fused_update": 0.03, "gradient_clipping": 0.02}
     step = StepTime(winner.candidate, 0.2, (0.18, 0.22), 0.15, 0.1, predicted, 1e13, 1e15)
     time = checked(report(BASELINE, winner), None, step).section("Where the time goes")
     rows = [[cell.text for cell in row.all("td")][1:] for row in time.all("tr")][1:]
-    assert rows[0] == ["matrix product", "100 ms", "66.7%", "120 ms", "80.0%"]
+    assert rows[0] == ["matrix product", "100 ms", "50.0%", "120 ms", "60.0%"]
     assert rows[1][0] == "reduction"
     assert rows[1][3:] == ["0 ms", "0.0%"]
+    assert rows[2] == ["fused update", "50 ms", "25.0%", "50 ms", "25.0%"]
     assert "names of the kernels" in time.text
 
 

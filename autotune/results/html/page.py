@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from autotune import __version__
 from autotune.core.candidate import Document
+from autotune.core.kernel_kinds import merge_kinds
 from autotune.core.outcome import Measurement
 from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
@@ -328,7 +329,9 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
     measured = report.pooled(report.best)
     if step is None or measured is None or report.best is None:
         return None
-    kinds = sorted(step.gpu_seconds_by_kind.items(), key=lambda kind: -kind[1])
+    told_apart = dict(measured.gpu_seconds_by_kind or ())
+    predicted_kinds = merge_kinds(step.gpu_seconds_by_kind) if told_apart else step.gpu_seconds_by_kind
+    kinds = sorted(predicted_kinds.items(), key=lambda kind: -kind[1])
     shown = [(name.replace("_", " "), seconds) for name, seconds in kinds[:_MOST_KINDS] if seconds > 0]
     parts = [
         Part(name, seconds, series_class(number), format_seconds(seconds))
@@ -344,7 +347,7 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
         marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
     total = sum(part.size for part in parts)
     whole = max(total, measured.step_seconds, computes or 0.0) * 1.005
-    seen = {kind.replace("_", " "): seconds for kind, seconds in measured.gpu_seconds_by_kind or ()}
+    seen = {kind.replace("_", " "): seconds for kind, seconds in merge_kinds(told_apart).items()}
     named = sum(seen.get(name, 0.0) for name, _ in shown)
     found_of = {**seen, "all other": sum(seen.values()) - named}
     heads = ["", "", "predicted", "share", *(["measured", "share"] if seen else [])]
