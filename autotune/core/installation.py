@@ -21,18 +21,19 @@ def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
 
     uv and pipx leave a file of their own in the environment of a tool.
     """
-    source, is_editable = _NAME, False
+    named, is_editable = f"{_NAME}[{extra}]", False
     if direct_url is not None:
         record = json.loads(direct_url)
+        url = str(record.get("url", ""))
         is_editable = bool(record.get("dir_info", {}).get("editable"))
-        if record.get("url", "").startswith("file:"):
-            source = unquote(urlparse(record["url"]).path)
-    named = f"{'-e ' if is_editable else ''}'{source}[{extra}]'"
-    if (prefix / "uv-receipt.toml").exists():
-        return f"uv tool install {named}"
+        if url.startswith("file:"):
+            named = f"{unquote(urlparse(url).path)}[{extra}]"
+        elif (repository := record.get("vcs_info")) is not None:
+            named += f" @ {repository['vcs']}+{url}@{repository['commit_id']}"
     if (prefix / "pipx_metadata.json").exists():
-        return f"pipx install --force '{source}[{extra}]'"
-    return f"pip install {named}"
+        return f"pipx install --force '{named}'"
+    tool = "uv tool install" if (prefix / "uv-receipt.toml").exists() else "pip install"
+    return f"{tool} {'-e ' if is_editable else ''}'{named}'"
 
 
 def _direct_url() -> str | None:

@@ -20,7 +20,7 @@ GIT = json.dumps({"url": "https://example.org/autotune.git", "vcs_info": {"vcs":
         (None, None, "pip install 'autotune[plot]'"),
         (None, FOLDER, "pip install '/home/me/my code[plot]'"),
         (None, EDITABLE, "pip install -e '/home/me/my code[plot]'"),
-        (None, GIT, "pip install 'autotune[plot]'"),
+        (None, GIT, "pip install 'autotune[plot] @ git+https://example.org/autotune.git@0'"),
         ("uv-receipt.toml", None, "uv tool install 'autotune[plot]'"),
         ("uv-receipt.toml", EDITABLE, "uv tool install -e '/home/me/my code[plot]'"),
         ("pipx_metadata.json", FOLDER, "pipx install --force '/home/me/my code[plot]'"),
