@@ -46,11 +46,17 @@ launch.start_module = warm.start_module
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collectstart() -> None:
+    """Do without garbage collections while tests are imported: nearly all of it lives to the end."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep garbage collections from going through all modules and tests again and again; tests may set variables."""
     warm.keep_environment()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

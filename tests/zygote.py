@@ -133,6 +133,8 @@ def main(fd: int) -> None:
     variables = dict(os.environ)
     from autotune.worker.imports import import_everything
 
+    # Nearly all of it lives to the end.
+    gc.disable()
     import_everything(None)
     for module in _MODULES:
         importlib.import_module(module)
@@ -144,6 +146,7 @@ def main(fd: int) -> None:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()
+    gc.enable()
     # What imports needed and freed would else be there for a trial's tensors, beside the limit on its memory.
     ctypes.CDLL(None).malloc_trim(0)
     _use_huge_pages()

@@ -81,6 +81,14 @@ def test_a_trial_completes_alone_although_launched_among_others(runner: TrialSer
     assert "train_runtime" in log.read_text()
 
 
+def test_the_server_imports_no_more_than_its_workload_needs(runner: TrialServer, servers: Servers) -> None:
+    """Reading datasets, with Apache Arrow, is for workloads with data of one's own."""
+    (pid,) = servers()
+    loaded = Path(f"/proc/{pid}/maps").read_text()
+    assert "libtorch" in loaded
+    assert "libarrow" not in loaded
+
+
 def test_out_of_memory_is_an_outcome(runner: TrialServer) -> None:
     outcome = run_trial(runner, cap_bytes=4 * MIB)
     assert isinstance(outcome, OutOfMemory)

@@ -313,7 +313,7 @@ class Timed:
         return trial_id, report
 
 
-@pytest.mark.parametrize("sampler", ["grid", "tpe"])
+@pytest.mark.parametrize("sampler", [pytest.param("grid", marks=pytest.mark.whole), "tpe"])
 def test_the_controller_costs_little(store: Store, sampler: str, capsys: pytest.CaptureFixture[str]) -> None:
     """From the end of one trial to the begin of the next: tell, two records of ours, ask. Wanted: under 50 ms."""
     runner: Any = Timed()

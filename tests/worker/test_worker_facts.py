@@ -105,8 +105,10 @@ def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pyt
     assert (kept.major, kept.multi_processor_count) == (8, 82)
 
 
-# With own data, each test that reads some would fail without datasets.
-@pytest.mark.parametrize(("own_data", "imported"), [(False, False), pytest.param(True, True, marks=pytest.mark.whole)])
+# With own data, each test that reads some would fail without datasets; without, tests/execution/test_runner_trials.py
+# looks at a server that there is anyway.
+@pytest.mark.whole
+@pytest.mark.parametrize(("own_data", "imported"), [(False, False), (True, True)])
 def test_the_server_imports_what_the_workload_needs(own_data: bool, imported: bool) -> None:
     workload = tiny_workload("bert-tiny")
     if own_data:
