@@ -154,7 +154,7 @@ def test_adapters_are_sharded_where_weights_take_most_of_the_memory(
 
 
 def test_on_a_cpu_only_ddp_is_what_it_says(cpu: Device) -> None:
-    with pytest.raises(DeviceError, match="on a CPU accelerate trains with DDP"):
+    with pytest.raises(DeviceError, match="on a CPU accelerate always trains with DDP"):
         of_two(device=cpu, strategies=("fsdp",), precisions=("fp32",))
     assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
 
@@ -334,6 +334,17 @@ def test_gradients_are_reduced_in_each_micro_step_only_where_memory_calls_for_it
     # Where nothing is accumulated the two are the same.
     history.add(ran_out(plain, 32))
     assert not judge.is_open(space.candidate(synchronised, 32))
+
+
+def test_without_autocast_bf16_is_never_slower_than_tf32() -> None:
+    """Under DDP autocast's casts may cost the host more than the GPU saves."""
+    space = of_two(precisions=("bf16", "tf32"), gradient_checkpointing="off").space
+    plain = {strategy: next(a for a in space.arms if a.strategy == strategy) for strategy in ("ddp", "fsdp")}
+    for strategy, is_left_out in (("ddp", False), ("fsdp", True)):
+        history = History(ceiling_of(24 * GIB))
+        history.add(completed(plain[strategy], 16, 2))
+        tf32 = dataclasses.replace(plain[strategy], precision="tf32")
+        assert (Speeds(space, history).left_out(tf32) is not None) is is_left_out
 
 
 def test_gathering_weights_twice_is_never_faster() -> None:
