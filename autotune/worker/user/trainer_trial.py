@@ -5,12 +5,14 @@ We raise no exception in user code, because it might catch it. The callback send
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -322,6 +324,9 @@ def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratc
 
     def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Two runs at a time may be more than the host holds. Then this one is the one to go.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         leave_large_weights_unset()
         on_cpu = dataclasses.replace(work, devices=RankDevices("cpu", work.devices.uuids))
         _Inspection(source, on_cpu, scratch, send, is_probing=False, output_dir=output_dir).describe()
