@@ -220,7 +220,7 @@ def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
     done = warm.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 20
+    assert len(rows) >= 41
     for row in rows:
         assert abs(row["allocated_error"]) < 0.001, row
-        assert abs(row["reserved_error"]) < (0.06 if row["strategy"].startswith("zero") else 0.01), row
+        assert abs(row["reserved_error"]) < (0.06 if row["strategy"].startswith("zero") else 0.015), row
