@@ -20,7 +20,7 @@ from autotune.devices import Device, find_device
 from autotune.execution import launch
 
 _ENOUGH_BYTES = 4 << 30
-"""A run takes 0.5 GB, and pytest keeps those of three runs."""
+"""The folders of three runs, which pytest keeps, took 1.0 GB."""
 
 
 def _has_room(folder: Path) -> bool:
@@ -31,7 +31,8 @@ def _has_room(folder: Path) -> bool:
 # Trials in tests are tiny: several threads gain nothing, and on a busy machine each waits for the slowest.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Files of tests lie in memory where there is room for them: a commit waits for a disk some milliseconds, 50,000 times.
+# Files of tests lie in memory where there is room for them: a commit of SQLite took 0.15 ms of processor time on a disk
+# and 0.01 ms there, and waits for a disk besides.
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _has_room(Path("/dev/shm")):
     os.environ["PYTEST_DEBUG_TEMPROOT"] = "/dev/shm"
 
