@@ -47,6 +47,7 @@ PREDICTING_MODULES = (
     "core/dataset_spec.py",
     "core/outcome.py",
     "core/prediction.py",
+    "core/schema.py",
     "core/workload.py",
     "models/tasks.py",
     "space/training_arguments.py",

@@ -102,7 +102,7 @@ def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Sto
         {**whole, "trials": 3},
     ]
     for document in broken:
-        with pytest.raises(InvalidRequestError, match="no study that can be taken in"):
+        with pytest.raises(InvalidRequestError, match="this study cannot be taken in"):
             take_in_study(other.engine, document)
     assert other.studies() == []
 

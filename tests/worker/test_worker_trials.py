@@ -150,7 +150,8 @@ def test_memory_really_runs_out_and_the_next_trial_is_fine(
     assert isinstance(outcome, OutOfMemory)
     assert outcome.during in phases
     assert outcome.where == "device"
-    assert "allocate memory" in outcome.message
+    # Python itself says no more than MemoryError.
+    assert "allocate memory" in outcome.message or outcome.message == "MemoryError"
     assert outcome.message in answer.log
     assert outcome.peak_reserved_bytes is not None
     assert outcome.peak_reserved_bytes <= 1.1 * cap_mib * MIB
