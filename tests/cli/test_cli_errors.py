@@ -256,12 +256,12 @@ def test_a_config_of_which_no_model_can_be_built(run: Run, folder: Path) -> None
 
 def test_a_limit_under_which_nothing_fits(tmp_path: Path) -> None:
     """A real out-of-memory: the trial is recorded, the answer is an error, standard output stays empty."""
-    words = ("--seq-len", "64", "--effective-batch", "1", "--precision", "fp32", "--gradient-checkpointing", "off")
-    ran = run_process(*BERT, *words, "--memory-limit", "40MiB", "--study", "tight", "--json", folder=tmp_path)
+    words = ("--seq-len", "512", "--effective-batch", "1", "--precision", "fp32", "--gradient-checkpointing", "off")
+    ran = run_process(*BERT, *words, "--memory-limit", "70MiB", "--study", "tight", "--json", folder=tmp_path)
     assert ran.code == 6, ran.stderr
     assert not ran.stdout
     error, hint = ran.stderr.splitlines()[-2:]
-    assert error.startswith("autotune: error: nothing fits under 38.8 MiB (40.0 MiB less headroom)")
+    assert error.startswith("autotune: error: nothing fits under 67.9 MiB (70.0 MiB less headroom)")
     assert "--memory-limit" in hint
     shown = json.loads(run_process("show", "tight", "--json", folder=tmp_path).stdout)
     assert shown["best"] is None

@@ -140,7 +140,7 @@ def test_a_single_step_is_enough_where_that_is_all_that_is_asked(trial_server: S
 
 
 # Memory that imports used and freed may hold the model, too.
-@pytest.mark.parametrize(("cap_mib", "phases"), [(4, {"model", "trainer"}), (60, {"train"})])
+@pytest.mark.parametrize(("cap_mib", "phases"), [(4, {"model", "trainer", "train"}), (60, {"train"})])
 def test_memory_really_runs_out_and_the_next_trial_is_fine(
     trial_server: ServerClient, cap_mib: int, phases: set[str]
 ) -> None:
