@@ -154,7 +154,8 @@ def test_memory_really_runs_out_and_the_next_trial_is_fine(
     assert "allocate memory" in outcome.message or outcome.message == "MemoryError"
     assert outcome.message in answer.log
     assert outcome.peak_reserved_bytes is not None
-    assert outcome.peak_reserved_bytes <= 1.1 * cap_mib * MIB
+    # Pages that imports freed are not counted by the limit, but by the peak.
+    assert outcome.peak_reserved_bytes <= 1.1 * cap_mib * MIB + MIB
     assert list(outcome.phase_seconds)[-1] == outcome.during
     small = Candidate(Arm(), 1)
     check_sane(trial_server.trial(tiny_workload("vit-tiny"), small, cap_bytes=300 * MIB).completed, small)
