@@ -42,12 +42,42 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingSource:
 
 def test_they_are_those_imported_before_the_environment_is_changed(source: TrainingSource) -> None:
     assert imports_of(source) == [
+        ("torchvision.models", None),
         ("lightning.pytorch", None),
         ("transformers", "ElectraModel"),
         ("transformers", "NoSuchModel"),
         ("trl", "SFTTrainer"),
-        ("torchvision.models", None),
     ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import settings",
+        "from settings import NAME",
+        "os.environ |= {'HF_HOME': 'x'}",
+        "if 'HF_HOME' not in os.environ: os.environ['HF_HOME'] = 'x'",
+        "def set_home(): os.environ['HF_HOME'] = 'x'\nset_home()",
+        "from later import set_home\nset_home()",
+        "from dotenv import load_dotenv\nload_dotenv()",
+    ],
+)
+def test_nothing_is_imported_after_what_may_change_the_environment(
+    tmp_path: Path, source: TrainingSource, statement: str
+) -> None:
+    (tmp_path / "settings.py").write_text("import os\nos.environ['HF_HOME'] = 'x'\nNAME = 1\n")
+    (tmp_path / "later.py").write_text("import os\ndef set_home():\n    os.environ['HF_HOME'] = 'x'\n")
+    (tmp_path / "train.py").write_text(f"import os, lightning\n{statement}\nimport datasets\n")
+    assert imports_of(source) == [("lightning", None)]
+
+
+@pytest.mark.parametrize("own", ["evaluate.py", "evaluate/__init__.py"])
+def test_files_of_the_users_own_are_not_taken_for_libraries(tmp_path: Path, source: TrainingSource, own: str) -> None:
+    """Python finds them first, as they lie beside the script."""
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("import timm\n")
+    (tmp_path / "train.py").write_text("import evaluate\nimport trl\n")
+    assert imports_of(source) == [("timm", None), ("trl", None)]
 
 
 def test_a_file_that_cannot_be_read_has_none(tmp_path: Path, source: TrainingSource) -> None:
