@@ -159,6 +159,7 @@ class Forecast:
         """Send all questions and wait for the answers."""
         self._take(0.0)
         self._fill()
+        self._keep()
         while self._asked and self._patience_seconds > 0:
             self._wait()
             # Storing takes time, a second where there is no database yet. The next questions are sent before.

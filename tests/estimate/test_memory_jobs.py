@@ -246,6 +246,17 @@ def test_what_comes_when_patience_is_spent_still_counts() -> None:
     assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
 
 
+def test_what_comes_when_patience_is_spent_is_kept(store: Store) -> None:
+    ready, answers = prepared(), Answers()
+    target = Target(CHIPS["h200"], ready.ceiling, questions([Arm("bf16")], [(32, 2)], None))
+    kept = KeptPredictions(store.answers, ready.request.workload)
+    forecast = Forecast(answers, [target], parallel=1, kept=kept, patience_seconds=0.0)
+    forecast.complete()
+    forecast.complete()
+    assert forecast.is_complete
+    assert Forecast(answers, [target], parallel=1, kept=kept).is_complete
+
+
 @pytest.mark.parametrize(("asks_ahead", "asked"), [(True, 3), (False, 1)])
 def test_whoever_waits_for_one_arm_has_others_predicted_meanwhile(asks_ahead: bool, asked: int) -> None:
     ready, answers = prepared(), Answers()
