@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -132,9 +133,11 @@ def _is_hub_name(name: str) -> bool:
 
 def _near_file(path: Path) -> str:
     """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none."""
-    if not path.suffix or not path.parent.is_dir():
-        return ""
-    beside = [each.name for each in path.parent.iterdir() if _suffix(each) in _KIND_OF_SUFFIX]
+    beside: list[str] = []
+    if path.suffix:
+        # A folder that is not there, or that may be entered but not listed.
+        with contextlib.suppress(OSError):
+            beside = [each.name for each in path.parent.iterdir() if _suffix(each) in _KIND_OF_SUFFIX]
     return did_you_mean(path.name, beside, least_ratio=0.8)
 
 

@@ -219,3 +219,16 @@ def test_a_misspelt_file_is_not_looked_for_on_the_hub(
     with pytest.raises(InvalidRequestError, match="there is no such file or folder") as caught:
         locate(name, None)
     assert caught.value.hint == "did you mean train.jsonl?"
+
+
+def test_a_missing_file_in_a_folder_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as root, who can list every folder."""
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(InvalidRequestError, match="there is no such file or folder"):
+        locate(str(tmp_path / "train.jsonl"), None)
