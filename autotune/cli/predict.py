@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autotune.results.predicted import GpuPredictionDocument
     from autotune.tuning.prepare import Prepared
 
-# Measured against recorded peaks; see studies/landscapes and tests/test_predicted_memory.py.
+# Measured against recorded peaks; see studies/landscapes and tests/estimate/test_predicted_memory.py.
 ACCURACY = (
     "of 295 peaks on an H200 the allocated bytes were predicted within 0.4 % at worst, the reserved bytes within 3 % "
     "in 96 of 100 and within 8 % at worst"
@@ -89,7 +89,7 @@ def predict(
     if len(documents) > 1:
         _compare(documents)
     click.echo(f"Predicted, not measured: {ACCURACY}.", err=True)
-    if _trains_together(documents):
+    if "ranks_accuracy" in predicted:
         click.echo(f"Several GPUs: {RANKS_ACCURACY}.", err=True)
     if any(document["best"] is not None for document in documents):
         click.echo(f"Speed: {SPEED_ACCURACY}.", err=True)
@@ -113,11 +113,6 @@ def predicted_document(
         told = RanksPredictionDocument(**vars(told), ranks_accuracy=RANKS_ACCURACY)
     document: dict[str, Any] = encode(told)
     return document, answers.problem
-
-
-def _trains_together(documents: list[dict[str, Any]]) -> bool:
-    """Return whether several GPUs train together."""
-    return any(arm["ranks"] > 1 for document in documents for arm in document["arms"])
 
 
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
@@ -20,6 +21,7 @@ from autotune.service.problems import error_of
 TOKEN_VARIABLE = "AUTOTUNE_TOKEN"
 CERTIFICATE_VARIABLE = "AUTOTUNE_CERTIFICATE"
 """Names a file with the service's certificate, which is then the only one that is trusted, whatever host it names."""
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 # A listener that hears nothing for so long, not even a keep-alive (15 s), has lost its connection.
 _SILENCE_SECONDS = 60.0
 _TIMEOUT_SECONDS = 30.0
@@ -44,21 +46,41 @@ def _host_name(name: str | None) -> str:
     return plain
 
 
-def _tls_context(certificate: str | None) -> ssl.SSLContext:
-    """Return how a service is known: by a certificate that is named, or by one that this machine trusts."""
-    if not certificate:
-        return ssl.create_default_context()
+class _PinnedConnection(http.client.HTTPSConnection):
+    """A TLS connection to the holder of one certificate."""
+
+    def __init__(self, host: str, port: int | None, *, timeout: float, pem: str) -> None:
+        context = ssl.create_default_context(cadata=pem)
+        # Nobody need have signed it, and the service may be known here by another name.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.check_hostname = False
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._certificate = ssl.PEM_cert_to_DER_cert(pem)
+
+    def connect(self) -> None:
+        """Connect; raises ``ssl.SSLCertVerificationError`` for another certificate, also one that this one signed."""
+        super().connect()
+        if self.sock.getpeercert(binary_form=True) != self._certificate:
+            self.close()
+            raise ssl.SSLCertVerificationError(f"it is not the one in the file that {CERTIFICATE_VARIABLE} names")
+
+
+def _pinned_certificate() -> str | None:
+    """Return the certificate that the environment names; of a file with a chain, the first, which is the service's."""
+    path = os.environ.get(CERTIFICATE_VARIABLE)
+    if not path:
+        return None
     try:
-        context = ssl.create_default_context(cafile=certificate)
-    except OSError as error:
+        found = _PEM.search(Path(path).read_text(encoding="latin-1"))
+        if found is None:
+            raise ValueError("there is no certificate in it")
+        ssl.create_default_context(cadata=found[0])
+    except (OSError, ValueError) as error:
         raise ServiceError(
-            f"{CERTIFICATE_VARIABLE} names {certificate}, which is no certificate that can be read",
+            f"{CERTIFICATE_VARIABLE} names {path}, which is no certificate that can be read",
             "have it name the file that autotune serve was given as --ssl-certfile",
         ) from error
-    # It need be signed by nobody, and the service may be known here by another name.
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.check_hostname = False
-    return context
+    return found[0]
 
 
 class Client:
@@ -81,10 +103,14 @@ class Client:
         if not re.fullmatch(r"[!-~]*", self._token):
             raise ServiceError("the token has characters that no token has", f"see --server and {TOKEN_VARIABLE}")
         self._timeout_seconds = timeout_seconds
+        # Read once: a service goes on with the certificate that it started with when the file is renewed.
+        self._certificate = _pinned_certificate() if self._is_tls else None
 
     def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        if self._certificate is not None:
+            return _PinnedConnection(self._host, self._port, timeout=timeout_seconds, pem=self._certificate)
         if self._is_tls:
-            context = _tls_context(os.environ.get(CERTIFICATE_VARIABLE))
+            context = ssl.create_default_context()
             return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_seconds, context=context)
         return http.client.HTTPConnection(self._host, self._port, timeout=timeout_seconds)
 
@@ -113,8 +139,9 @@ class Client:
 
     def _unreachable(self, error: Exception) -> ServiceError:
         if isinstance(error, ssl.SSLCertVerificationError):
+            why = getattr(error, "verify_message", None) or str(error)
             return ServiceError(
-                f"the certificate of {self.url} is not trusted here: {error.verify_message}",
+                f"the certificate of {self.url} is not trusted here: {why}",
                 f"have {CERTIFICATE_VARIABLE} name a file with it, or correct --server",
                 status=0,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import shutil
 import ssl
@@ -48,42 +49,67 @@ def test_an_agent_asks_again_where_the_service_is_away_or_its_disk_is_full() -> 
     assert not _is_passing(ServiceError("the lease was lost", status=410))
 
 
-@pytest.fixture
-def tls_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server with a certificate that nobody has signed, for another host; its address and the certificate."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=gpu-box"]
+class _Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def make_certificate(folder: Path, name: str, *more: str) -> Path:
+    """Make a certificate for another host than this one; its key lies beside it."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl here")
-    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}", *more]
+    words += ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.pem")]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    return folder / f"{name}.pem"
+
+
+@contextlib.contextmanager
+def tls_server(certificate: Path) -> Iterator[str]:
+    """Run a server with a certificate; yield its address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+    context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"https://127.0.0.1:{server.server_port}", certificate
+        yield f"https://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def test_a_certificate_that_is_named_is_trusted_and_no_other(
-    tls_server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_certificate_that_is_named_is_trusted_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = make_certificate(tmp_path, "gpu-box")
+    with tls_server(certificate) as url:
+        with pytest.raises(ServiceError, match="is not trusted here: self-signed certificate") as told:
+            Client(url).request("GET", "/")
+        assert CERTIFICATE_VARIABLE in told.value.hint
+        monkeypatch.setenv(CERTIFICATE_VARIABLE, str(certificate))
+        assert Client(url).request("GET", "/") is None
+        for broken, text in (("missing", None), ("empty", ""), ("key", certificate.with_suffix(".key").read_text())):
+            if text is not None:
+                (tmp_path / broken).write_text(text)
+            monkeypatch.setenv(CERTIFICATE_VARIABLE, str(tmp_path / broken))
+            with pytest.raises(ServiceError, match="which is no certificate that can be read"):
+                Client(url).request("GET", "/")
+
+
+@pytest.mark.parametrize("named", ["chain", "authority"])
+def test_what_the_authority_of_a_named_certificate_signed_besides_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
-    url, certificate = tls_server
-    with pytest.raises(ServiceError, match="is not trusted here: self-signed certificate") as told:
+    """A file that a service is given often ends with the certificate of the authority that signed the first one."""
+    authority = make_certificate(tmp_path, "authority")
+    by = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")))
+    service, other = (make_certificate(tmp_path, name, *by) for name in ("gpu-box", "other"))
+    chain = tmp_path / "chain"
+    chain.write_text(service.read_text() + authority.read_text())
+    monkeypatch.setenv(CERTIFICATE_VARIABLE, str(tmp_path / "chain" if named == "chain" else authority))
+    with tls_server(other) as url, pytest.raises(ServiceError, match="is not trusted here"):
         Client(url).request("GET", "/")
-    assert CERTIFICATE_VARIABLE in told.value.hint
-    monkeypatch.setenv(CERTIFICATE_VARIABLE, str(certificate))
-    assert Client(url).request("GET", "/") is None
-    monkeypatch.setenv(CERTIFICATE_VARIABLE, str(tmp_path / "missing"))
-    with pytest.raises(ServiceError, match="which is no certificate that can be read"):
-        Client(url).request("GET", "/")
+    if named == "chain":
+        with tls_server(service) as url:
+            assert Client(url).request("GET", "/") is None

@@ -134,12 +134,7 @@ def _parts(searches: Searches) -> list[Child]:
         _section(
             "Agents",
             _agents_table([describe_agent(agent, running) for agent in agents], queue.clock()),
-            [
-                element(
-                    "p", f"{name} was refused: it is autotune {version}, this service {__version__}.", class_="soft"
-                )
-                for name, version in list(searches.refused.items())
-            ],
+            [_refusal(name, version) for name, version in list(searches.refused.items())],
         ),
         _section(
             "Ended",
