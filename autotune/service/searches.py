@@ -323,7 +323,7 @@ class Searches:
             return
         self.refused[name] = version
         while len(self.refused) > _MOST_REFUSED:
-            self.refused.pop(next(iter(self.refused)))
+            self.refused.pop(next(iter(self.refused)), None)
         _note("agent refused", name=name, version=version)
         self.bell.ring(ANY_CHANGE)
 
