@@ -60,10 +60,15 @@ class Predicted:
         return sum(row.count * row.bytes[1] for row in self.operations.rows if row.part == "update")
 
 
+def answered(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> PredictionAnswer:
+    """The answer of a process that predicts."""
+    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
+    return decode(server.run(workload, work).result, PredictionAnswer)
+
+
 def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | None = None) -> Predicted:
     """What is predicted of an arm of a built-in workload, or from the traced step of one's own code."""
-    work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
-    answer = decode(server.run(workload, work).result, PredictionAnswer)
+    answer = answered(server, workload, arm, step)
     assert answer.operations is not None
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
     return Predicted(peaks, answer.operations)

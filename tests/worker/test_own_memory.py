@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_memory import CHIP, OWN_CODE, TINY_BERT, inspected, predicted
+from own_memory import CHIP, OWN_CODE, TINY_BERT, answered, inspected, predicted
 from recorded import ComputedRunner
 from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
 from server_client import ServerClient
@@ -208,6 +208,33 @@ def test_a_loop_of_ones_own_is_traced_as_it_runs(trial_server: ServerClient, fun
         assert own.peaks[1][0] == pytest.approx(like.peaks[1][0], abs=8192)
     assert own.flops == like.flops
     assert own.updated_bytes >= like.updated_bytes > 0
+
+
+PASSES = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import autotune
+def train(config):
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for (inputs,) in autotune.steps(DataLoader(TensorDataset(torch.ones(96, 32)), config.per_device_batch_size)):
+        for _ in range({passes}):
+            model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_operations_of_a_loop_are_known_where_a_step_has_one_backward_pass(
+    trial_server: ServerClient, tmp_path: Path, passes: int
+) -> None:
+    (tmp_path / "loop.py").write_text(PASSES.format(passes=passes))
+    workload = Workload.of_source(find_loop(f"{tmp_path / 'loop.py'}:train"))
+    (trace,) = inspected(trial_server, workload, precisions=("fp32",), gradient_checkpointing="off").memory
+    answer = answered(trial_server, workload, trace.arm, trace.step)
+    assert answer.batches[0].peak_allocated_bytes > 0
+    assert (answer.operations is not None) is (passes == 1)
 
 
 def test_what_cannot_be_traced_is_said(trial_server: ServerClient) -> None:

@@ -12,8 +12,8 @@ from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.tracer import Trace
 
 
-def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operations) -> str:
-    """Return the trace of a step at a telling batch, and its operations, as text; see ``ScalableStep``."""
+def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operations | None) -> str:
+    """Return the trace of a step at a telling batch, and its operations if they are known, as text."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,
@@ -24,12 +24,12 @@ def packed(trace: Trace, batch: int, most_inputs: int | None, operations: Operat
         "column_sums": [[number, *sizes] for number, sizes in trace.column_sums.items()],
         "embeddings": [[number, *sizes] for number, sizes in trace.embeddings.items()],
         "parts": trace.parts,
-        "operations": encode(operations),
+        "operations": None if operations is None else encode(operations),
     }
     return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
 
 
-def unpacked(text: str) -> tuple[ScalableStep, Operations]:
+def unpacked(text: str) -> tuple[ScalableStep, Operations | None]:
     """Return the step whose trace was packed, and its operations."""
     document = json.loads(zlib.decompress(base64.b64decode(text)))
     kinds = document["kinds"]
@@ -41,4 +41,5 @@ def unpacked(text: str) -> tuple[ScalableStep, Operations]:
         parts=document["parts"],
     )
     step = ScalableStep(trace, document["batch"], most_inputs=document["most_inputs"])
-    return step, decode(document["operations"], Operations)
+    counted = document["operations"]
+    return step, None if counted is None else decode(counted, Operations)

@@ -40,7 +40,7 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
 
 
 def _step(work: PredictionWork, workload: Workload) -> tuple[ScalableStep, Operations | None]:
-    """Return the step of an arm, and what its operations compute."""
+    """Return the step of an arm, and what its operations compute where that is known."""
     if work.step is not None:
         return unpacked(work.step)
     # Random weights take the same memory, and need not be read.

@@ -121,6 +121,8 @@ class _TracedLoop:
         self._stage = "before"
         """Which micro-step this is: ``before`` the traced ones, ``first``, ``second``, or ``after`` them."""
         self._has_stepped = False
+        self._passes = 0
+        """Backward passes of the first traced micro-step."""
         self._optimizers: dict[int, Any] = {}
         self._tracer: StorageTracer
         self._operations: OperationTally
@@ -188,7 +190,9 @@ class _TracedLoop:
         born = {number for number, _ in events[:ended]}
         trace.events = [*events[:ended], *(event for event in freed if event[0] in born)]
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._send(Traced(packed(trace, size, 1, self._operations.operations(trained))))
+        # Of several passes only the first was counted.
+        operations = self._operations.operations(trained) if self._passes <= 1 else None
+        self._send(Traced(packed(trace, size, 1, operations)))
 
     def _watch(self) -> None:
         """Mark the parts of the step where the loop reaches them."""
@@ -215,6 +219,8 @@ class _TracedLoop:
                 self._tracer.see(parameter.grad, "gradients")
         # Clipping is not counted, as of a Trainer.
         self._operations.counts_as = None
+        if self._stage == "first":
+            self._passes += 1
         if self._stage == "first" and not self._accumulates:
             self._tracer.enter("second micro-step", "activations")
         if self._stage == ("second" if self._accumulates else "first"):
