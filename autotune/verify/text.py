@@ -1,10 +1,9 @@
-"""Tell in lines what a verification has shown."""
+"""Write the lines that show the result of a verification."""
 
 from __future__ import annotations
 
-from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
-from autotune.verify.comparison import Interval
-from autotune.verify.throughput import Verification, notes
+from autotune.core.units import format_bytes, format_seconds
+from autotune.verify.throughput import Verification, describe_speed, notes
 
 
 def verification_lines(verification: Verification) -> list[str]:
@@ -15,7 +14,8 @@ def verification_lines(verification: Verification) -> list[str]:
     lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
     if speed is not None and peak is not None:
         lines += [
-            f"{'samples/s':9} {_speed(promise):>18} {_speed(speed):>18}  {speed.mean / promise.mean - 1:+.1%}",
+            f"{'samples/s':9} {describe_speed(promise):>18} {describe_speed(speed):>18}  "
+            f"{speed.mean / promise.mean - 1:+.1%}",
             f"{'in use' if verification.judges_allocated else 'peak':9} "
             f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
@@ -35,7 +35,3 @@ def verification_lines(verification: Verification) -> list[str]:
     if verification.misses():
         return [*lines, *(f"  note: {why}" for why in verification.why())]
     return [*lines, verification.verdict_line()]
-
-
-def _speed(speed: Interval) -> str:
-    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ class Verification:
         if speed is None or compare(promise, speed) != "missed":
             return []
         return [
-            f"{_rate(speed)} samples/s are {1 - speed.mean / promise.mean:.1%} below the promised "
+            f"{describe_speed(speed)} samples/s are {1 - speed.mean / promise.mean:.1%} below the promised "
             f"{format_rate(promise.mean)}, and below the {_ends(promise)} that were promised of a next run"
         ]
 
@@ -189,13 +190,16 @@ class Verification:
         open_share = slack(promise, speed)
         if compare(promise, speed) == "cannot_tell":
             if speed.mean < promise.low:
-                found.append(f"{_rate(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them")
+                found.append(
+                    f"{describe_speed(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them"
+                )
             else:
                 found.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
             found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
         else:
-            found.append(f"the run is noisy, ± {speed.relative_half_width:.1%}: {self._why_run_is_noisy()}")
+            spread = "" if math.isinf(speed.high) else f", ± {speed.relative_half_width:.1%}"
+            found.append(f"the run is noisy{spread}: {self._why_run_is_noisy()}")
         if not self._is_host_bound:
             return found
         return [*found, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
@@ -243,7 +247,10 @@ class Verification:
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
 
 
-def _rate(speed: Interval) -> str:
+def describe_speed(speed: Interval) -> str:
+    """Return ``320.0 ± 1.2%``, or ``51.8 (15.4 or more)`` where the interval has no upper end."""
+    if math.isinf(speed.high):
+        return f"{format_rate(speed.mean)} ({format_rate(speed.low)} or more)"
     return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
 
 

@@ -134,6 +134,13 @@ def test_a_stall_is_told_apart_from_steps_that_differ() -> None:
     assert "it stood still once, 3 steps took 9.6 s where such steps take" in stalled.verdict_line()
 
 
+def test_of_two_stalls_no_upper_end_is_known() -> None:
+    stalled = Verification(target(), 100, obtained(stretches=stretches([315.0] * 10 + [10.0] * 2, steps=3)))
+    assert stalled.verdict() == "cannot_tell"
+    assert "51.8 (15.4 or more) samples/s lie below the promised" in stalled.verdict_line()
+    assert "the run is noisy: it stood still 2 times, " in stalled.verdict_line()
+
+
 def test_what_is_missed_and_not_of_speed_is_no_matter_of_intervals() -> None:
     over = Verification(target(0.40), 100, obtained(260.0, peak=22 * GIB))
     assert over.verdict() == "missed"
