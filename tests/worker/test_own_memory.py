@@ -163,6 +163,20 @@ os.mkdir("made")
 train()
 """
 )
+HALF_WRITTEN = (
+    LOOP
+    + """
+import json
+until = time.monotonic() + 0.5
+while not is_traced and not os.path.exists("cache") and time.monotonic() < until: time.sleep(0.01)
+if not os.path.exists("cache"):
+    with open("cache", "w") as file:
+        time.sleep(is_traced)
+        file.write("{}")
+with open("cache") as file: json.load(file)
+train()
+"""
+)
 
 
 def of_script(server: ServerClient, folder: Path, text: str) -> ModelFacts:
@@ -171,7 +185,9 @@ def of_script(server: ServerClient, folder: Path, text: str) -> ModelFacts:
     return inspected(server, workload, precisions=("fp32",), gradient_checkpointing="off")
 
 
-@pytest.mark.parametrize("text", [WAITS, COLLIDES], ids=["at once", "one after the other where it has to be"])
+@pytest.mark.parametrize(
+    "text", [WAITS, COLLIDES, HALF_WRITTEN], ids=["at once", "one after the other", "after a file was half written"]
+)
 def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
     trial_server: ServerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

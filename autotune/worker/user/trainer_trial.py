@@ -358,7 +358,7 @@ class _Seen:
     failed_probing: bool = False
     """Whether it raised an error of its own with another batch than the user's."""
     failed_for_company: bool = False
-    """Whether it raised an error such as two runs at a time cause: a file or a port that the other one has."""
+    """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
 
 
 class _Inspection:
@@ -461,8 +461,11 @@ class _Inspection:
     def _fail(self, error: BaseException) -> NoReturn:
         is_own = isinstance(error, UserCodeError)
         failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
+        is_in_use = isinstance(error, OSError | torch.distributed.DistError)
+        # One run may have read what the other one had only written a part of.
+        failed_for_company = not is_own and (is_in_use or os.path.exists(self._scratch.made_list))
         problem = InspectionAnswer(problem=problem_of(error, self._source))
-        self._finish(_Seen(problem, failed_probing, isinstance(error, OSError | torch.distributed.DistError)))
+        self._finish(_Seen(problem, failed_probing, failed_for_company))
 
 
 def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
