@@ -69,7 +69,16 @@ def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Ans
     path = plain_path(location)
     if path is None:
         return _open_elsewhere(location, lock_timeout_seconds)
-    return AnswerFile(path, location.strip(), lock_timeout_seconds) if path.is_file() else None
+    label = location.strip()
+    try:
+        is_there = path.is_file()
+    except OSError:
+        # A folder that may not be entered, or too long a name.
+        from autotune.store.engine import storage_errors
+
+        with storage_errors(label):
+            raise
+    return AnswerFile(path, label, lock_timeout_seconds) if is_there else None
 
 
 def _open_elsewhere(location: str, lock_timeout_seconds: float) -> Answers | None:

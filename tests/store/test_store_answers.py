@@ -73,6 +73,11 @@ def test_plain_names_of_files_are_the_paths_that_sqlalchemy_gives(name: str) -> 
     assert plain_path(name) == resolve_location(name).path
 
 
+def test_a_file_that_cannot_be_looked_for_is_said_to_be() -> None:
+    with pytest.raises(StorageError, match="File name too long"):
+        open_answers("a" * 300 + ".db", 1.0)
+
+
 def test_looking_up_makes_no_database(tmp_path: Path) -> None:
     assert open_answers(str(tmp_path / "studies" / "none.db"), 1.0) is None
     assert list(tmp_path.iterdir()) == []
