@@ -288,7 +288,7 @@ def inspect(
     began = time.monotonic()
     tracing = _begin_tracing(source, work, scratch)
     inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
-    if inspected.failed_for_company and tracing is not None:
+    if inspected.may_have_collided and tracing is not None:
         tracing.end()
         tracing = None
         remove_made(scratch.take_made())
@@ -357,7 +357,7 @@ class _Seen:
     answer: InspectionAnswer
     failed_probing: bool = False
     """Whether it raised an error of its own with another batch than the user's."""
-    failed_for_company: bool = False
+    may_have_collided: bool = False
     """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
 
 
@@ -463,9 +463,9 @@ class _Inspection:
         failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
         # One run may have read what the other one had only written a part of.
-        failed_for_company = not is_own and (is_in_use or os.path.exists(self._scratch.made_list))
+        may_have_collided = not is_own and (is_in_use or os.path.exists(self._scratch.made_list))
         problem = InspectionAnswer(problem=problem_of(error, self._source))
-        self._finish(_Seen(problem, failed_probing, failed_for_company))
+        self._finish(_Seen(problem, failed_probing, may_have_collided))
 
 
 def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
