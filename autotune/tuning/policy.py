@@ -12,6 +12,7 @@ from typing import Protocol
 
 from autotune.core.candidate import Candidate
 from autotune.core.options import Objective, SamplerName
+from autotune.core.outcome import Failed
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.memory import memory_class
@@ -138,13 +139,15 @@ class ThroughputPolicy:
 
         ``None`` where that is less than an eighth away.
 
-        Ruled out means known or predicted not to fit, or failed.
+        Ruled out means known or predicted not to fit, or failed. Out of the host's memory rules nothing out.
         """
         if not self._is_free:
             return None
         multiple = self._space.batches.levels()[0]
         ladder = [batch for batch in self._space.batches.at_level(multiple) if batch > peak]
-        limits = [batch for batch in ladder if not view.open(batch)] + [batch for batch in view.failed if batch > peak]
+        of_host = {batch for batch in view.failed if not isinstance(view.tried[batch].outcome, Failed)}
+        limits = [batch for batch in ladder if not view.open(batch) and batch not in of_host]
+        limits += [batch for batch in view.failed - of_host if batch > peak]
         over = view.history.smallest_over(view.arm, accumulates=False)
         limits += [over] if over is not None else []
         if not limits:
