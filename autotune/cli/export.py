@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import OutputPath, write_text
+from autotune.cli.output import FilePath, write_text
 
 
 @click.command()
@@ -19,7 +19,7 @@ from autotune.cli.output import OutputPath, write_text
     default="json",
     show_default=True,
 )
-@click.option("--output", "-o", type=OutputPath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
 @table_options("export")
 def export(study: str, form: str, output: Path | None, storage: str) -> None:
     """Export the best trial as TrainingArguments.

@@ -11,8 +11,8 @@ import click
 from autotune.core.errors import StorageError
 
 
-class OutputPath(click.Path):
-    """A path to write to. Names that no file system accepts are refused, on which click itself would fail."""
+class FilePath(click.Path):
+    """A path of a file or folder. Names that no file system accepts are refused, on which click itself would fail."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "\0" in str(value):

@@ -7,12 +7,12 @@ from pathlib import Path
 import click
 
 from autotune.cli.options import table_options
-from autotune.cli.output import OutputPath, write_text
+from autotune.cli.output import FilePath, write_text
 
 
 @click.command()
 @click.argument("study")
-@click.option("--html", "page", metavar="FILE", type=OutputPath(dir_okay=False, path_type=Path, allow_dash=True),
+@click.option("--html", "page", metavar="FILE", type=FilePath(dir_okay=False, path_type=Path, allow_dash=True),
               help="Write one HTML page with charts; - is stdout.")  # fmt: skip
 @table_options("report")
 def report(study: str, page: Path | None, storage: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.cli.options import table_options
+from autotune.cli.output import FilePath
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
@@ -28,16 +29,16 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
 @table_options("serve")
 @click.option("--agent/--no-agent", "has_agent", default=True, help="Run searches on this machine, too [default: yes].")
 @click.option(
-    "--data", "data_folders", multiple=True, metavar="FOLDER", type=click.Path(path_type=Path),
+    "--data", "data_folders", multiple=True, metavar="FOLDER", type=FilePath(path_type=Path),
     help="Folder whose models and datasets requests may name; may be repeated.",
 )  # fmt: skip
 @click.option(
-    "--allow", metavar="FILE", type=click.Path(path_type=Path),
+    "--allow", metavar="FILE", type=FilePath(path_type=Path),
     help="TOML or JSON file that lists scripts, Trainers and loops which requests may name; this machine runs them.",
 )  # fmt: skip
 @click.option("--name", "names", multiple=True, metavar="HOST", help="Host name that the service answers to.")
-@click.option("--ssl-certfile", "certificate", metavar="FILE", type=click.Path(path_type=Path), help="TLS certificate.")
-@click.option("--ssl-keyfile", "key", metavar="FILE", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--ssl-certfile", "certificate", metavar="FILE", type=FilePath(path_type=Path), help="TLS certificate.")
+@click.option("--ssl-keyfile", "key", metavar="FILE", type=FilePath(path_type=Path), help="Its key.")
 @click.option("--behind-proxy", is_flag=True, help="A proxy in front ends TLS: allow a public --host without it.")
 def serve(
     host: str,
@@ -104,7 +105,7 @@ def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
     help="Database for the searches of this agent; the service has a copy of each trial.",
 )
 @click.option(
-    "--allow", metavar="FILE", type=click.Path(path_type=Path),
+    "--allow", metavar="FILE", type=FilePath(path_type=Path),
     help="TOML or JSON file that lists scripts, Trainers and loops which searches may name.",
 )  # fmt: skip
 @click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")

@@ -193,3 +193,11 @@ def test_requests_come_back_from_their_record_as_they_were(count: int) -> None:
             raise AssertionError(options) from error
 
     at_random(count, there_and_back, **FIELDS)
+
+
+@pytest.mark.parametrize("option", ["--data", "--allow", "--ssl-certfile", "--ssl-keyfile"])
+def test_a_null_character_in_a_path_of_a_service(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", option, "\0"])
+    assert ended.value.code == 2
+    assert "null character" in capsys.readouterr().err
