@@ -60,9 +60,10 @@ from autotune.core.outcome import Completed, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.history import History
 from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.optuna_study import over_line_gib
-from autotune.tuning.prepare import Prepared, forecast_of
+from autotune.tuning.prepare import Prepared
 
 # Of the machine whose GPU was recorded; half of them predict at once.
 _CORES = 16

@@ -56,7 +56,8 @@ from autotune.execution import Event, LocalExecutor, TrialJob, TrialServer
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.store import Stage, StudyRecord, TrialRecord, open_store
-from autotune.tuning.prepare import Prepared, forecast_of, prepare
+from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 
 PARTS = ("search", "grid", "grid-all", "verify", "faults", "parallel")

@@ -63,8 +63,9 @@ def predictions(
     from autotune.execution import TrialServer
     from autotune.space.dataloader import usable_cores
     from autotune.tuning.answers import KeptPredictions, inspection_key
+    from autotune.tuning.forecasting import most_predictions
     from autotune.tuning.options import build_workload
-    from autotune.tuning.prepare import most_predictions, prepare
+    from autotune.tuning.prepare import prepare
 
     workload = build_workload(options[0])
     requests = [

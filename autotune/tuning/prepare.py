@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autotune.core import loop
 from autotune.core.candidate import OWN_OPTIM, Candidate, Document, Precision
 from autotune.core.chip import Chip
-from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError, UnknownModelError, near_misses
+from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
 from autotune.core.options import CheckpointingChoice
-from autotune.core.prediction import ArmsToTrace
 from autotune.core.training_source import kind_of_code
-from autotune.core.units import GIB, MIB, format_bytes, format_count
-from autotune.core.workload import BYTES_PER_ELEMENT
-from autotune.devices import Ceiling, Headroom
-from autotune.devices.host import host_memory
+from autotune.devices import Ceiling
 from autotune.estimate.calibration import Calibration
-from autotune.estimate.memory import questions
-from autotune.estimate.memory_jobs import Forecast, Kept, OwnTraces, Submitter, Target
-from autotune.models.hub_revision import commit_of
 from autotune.space.dataloader import usable_cores
-from autotune.space.features import FLASH_ATTENTION, goes_together, is_predictable
+from autotune.space.features import FLASH_ATTENTION, goes_together
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.dataset import check_own_samples
-from autotune.tuning.environment import (
-    comparable_environment,
-    environment_fingerprint,
-    measured_environment,
-    records_host,
-)
+from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.machine import Machine, ThisMachine
-from autotune.tuning.request import SearchRequest, differences
-from autotune.tuning.strategies import arms_of_one, arms_of_ranks, least_share, may_offload
+from autotune.tuning.request import SearchRequest
+from autotune.tuning.strategies import arms_of_one, arms_of_ranks
+from autotune.tuning.training_state import check_training_state_fits, training_state_bytes
 
 
 @dataclass(frozen=True)
@@ -66,16 +53,6 @@ class Prepared:
     def environment_fingerprint(self) -> str:
         """A hash that is equal for two environments exactly when a measurement in one holds in the other."""
         return environment_fingerprint(self.environment)
-
-
-# Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. The state of others, which
-# is smaller, is not counted, since a request may only be refused for what is certain.
-_FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
-
-
-# Of each trained parameter in the host's memory with zero2-offload: the float32 weight and gradient, and two moments
-# (DeepSpeedZeroOptimizer with cpu_offload, in deepspeed/runtime/zero/stage_1_and_2.py).
-_HOST_BYTES = 16
 
 
 def _measurement_revision(request: SearchRequest) -> int:
@@ -112,7 +89,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         request = _without_what_is_not_read(request, model)
     if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
-        _check_training_state_fits(request, model, facts.context_bytes)
+        check_training_state_fits(request, model, facts.context_bytes)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
     _check_optims(request, facts.optims or request.optims)
     attentions = _attentions(request, model)
@@ -284,151 +261,6 @@ def _own_baseline(model: ModelFacts) -> Candidate | None:
     return model.own.candidate() if model.own is not None else None
 
 
-def changes_since(prepared: Prepared, request: Document, workload: Document, environment: Document) -> list[str]:
-    """Return what keeps this search from continuing a recorded study, as ``name: recorded, now asked``."""
-    asked = {
-        **prepared.request.workload.recorded_document(),
-        **prepared.request.document(),
-        **comparable_environment(prepared.environment, environment),
-    }
-    # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
-    # With quantized weights, loading decides which layers are quantized; that is recorded as long as the host is.
-    tells_apart = workload.get("quantize") is not None and records_host(environment)
-    if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
-        asked["weights"] = workload["weights"]
-    asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
-    workload = {**workload, "source": _as_asked(workload.get("source"))}
-    asked["source"] = _as_asked(asked["source"])
-    recorded = {**workload, **request, **measured_environment(environment)}
-    # Converted to JSON and back, as the recorded ones were, so that equal values compare equal.
-    return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, json.loads(json.dumps(asked)))]
-
-
-def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:
-    """Take the measurement revision out of both documents; return the difference in a sentence."""
-    then, today = recorded.pop("measurement_revision", 1), prepared.environment["measurement_revision"]
-    asked.pop("measurement_revision", None)
-    if then == today:
-        return []
-    return [f"measured by another version of autotune, whose trials differ: measurement revision {then}, now {today}"]
-
-
-def _as_asked(source: Document | None) -> Document | None:
-    """Return a source without what its inspection has shown, which an earlier autotune did not record."""
-    return {name: value for name, value in source.items() if name != "interface"} if source else source
-
-
-def _as_far_as_known(data: Document | None, recorded: Document | None) -> Document | None:
-    """Return the data with the recorded content where its commit on the hub was, or is, not known."""
-    if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
-        return data
-    is_known = commit_of(data["content"]) and commit_of(recorded["content"])
-    return data if is_known else {**data, "content": recorded["content"]}
-
-
-# Fields about the content of files, rather than how they are used.
-_CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
-
-
-def _in_short(recorded: Document, asked: Document) -> list[str]:
-    """Return the differences; those of the user's data and code by name only."""
-    named = []
-    for name, key in (("data", "source"), ("source", "file")):
-        before, now = recorded.get(name), asked.get(name)
-        # A tokenizer is identified by its content, wherever it is.
-        if before == now or (before and now and {**before, "tokenizer": None} == {**now, "tokenizer": None}):
-            continue
-        if before and now and before[key] == now[key]:
-            used = [{k: v for k, v in document.items() if k not in _CONTENT} for document in (before, now)]
-            how = [f"{name}.{difference}" for difference in differences(*used)]
-            named += how or [f"{now[key]} has changed since"]
-        else:
-            named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
-    # The labels in a model's config come from the dataset.
-    own = {"data", "data_at", "source", *(["config"] if named else [])}
-    told = ({key: value for key, value in document.items() if key not in own} for document in (recorded, asked))
-    return named + differences(*told)
-
-
-# A prediction takes a core for a few seconds, and about 1 GiB of host memory.
-_MOST_PARALLEL = 8
-# Of several ranks there are 20 questions for a model with checkpointing, of 2 to 10 s of a core each (Llama-3.2-1B).
-_MOST_PARALLEL_OF_RANKS = 16
-_PREDICTION_BYTES = GIB
-# Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
-# predictions there, in total no longer than this.
-_PATIENCE_SECONDS = 20.0
-# The same for several ranks, whose strategies make more and slower predictions. With 20 s a search of Llama-3.2-1B on
-# two H200 tried candidates before they were predicted: 12 of 17 ran out of memory, and it took 96 s.
-_RANKS_PATIENCE_SECONDS = 60.0
-# Free batches double from 8; no GPU has memory for more doublings than this.
-_MOST_RUNGS = 12
-
-
-def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
-    """Return the arms of the user's own code whose memory is to be traced."""
-    choices = {"on": (True,), "off": (False,)}.get(request.gradient_checkpointing, (False, True))
-    return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
-
-
-def most_predictions(cores: int, free_bytes: int | None = None, ranks: int = 1) -> int:
-    """Return how many predictions may run at once on ``cores`` cores and the host's free memory, read if not given."""
-    free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
-    most = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
-    return max(1, min(most, cores, most if free_bytes is None else free_bytes // _PREDICTION_BYTES))
-
-
-def forecast_of(
-    prepared: Prepared,
-    submitter: Submitter,
-    kept: Kept | None = None,
-    *,
-    cores: int | None = None,
-    free_host_bytes: int | None = None,
-    patience_seconds: float | None = None,
-) -> Forecast | None:
-    """Return a forecast for every candidate of a search on a GPU, without those already stored in ``kept``.
-
-    At most half of the ``cores`` predict at once, by default those of the trials' machine, and no more than fit into
-    the free memory of its host, by default this one's. ``None`` on a CPU, for
-    which nothing is predicted. Of the user's own code the arms are predicted whose steps its inspection has traced.
-    """
-    is_own = prepared.request.workload.source is not None
-    if prepared.chip is None or (is_own and prepared.request.ranks > 1):
-        # What the user's own code allocates was traced on one rank.
-        return None
-    traces = None
-    if prepared.request.workload.source is not None:
-        traces = OwnTraces(submitter, prepared.model.memory)
-        # What the code would be next time is not known without running it.
-        submitter, kept = traces, None
-    batches, objective = prepared.space.batches, prepared.request.objective
-    rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
-    is_free = batches.effective_batch is None
-    pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
-    known = [arm for arm in prepared.space.arms if is_predictable(arm, prepared.request.workload)]
-    if traces is not None:
-        known = [arm for arm in known if traces.has(arm)]
-    ranks = prepared.request.ranks
-    # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
-    arms = sorted(
-        known,
-        key=lambda arm: (
-            objective == "max-batch" and not arm.gradient_checkpointing,
-            ranks > 1 and arm.precision not in ("bf16", "fp16"),
-        ),
-    )
-    asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
-    # A trial on a GPU needs one or two cores to feed it.
-    parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
-    target = Target(prepared.chip, prepared.ceiling, asked)
-    if patience_seconds is None:
-        patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
-    return Forecast(
-        submitter, [target], parallel=parallel, kept=kept, patience_seconds=patience_seconds, asks_ahead=ranks > 1
-    )
-
-
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
     """Raise ``InvalidRequestError`` for an optimizer that the installed transformers does not have."""
     for optim in request.optims:
@@ -451,63 +283,3 @@ def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
                 f"--attn {attention} is not supported by {model.class_name}", f"it has {', '.join(known)}"
             )
     return request.attn_implementations
-
-
-def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
-    """Return the least memory of any step of this workload: weights, gradients, optimizer state."""
-    moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
-    trained, frozen = model.trainable_parameters, model.parameters - model.trainable_parameters
-    element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
-    # Layers that are not quantized take more; this is a lower bound.
-    bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
-    return trained * (2 + moments) * element_bytes + frozen * bits // 8
-
-
-def _offloaded_bytes(request: SearchRequest, model: ModelFacts) -> int:
-    """Return the least memory of a step that keeps its optimizer state on the host: that of the model's weights.
-
-    Raises ``NothingFitsError`` where the host has too little memory for the rest.
-    """
-    host_bytes, free_bytes = _HOST_BYTES * model.trainable_parameters, host_memory().free_bytes
-    if request.is_at_hand and free_bytes is not None and free_bytes < host_bytes:
-        raise NothingFitsError(
-            f"--strategy zero2-offload keeps {format_bytes(host_bytes)} of {request.workload.model} in the host's "
-            f"memory, where {format_bytes(free_bytes)} are free",
-            "use a smaller model, or leave it out",
-        )
-    is_half = {"bf16", "fp16"}.intersection(request.chosen_precisions)
-    return model.parameters * (2 if is_half else BYTES_PER_ELEMENT[request.workload.dtype])
-
-
-def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> int:
-    """Return the smallest memory limit whose line is not below the training state."""
-    if headroom.size_bytes is not None:
-        return state_bytes + headroom.size_bytes + context_bytes
-    return math.ceil(state_bytes / (1 - headroom.fraction)) + context_bytes + 1
-
-
-def _check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
-    device, limit_bytes = request.device, request.memory_limit_bytes
-    whole_bytes = training_state_bytes(request, model)
-    state_bytes = whole_bytes // least_share(request, model, whole_bytes)
-    if may_offload(request, whole_bytes):
-        state_bytes = min(state_bytes, _offloaded_bytes(request, model))
-    least_bytes = _least_bytes(state_bytes, context_bytes, request.headroom)
-    free_bytes, reachable_bytes = request.least_free_bytes, request.reachable_bytes
-    if reachable_bytes >= least_bytes:
-        return
-    where = "a memory limit of" if reachable_bytes == limit_bytes else f"what is free on {device.label},"
-    beside = "CUDA context and headroom" if context_bytes else "headroom"
-    # Rounded up, so that the limit is large enough.
-    unit, name = (GIB, "GiB") if least_bytes >= GIB else (MIB, "MiB")
-    needed = f"{math.ceil(least_bytes / unit * 100) / 100:g}"
-    enough = f"--memory-limit {needed}{name}" if least_bytes <= free_bytes else f"a device with {needed} {name} free"
-    ways = [f"use {enough} or more", "a smaller model"]
-    if request.workload.dtype == "float32":
-        ways.append("--dtype bfloat16")
-    raise NothingFitsError(
-        f"{where} {format_bytes(reachable_bytes)} is too little for {request.workload.model}: the weights, gradients "
-        f"and optimizer state of its {format_count(model.parameters)} parameters alone take "
-        f"{format_bytes(state_bytes)}, with {beside} {needed} {name}, before a single sample",
-        f"{', '.join(ways[:-1])} or {ways[-1]}",
-    )

@@ -226,7 +226,7 @@ def _prepare_and_search(
 
 def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
-    from autotune.tuning.prepare import arms_to_trace
+    from autotune.tuning.forecasting import arms_to_trace
 
     source = request.workload.source
     if source is None:
@@ -257,8 +257,8 @@ def _search(
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
     from autotune.tuning.answers import KeptPredictions
+    from autotune.tuning.forecasting import forecast_of
     from autotune.tuning.loop import Search
-    from autotune.tuning.prepare import forecast_of
 
     interruption = Interruption()
     try:

@@ -27,7 +27,8 @@ from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, lis
 from autotune.estimate.history import History, Tried
 from autotune.models.dataset_files import check_unchanged
 from autotune.store import Store, StudyRecord, TrialRecord
-from autotune.tuning.prepare import Prepared, changes_since
+from autotune.tuning.changes import changes_since
+from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest, request_from_document
 
 

@@ -23,8 +23,9 @@ from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
 from autotune.store import Store
 from autotune.tuning.answers import KeptPredictions
+from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
-from autotune.tuning.prepare import Prepared, forecast_of, prepare
+from autotune.tuning.prepare import Prepared, prepare
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
 # intercept and slope of the peak of allocated MiB, as the recorded landscape has them above its floor.

@@ -37,7 +37,8 @@ from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
 from autotune.store import Store
 from autotune.tuning.answers import KeptPredictions, inspection_key
-from autotune.tuning.prepare import Prepared, forecast_of, prepare
+from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
 VOID = {"meta", "link", "br"}

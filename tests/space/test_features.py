@@ -44,7 +44,7 @@ from autotune.space.features import (
 )
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.policy import ThroughputPolicy
-from autotune.tuning.prepare import training_state_bytes
+from autotune.tuning.training_state import training_state_bytes
 
 PLAIN = Arm("bf16")
 EXPANDING = Arm("bf16", expandable_segments=True)

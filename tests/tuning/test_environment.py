@@ -15,6 +15,7 @@ from autotune.core.placement import Placement
 from autotune.core.workload import Workload
 from autotune.devices import Device, GpuPolicy
 from autotune.tuning import environment as module
+from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import (
     comparable_environment,
     environment_fingerprint,
@@ -22,7 +23,7 @@ from autotune.tuning.environment import (
     measured_environment,
     measured_variables,
 )
-from autotune.tuning.prepare import Prepared, changes_since, prepare
+from autotune.tuning.prepare import Prepared, prepare
 
 FIRST_KEYS = {"host", "libraries", "gpu_policy", "cudnn", "cublas"}
 """Of environments, what the first releases did not record."""

@@ -19,10 +19,10 @@ from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.estimate.history import History
 from autotune.store import Stage, Store, TrialRecord
+from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Company, Plan
 from autotune.tuning.policy import make_policy
-from autotune.tuning.prepare import forecast_of
 
 
 @pytest.fixture

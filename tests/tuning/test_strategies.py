@@ -25,8 +25,9 @@ from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
+from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.policy import ThroughputPolicy
-from autotune.tuning.prepare import Prepared, forecast_of, prepare
+from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
@@ -235,7 +236,7 @@ def test_the_optimizer_is_offered_to_the_cpu_where_its_state_takes_most_of_the_m
     assert [arm.strategy for arm in on_two.space.arms if arm.offloads_optimizer]
     assert not [arm.strategy for arm in of_two().space.arms if arm.offloads_optimizer]
     # The host of a prediction is not this one.
-    monkeypatch.setattr("autotune.tuning.prepare.host_memory", lambda: HostMemory(4 * GIB, GIB))
+    monkeypatch.setattr("autotune.tuning.training_state.host_memory", lambda: HostMemory(4 * GIB, GIB))
     monkeypatch.setattr("autotune.tuning.strategies.host_memory", lambda: HostMemory(4 * GIB, GIB))
     with pytest.raises(NothingFitsError, match=r"keeps 5.0 GiB of .* in the host's memory, where 1.0 GiB are free"):
         strategies(strategies=("zero2-offload",))

@@ -50,7 +50,7 @@ OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 _SPARE_STEPS = 20
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
-# predictions (autotune.tuning.prepare): each size that does not fit costs a trial of some seconds.
+# predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
 _LEAST_WAIT_SECONDS = 20.0
 
 
