@@ -54,7 +54,8 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
     lines = []
     if measured.joules_per_sample is not None:
         watts = measured.joules_per_sample * measured.samples_per_second
-        lines.append(f"{measured.joules_per_sample:.3g} J a sample; the whole GPU drew {watts:.0f} W meanwhile")
+        drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
+        lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
     lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)

@@ -10,7 +10,9 @@ import pytest
 from tiny import AMPLE_BYTES, ONE_OF_EACH_TASK, QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.inspection import AfterStep
 from autotune.core.outcome import Completed
+from autotune.core.placement import Placement
 from autotune.core.workload import Task, Workload
 from autotune.devices import find_device
 from autotune.execution import TrialJob, TrialServer, run_trial
@@ -42,6 +44,15 @@ def test_every_task_trains_adapters_over_frozen_weights(runner: TrialServer) -> 
     assert model is not None
     assert 0 < model.trainable_parameters < model.parameters / 2
     trained(runner)
+
+
+def test_the_inspection_of_several_ranks_shards_adapters_and_trains_them_on_fake_tensors(tmp_path: Path) -> None:
+    cpu = find_device("cpu")
+    with TrialServer(Placement.of(cpu, cpu), lora(tiny_workload("bert-tiny")), tmp_path) as started:
+        model = started.inspect().model
+    assert model is not None
+    assert (model.layer_classes, model.sharding_error) == (("BertLayer",), None)
+    assert model.after_step == AfterStep((), ())
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.space.training_arguments import fsdp_settings
 from autotune.worker.failures import first_line
+from autotune.worker.fake.build import build_fake_model
 from autotune.worker.private.accelerate import shard
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks, start_sharding
-from autotune.worker.trial.build import build_model
 
 # kDefaultFirstBucketBytes in torch/csrc/distributed/c10d/reducer.hpp, and the default of bucket_cap_mb in
 # torch/nn/parallel/distributed.py.
@@ -80,9 +79,7 @@ def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -
     mesh = join_fake_ranks(ranks)
     try:
         with fake_tensor_mode():
-            attention = "eager" if workload.task == "seq2seq-lm" else "sdpa"
-            model = build_model(dataclasses.replace(workload, weights=None), attention, torch.device("cpu"))
-            start_sharding(shard_model(model, arm, mesh))
+            start_sharding(shard_model(build_fake_model(workload), arm, mesh))
     except Exception as error:
         return first_line(error)
     return None

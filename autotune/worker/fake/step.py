@@ -14,6 +14,7 @@ from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
+from autotune.worker.fake.build import materialise
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parameters
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
@@ -30,34 +31,6 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Workspace of cuBLASLt, which linear layers with a bias use: recorded on an H200 (torch 2.11).
 _LT_WORKSPACE_BYTES = 1024**2
-
-
-def _materialise(model: torch.nn.Module, tracer: StorageTracer) -> None:
-    """Replace every ``meta`` parameter and buffer by a fake one.
-
-    A tied parameter is allocated for each of its owners, and the copies are freed when they are tied.
-    """
-    made: dict[int, Any] = {}
-    copies: list[int] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in made:
-                copies.append(tracer.hold("weights", parameter.nbytes))
-            else:
-                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                tracer.see(fake, "weights")
-                made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-                    tracer.see(made[id(buffer)], "weights")
-                module._buffers[name] = made[id(buffer)]
-    for number in copies:
-        tracer.let_go(number)
 
 
 def _enable_checkpointing(model: Any) -> None:
@@ -132,7 +105,7 @@ def tracing(model: torch.nn.Module, chip: Chip, operations: OperationTally, *, p
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
     with _fake(), _no_surprise_collection(), tracer:
-        _materialise(model, tracer)
+        materialise(model, tracer)
         yield tracer
 
 
@@ -166,7 +139,7 @@ def trace_training(
     tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
     tracer.has_padding = padded
     with _fake(), _no_surprise_collection(), tracer:
-        _materialise(training.model, tracer)
+        materialise(training.model, tracer)
         for number, size_bytes in enumerate(buckets):
             if number == 0:
                 tracer.enter("sharing", "communication")
@@ -306,7 +279,7 @@ class FakeTraining:
         tracer.follow_resizes()
         tracer.has_padding = self._workload.padding > 0
         with _fake(), _no_surprise_collection(), tracer:
-            _materialise(model, tracer)
+            materialise(model, tracer)
             tracer.enter("sharing", "weights")
             model = shard_model(model, self._arm, self._mesh)
             optimizer = _optimizer(self._arm.optim, model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
 
@@ -10,9 +9,9 @@ import torch
 
 from autotune.core.inspection import AfterStep
 from autotune.core.workload import Workload
+from autotune.worker.fake.build import build_fake_model
 from autotune.worker.private.torch import fake_tensor_mode
 from autotune.worker.private.transformers import decide_masks_without_values
-from autotune.worker.trial.build import build_model
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 
@@ -24,7 +23,7 @@ def what_ddp_can_skip(workload: Workload) -> AfterStep:
     into one that ends soon.
     """
     try:
-        return _after_a_step(dataclasses.replace(workload, weights=None))
+        return _after_a_step(workload)
     except Exception:
         # Operations that need values. DDP then does both, as it does by default.
         traceback.print_exc(file=sys.stderr)
@@ -34,7 +33,7 @@ def what_ddp_can_skip(workload: Workload) -> AfterStep:
 def _after_a_step(workload: Workload) -> AfterStep:
     decide_masks_without_values(padded=workload.padding > 0)
     with fake_tensor_mode():
-        model = build_model(workload, "eager" if workload.task == "seq2seq-lm" else "sdpa", torch.device("cpu"))
+        model = build_fake_model(workload)
         sample = synthetic_dataset(workload, model, 1, 0)[0]
         batch = {name: torch.zeros((2, *value.shape), dtype=value.dtype) for name, value in sample.items()}
         before = [(name, buffer, int(buffer._version)) for name, buffer in model.named_buffers()]
