@@ -47,7 +47,7 @@ _MODULES = (
     "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
     "autotune.results.json_document", "autotune.store.migrate", "autotune.tuning.answers", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.stored_predictions",
-    "autotune.worker.dataset.reading", "autotune.worker.user.trainer_trial", "autotune.worker.dataset.prepared",
+    "autotune.worker.dataset.reading", "autotune.worker.user.run", "autotune.worker.dataset.prepared",
     "autotune.worker.private.datasets", "alembic.migration", "msgspec", "optuna.storages._rdb.models", "rich.console",
     "sqlalchemy.dialects.sqlite",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",

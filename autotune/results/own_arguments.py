@@ -8,6 +8,7 @@ from typing import Any, TypedDict, cast
 from autotune.core.candidate import Candidate, Document
 from autotune.core.loop import FIELDS, loop_arguments
 from autotune.core.training_source import kind_of_code
+from autotune.space import precision_names
 
 # By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
 # its data. A LoopConfig has nothing of the last.
@@ -30,10 +31,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "prefetch": "prefetch_factor",
     },
 }
-_PRECISIONS: dict[str, dict[str, str]] = {
-    "accelerate": {"fp32": "no", "tf32": "no"},
-    "lightning": {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"},
-}
+_PRECISIONS = {"accelerate": precision_names.ACCELERATE, "lightning": precision_names.LIGHTNING}
 
 
 class OwnArguments(TypedDict, total=False):
@@ -58,7 +56,8 @@ def own_arguments(interface: Document, candidate: Candidate) -> OwnArguments:
     kind = kind_of_code(interface)
     names = _NAMES[kind]
     values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
-    values["precision"] = _PRECISIONS.get(kind, {}).get(values["precision"], values["precision"])
+    if kind in _PRECISIONS:
+        values["precision"] = _PRECISIONS[kind][candidate.arm.precision]
     taken = {names[what]: value for what, value in values.items() if what in interface.get("searched", FIELDS)}
     taken |= {names[what]: value for what, value in _loading(candidate).items() if what in names}
     return cast(OwnArguments, taken)

@@ -31,16 +31,16 @@ from autotune.core.training_source import TrainingSource
 from autotune.space.features import runs_plain_kernels
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
-from autotune.worker.fake.scaling import telling_batch
-from autotune.worker.fake.step import install_cuda_semantics, numbers_of, tracing
+from autotune.worker.fake.step import install_cuda_semantics, tracing
 from autotune.worker.fake.tracer import DEATH, StorageTracer
-from autotune.worker.user.batch_shapes import BatchShapes, NotTraceableError, of_loader
+from autotune.worker.user.batch_shapes import NotTraceableError, of_loader
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_steps import (
     Memory,
     OwnStep,
     Traced,
     arms_of,
+    batch_to_trace,
     leave_large_weights_unset,
     trace_in_forks,
     update_as_on_gpu,
@@ -141,7 +141,7 @@ class _TracedLoop:
         self._model = _trained_modules()
         self._optimizers = {id(each): each for each in _alive(torch.optim.Optimizer)}
         step = OwnStep(self._model, shapes)
-        size = _telling_batch(self._model, shapes)
+        size = batch_to_trace(self._model, shapes)
         library = install_cuda_semantics(self._chip, padded=shapes.is_padded)
         self._config.set_batch(size)
         self._operations = operations = OperationTally(size)
@@ -259,16 +259,6 @@ def _trained_modules() -> torch.nn.Module:
     if not outermost:
         raise NotTraceableError("it has made no torch.nn.Module when it asks for its first batch")
     return outermost[0] if len(outermost) == 1 else torch.nn.ModuleList(outermost)
-
-
-def _telling_batch(model: torch.nn.Module, shapes: BatchShapes) -> int:
-    tensors = (*model.parameters(), *model.buffers())
-    numbers = [dimension for tensor in tensors for dimension in tensor.shape]
-    for part in model.modules():
-        config: Any = getattr(part, "config", None)
-        if hasattr(config, "to_dict"):
-            numbers += numbers_of(config.to_dict())
-    return telling_batch([*numbers, *shapes.dimensions()])
 
 
 def _autocast_on_cpu() -> None:

@@ -346,17 +346,23 @@ def _trace(step: OwnStep, arm: Arm, chip: Chip, send: Callable[[Traced], NoRetur
         compute_on_cpu()
         library = install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
-        shapes = (tensor.shape for tensor in (*step.model.parameters(), *step.model.buffers()))
-        numbers = [dimension for shape in shapes for dimension in shape]
-        config: Any = getattr(step.model, "config", None)
-        facts = config.to_dict() if hasattr(config, "to_dict") else {}
-        batch = telling_batch([*numbers, *step.shapes.dimensions(), *numbers_of(facts)])
+        batch = batch_to_trace(step.model, step.shapes)
         trace, operations = trace_training(step, batch, chip, padded=step.shapes.is_padded)
         answer = Traced(packed(trace, batch, step.most_inputs, operations))
         del library
     except BaseException as error:
         answer = Traced(why=why_not(error))
     send(answer)
+
+
+def batch_to_trace(model: torch.nn.Module, shapes: BatchShapes) -> int:
+    """Return a batch that divides no size of a model, of its configs or of its data; see ``telling_batch``."""
+    numbers = [dimension for tensor in (*model.parameters(), *model.buffers()) for dimension in tensor.shape]
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "to_dict"):
+            numbers += numbers_of(config.to_dict())
+    return telling_batch([*numbers, *shapes.dimensions()])
 
 
 def why_not(error: BaseException) -> str:

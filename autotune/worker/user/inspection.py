@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from autotune.core.inspection import ModelFacts
+from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
+from autotune.worker.user.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.user.code import UserCodeError, foreseen, trim
+from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
 
 
 class SeenTraining:
-    """The model, optimizer and loader that a loop was seen to train with, up to the end of its first step."""
+    """The model and loader that a loop was seen to train with, up to the end of its first step."""
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.trained_parameters = 0
         self.loader: Any = None
 
     def watch(self) -> None:
@@ -34,23 +37,61 @@ class SeenTraining:
 
         module.register_module_forward_pre_hook(take)
 
-    def facts(self) -> ModelFacts:
-        """Return what a search needs to know of them."""
-        model, loader = self.model, self.loader
-        parameters = list(model.parameters()) if model is not None else []
-        config = getattr(model, "config", None)
-        return ModelFacts(
-            type(model).__name__ if model is not None else "no torch.nn.Module",
-            sum(p.numel() for p in parameters),
-            sum(p.numel() for p in parameters if p.requires_grad),
-            # Said only where the model names one.
-            (attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa",),
-            dataloader_num_workers=getattr(loader, "num_workers", 0),
-            num_labels=getattr(config, "num_labels", None),
-            dtype=weight_dtype(model) if parameters else "float32",
-            samples=length(getattr(loader, "dataset", None)),
-            config=config_document(config),
-        )
+
+def facts_of(model: Any, loader: Any) -> ModelFacts:
+    """Return what a search needs to know of a model and its training data; either may be ``None``."""
+    parameters = list(model.parameters()) if model is not None else []
+    config = getattr(model, "config", None)
+    return ModelFacts(
+        type(model).__name__ if model is not None else "no torch.nn.Module",
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+        # Said only where the model names one.
+        (attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa",),
+        dataloader_num_workers=getattr(loader, "num_workers", 0),
+        num_labels=getattr(config, "num_labels", None),
+        dtype=weight_dtype(model) if parameters else "float32",
+        samples=length(getattr(loader, "dataset", None)),
+        config=config_document(config),
+    )
+
+
+def facts_of_script(
+    kind: str,
+    model: Any,
+    loader: Any,
+    *,
+    accumulation: int,
+    precision: Precision,
+    takes_accumulation: bool,
+    takes_precision: bool,
+    interface: dict[str, Any],
+) -> ModelFacts:
+    """Return the facts of what a script trains, its own settings, and which of them a trial can replace.
+
+    ``accumulation`` and ``precision`` are the script's own. ``interface`` is what else is known of how it takes them.
+    """
+    facts, batch = facts_of(model, loader), batch_of(loader)
+    can_checkpoint = model is not None and bool(checkpointing_parts(model))
+    own_checkpointing = model is not None and is_checkpointing(model)
+    can_replace = {
+        "batch": key_of(loader) is not None and batch is not None,
+        "accumulation": takes_accumulation,
+        "precision": takes_precision,
+        "checkpointing": can_checkpoint and not own_checkpointing,
+    }
+    return dataclasses.replace(
+        facts,
+        gradient_checkpointing=can_checkpoint,
+        always_checkpoints=own_checkpointing,
+        interface={
+            "kind": kind,
+            "searched": [what for what, can in can_replace.items() if can],
+            **loading_of(loader),
+            **interface,
+        },
+        own=OwnSettings(OWN_OPTIM, batch, accumulation, precision, own_checkpointing, facts.attn_implementations[0]),
+    )
 
 
 class SeenGradients:

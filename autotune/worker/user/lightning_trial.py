@@ -6,26 +6,18 @@ training ``DataLoader``. A callback, the last one, tells where batches and steps
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from autotune.core.candidate import OWN_OPTIM, Precision
-from autotune.core.inspection import ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork
-from autotune.core.training_source import TrainingSource
+from autotune.space import precision_names
 from autotune.worker.trial.measure import micro_steps_to_run
-from autotune.worker.user.accelerate_trial import watch_options
-from autotune.worker.user.checkpointing import checkpointing_parts, enable_checkpointing, is_checkpointing
+from autotune.worker.user.checkpointing import enable_checkpointing
 from autotune.worker.user.code import UserCodeError, run_script
-from autotune.worker.user.fake_steps import LightningStep, add_memory
-from autotune.worker.user.inspection import SeenTraining
-from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.loop_trial import StepsTrial
 from autotune.worker.user.on_import import on_import
@@ -33,15 +25,6 @@ from autotune.worker.user.on_import import on_import
 _TRAINERS = {
     "lightning.pytorch.trainer.trainer": "lightning.pytorch",
     "pytorch_lightning.trainer.trainer": "pytorch_lightning",
-}
-_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-_NAMES: dict[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
-# Those with a dot are LightningCLI's.
-_OPTIONS = {
-    "batch": ("--batch_size", "--batch-size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
-    "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
-    "precision": ("--precision", "--trainer.precision"),
-    "workers": ("--num_workers", "--num-workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
 }
 # Callbacks of Lightning's that write, stop the training, wait for a validation that is not run, or decide the batch.
 _LEFT_OUT = (
@@ -67,7 +50,7 @@ class LightningTrial(StepsTrial):
         self._overlay_loader(candidate.per_device_train_batch_size if "batch" in searched else None)
         changes: dict[str, Any] = {}
         if "precision" in searched:
-            changes["precision"] = _PRECISIONS[candidate.arm.precision]
+            changes["precision"] = precision_names.LIGHTNING[candidate.arm.precision]
         if "accumulation" in searched:
             changes["accumulate_grad_batches"] = run
         checkpoints = "checkpointing" in searched and candidate.arm.gradient_checkpointing
@@ -202,63 +185,3 @@ def kept(package: str, callbacks: list[Any]) -> list[Any]:
     saves_config = getattr(sys.modules.get(f"{package}.cli"), "SaveConfigCallback", None)
     left_out += () if saves_config is None else (saves_config,)
     return [callback for callback in callbacks if not isinstance(callback, left_out)]
-
-
-class LightningInspection:
-    """What a script is seen to train with, when its ``Trainer`` begins to."""
-
-    def __init__(
-        self,
-        work: InspectionWork,
-        source: TrainingSource,
-        output_dir: str,
-        finish: Callable[[ModelFacts], NoReturn],
-        *,
-        on_cpu: bool,
-    ) -> None:
-        self._work = work
-        self._source = source
-        self._finish = finish
-        self._overlay = LightningOverlay(output_dir, {}, self._on_start, on_cpu=on_cpu)
-        self._options = watch_options()
-
-    def install(self) -> None:
-        """Watch what the script makes."""
-        self._overlay.install()
-
-    def _on_start(self, trainer: Any, module: Any) -> None:
-        seen = SeenTraining()
-        seen.model, seen.loader = module, trainer.train_dataloader
-        batch, key = batch_of(seen.loader), key_of(seen.loader)
-        own_checkpointing = is_checkpointing(module)
-        can_checkpoint = bool(checkpointing_parts(module))
-        precision = _NAMES.get(str(trainer.precision))
-        is_automatic = module.automatic_optimization
-        searched = [
-            *(["batch"] if key is not None and batch is not None else []),
-            *(["accumulation"] if is_automatic else []),
-            *(["precision"] if precision is not None else []),
-            *(["checkpointing"] if can_checkpoint and not own_checkpointing else []),
-        ]
-        facts = seen.facts()
-        facts = dataclasses.replace(
-            facts,
-            gradient_checkpointing=can_checkpoint,
-            always_checkpoints=own_checkpointing,
-            interface={
-                "kind": "lightning",
-                "searched": searched,
-                **loading_of(seen.loader),
-                "flags": self._options.flags(_OPTIONS),
-            },
-            own=OwnSettings(
-                OWN_OPTIM,
-                batch,
-                trainer.accumulate_grad_batches if is_automatic else 1,
-                # Weights of 16 bits are computed in without an autocast.
-                precision or "fp32",
-                own_checkpointing,
-                facts.attn_implementations[0],
-            ),
-        )
-        self._finish(add_memory(self._work, facts, lambda: LightningStep(trainer, module)))

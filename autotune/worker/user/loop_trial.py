@@ -26,7 +26,7 @@ from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard, watch_steps
-from autotune.worker.user.inspection import SeenGradients, SeenTraining, UntilFirstStep, problem_of
+from autotune.worker.user.inspection import SeenGradients, SeenTraining, UntilFirstStep, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
@@ -35,9 +35,6 @@ from autotune.worker.user.written_files import WrittenFiles
 
 class StepsTrial(OwnTrial):
     """A trial whose steps are told apart by ``LoopSteps``."""
-
-    _has_begun = False
-    """Whether the first batch was asked for."""
 
     def _run_all_micro_steps(self) -> None:
         """Measure steps that are whole: none of their micro-steps is left out."""
@@ -121,7 +118,7 @@ class LoopTrial(StepsTrial):
             arguments["gradient_accumulation_steps"] = run
         watched = self._watch(run if reads_accumulation else 1)
         self._overlay_loader(None)
-        loop_interface.listen(_Announced(watched, self.begins, self._check_batch))
+        loop_interface.listen(Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
         raise UserCodeError(
             f"{self._source.name} ended before enough steps were measured",
@@ -143,7 +140,7 @@ class LoopTrial(StepsTrial):
             )
 
 
-class _Announced:
+class Announced:
     """Tells when the first batch is asked for, then hands everything on."""
 
     def __init__(
@@ -207,7 +204,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         gradients.check(source)
         searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
         model = dataclasses.replace(
-            seen.facts(),
+            facts_of(seen.model, seen.loader),
             gradient_checkpointing="checkpointing" in searched,
             interface={
                 "kind": "loop",
@@ -226,7 +223,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
     listener: StepListener = UntilFirstStep(on_step)
     steps = LoopSteps(source.name, None, listener)
 
-    class Looking(_Announced):
+    class Looking(Announced):
         def batches(self, loader: Any) -> Any:
             seen.loader = seen.loader or loader
             return super().batches(loader)

@@ -10,10 +10,11 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.jobs import InspectionWork, TrialWork
 from autotune.core.outcome import Outcome, outcome_document
 from autotune.core.scratch import Scratch
+from autotune.core.training_source import kind_of_code
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_trial
+from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_inspection, trainer_trial
 from autotune.worker.user.own_trial import OwnTrial
 
 _TRIALS: dict[str, type[OwnTrial]] = {
@@ -50,10 +51,10 @@ def run_own(
         leave(0)
 
     if isinstance(work, TrialWork):
-        kind = _TRIALS["loop" if source.kind == "loop" else source.interface.get("kind", "trainer")]
+        kind = _TRIALS["loop" if source.kind == "loop" else kind_of_code(source.interface)]
         trial = kind(workload, work, scratch, lambda progress: send("progress", progress), finish_trial, ranks)
         trial.run_and_end()
     elif source.kind == "loop":
         loop_trial.inspect(source, work, scratch, finish)
     else:
-        trainer_trial.inspect(source, work, scratch, finish)
+        trainer_inspection.inspect(source, work, scratch, finish)

@@ -1,0 +1,288 @@
+"""Find out what the user's ``Trainer`` trains with, before the first trial."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core.candidate import Precision
+from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
+from autotune.core.jobs import InspectionWork
+from autotune.core.placement import RankDevices
+from autotune.core.scratch import Scratch, remove_made
+from autotune.core.training_source import TrainingSource
+from autotune.space.training_arguments import checkpointing_field
+from autotune.worker.facts import inspect_environment, layer_classes
+from autotune.worker.private.accelerate import has_fsdp2
+from autotune.worker.private.transformers import attention_of
+from autotune.worker.process import Beside, in_fork
+from autotune.worker.user.accelerate_inspection import AccelerateInspection
+from autotune.worker.user.code import UserCodeError, enter
+from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
+from autotune.worker.user.guard import Guard
+from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
+from autotune.worker.user.lightning_inspection import LightningInspection
+from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.user.trainer_code import build_trainer, checkpoints, ignored_message, intercept, run_source
+from autotune.worker.user.written_files import WrittenFiles
+
+# The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
+# predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
+_LEAST_WAIT_SECONDS = 20.0
+
+
+def inspect(
+    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
+) -> NoReturn:
+    """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
+
+    A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
+    process of its own: two models at once may be more than the device holds. Memory is traced in another process,
+    without a GPU, at the same time.
+    """
+    plain = dataclasses.replace(work, arms=None)
+    began = time.monotonic()
+    tracing = _begin_tracing(source, work, scratch)
+    inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+    if inspected.may_have_collided and tracing is not None:
+        tracing.end()
+        tracing = None
+        remove_made(scratch.take_made())
+        inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
+        if inspected.answer.problem is None:
+            tracing = _begin_tracing(source, work, scratch)
+    if inspected.failed_probing:
+        # Perhaps for want of the batch that was tried: the user's own may do.
+        unprobed = functools.partial(_Inspection, is_probing=False)
+        again = in_fork(_Seen, lambda send: unprobed(source, plain, scratch, send).describe())
+        inspected = inspected if again.answer.problem is not None else again
+    found = inspected.answer.inspection
+    if tracing is not None and found is not None and found.model is not None:
+        seconds = time.monotonic() - began
+        memory = _memory_of(tracing, found.model, work, seconds)
+        found = dataclasses.replace(found, model=with_memory(found.model, memory))
+        inspected = dataclasses.replace(inspected, answer=InspectionAnswer(found))
+    if source.kind == "script" or found is None:
+        finish(inspected.answer)
+    _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+
+
+def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratch) -> Beside[_Seen] | None:
+    """Begin to run the user's code up to its training without a GPU, and to trace its steps there; return the process.
+
+    A process that has used a GPU cannot be forked for a backward pass, so that the one which sees how the code trains
+    on the GPU cannot trace. ``None`` where nothing is to be traced.
+    """
+    if work.arms is None or work.arms.chip is None:
+        return None
+    output_dir = os.path.join(scratch.path, "traced")
+    os.makedirs(output_dir, exist_ok=True)
+
+    def trace(send: Callable[[_Seen], NoReturn]) -> NoReturn:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Two runs at a time may be more than the host holds. Then this one is the one to go.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+        leave_large_weights_unset()
+        on_cpu = dataclasses.replace(work, devices=RankDevices("cpu", work.devices.uuids))
+        _Inspection(source, on_cpu, scratch, send, is_probing=False, output_dir=output_dir).describe()
+
+    return Beside(_Seen, trace)
+
+
+def _memory_of(tracing: Beside[_Seen], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
+    """Wait for the traced steps of a model, which was inspected in so many ``seconds``."""
+    assert work.arms is not None
+    if (unknown := model.interface.get("untraceable")) is not None:
+        tracing.end()
+        return Memory(unknown=unknown)
+    seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
+    if seen is None:
+        return Memory(unknown="its process ended, or took too long")
+    if seen.answer.inspection is None or seen.answer.inspection.model is None:
+        problem = seen.answer.problem
+        return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
+    traced = seen.answer.inspection.model
+    return Memory(traced.memory, traced.interface.get("memory_unknown"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The result of one run of the user's code."""
+
+    answer: InspectionAnswer
+    failed_probing: bool = False
+    """Whether it raised an error of its own with another batch than the user's."""
+    may_have_collided: bool = False
+    """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
+
+
+class _Inspection:
+    """One run of the user's code up to its training; the process ends with ``finish``."""
+
+    def __init__(
+        self,
+        source: TrainingSource,
+        work: InspectionWork,
+        scratch: Scratch,
+        finish: Callable[[_Seen], NoReturn],
+        *,
+        is_probing: bool = True,
+        output_dir: str | None = None,
+    ) -> None:
+        self._source = source
+        self._work = work
+        self._scratch = scratch
+        self._output_dir = output_dir or scratch.output_dir
+        self._is_on_cpu = work.devices.kind == "cpu"
+        self._finish = finish
+        self._environment = inspect_environment()
+        self._written: WrittenFiles | None = None
+        self._overlay = Overlay(
+            self._output_dir,
+            on_cpu=self._is_on_cpu,
+            is_inspecting=True,
+            is_probing=is_probing and source.kind == "script",
+        )
+
+    def describe(self) -> NoReturn:
+        """Find out what the user's code trains; a script's overrides are tried too."""
+
+        def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
+            try:
+                model = _model_facts(trainer, {"kind": "trainer", **self._overlay.made_from})
+                self._check(trainer, self._overlay.tuned)
+                model = add_memory(self._work, model, lambda: TrainerStep(trainer))
+            except BaseException as error:
+                self._fail(error)
+            self._finish_with_model(model)
+
+        try:
+            self._enter()
+            intercept(on_train)
+            run_source(self._source, {}, self._output_dir)
+        except BaseException as error:
+            self._fail(error)
+
+    def try_overrides(self, found: Inspection) -> NoReturn:
+        """Build a ``Trainer`` with another batch than the user's own, and see whether it has that."""
+        own = found.model.own if found.model is not None else None
+        assert own is not None
+        assert own.per_device_train_batch_size is not None
+        wanted = probe(own.per_device_train_batch_size, own.gradient_accumulation_steps)
+        try:
+            self._enter()
+            self._check(build_trainer(self._source, wanted), wanted)
+        except BaseException as error:
+            self._fail(error)
+        self._finish(_Seen(InspectionAnswer(found)))
+
+    def _enter(self) -> None:
+        enter(self._source)
+        self._written = WrittenFiles(
+            self._source.cwd,
+            self._scratch.made_list,
+            lambda what, hint: self._fail(UserCodeError(f"{self._source.name} {what}", hint)),
+        )
+        self._written.watch()
+        others = AccelerateInspection(self._work, self._source, self._finish_with_model)
+        guard = Guard(
+            self._source,
+            lambda message, hint: self._fail(UserCodeError(message, hint)),
+            is_known=others.is_at_work,
+        )
+        guard.install(self._scratch.stop_file)
+        if self._source.kind == "script":
+            others.install()
+            LightningInspection(
+                self._work,
+                self._source,
+                self._output_dir,
+                self._finish_with_model,
+                on_cpu=self._is_on_cpu,
+            ).install()
+        self._overlay.install()
+
+    def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
+        """Raise ``UserCodeError`` where the ``Trainer`` does not have what was wanted of it."""
+        if ignored := self._overlay.ignored(trainer.args, wanted):
+            raise UserCodeError(ignored_message(self._source, ignored))
+
+    def _finish_with_model(self, model: ModelFacts) -> NoReturn:
+        """End the inspection with the facts of the model that the code trains."""
+        written = () if self._written is None else tuple(self._written.first)
+        found = dataclasses.replace(self._environment, model=model, written=written)
+        self._finish(_Seen(InspectionAnswer(found)))
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        is_own = isinstance(error, UserCodeError)
+        failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
+        is_in_use = isinstance(error, OSError | torch.distributed.DistError)
+        # One run may have read what the other one had only written a part of.
+        may_have_collided = not is_own and (is_in_use or os.path.exists(self._scratch.made_list))
+        problem = InspectionAnswer(problem=problem_of(error, self._source))
+        self._finish(_Seen(problem, failed_probing, may_have_collided))
+
+
+def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
+    """Return the model's facts, and the settings that the user's code would train with."""
+    model, args = trainer.model, trainer.args
+    config = getattr(model, "config", None)
+    batch, accumulation = own_batch(args)
+    checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
+    return ModelFacts(
+        type(model).__name__,
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
+        (attention_of(config),),
+        gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        num_labels=getattr(config, "num_labels", None),
+        layer_classes=tuple(layer_classes(model)) if has_fsdp2() else (),
+        own=OwnSettings(
+            plain(args.optim),
+            batch,
+            accumulation,
+            _precision(args),
+            checkpointing or checkpoints(model),
+            attention_of(config),
+        ),
+        interface=interface,
+        config=config_document(config),
+        dtype=weight_dtype(model),
+        samples=length(getattr(trainer, "train_dataset", None)),
+        always_checkpoints=checkpoints(model) and not checkpointing,
+        dataloader_num_workers=args.dataloader_num_workers,
+        in_batch_loss=_in_batch_loss(trainer),
+    )
+
+
+# Losses of sentence-transformers for which the other samples of a batch are the negatives.
+_IN_BATCH_LOSSES = (
+    "MultipleNegatives",
+    "MegaBatch",
+    "GIST",
+    "ContrastiveTension",
+    "BatchHard",
+    "BatchAll",
+    "BatchSemi",
+)
+
+
+def _in_batch_loss(trainer: Any) -> str | None:
+    """Return the name of a loss that compares the samples of a batch, which another batch makes another training."""
+    loss = type(getattr(trainer, "loss", None)).__name__
+    return loss if any(part in loss for part in _IN_BATCH_LOSSES) else None
+
+
+def _precision(args: Any) -> Precision:
+    named: dict[Precision, Any] = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
+    return next((name for name, is_on in named.items() if is_on), "fp32")
