@@ -84,7 +84,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         )
     if request.workload.source is not None:
         request = adopt_own_settings(request, model)
-        _check_several_ranks(request)
+        request.check_own_code()
         check_own_samples(request, model.samples)
         request = _without_what_is_not_read(request, model)
     if request.workload.source is None:
@@ -129,16 +129,6 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         facts.chip,
         facts.calibration,
     )
-
-
-def _check_several_ranks(request: SearchRequest) -> None:
-    """Raise ``InvalidRequestError`` where the user's own code cannot be measured on the ranks that were asked for."""
-    source = request.workload.source
-    if request.ranks > 1 and source is not None and kind_of_code(source.interface) != "trainer":
-        raise InvalidRequestError(
-            f"--gpus: {source.name} trains in a loop of its own, which is measured on one GPU only",
-            "leave --gpus out; on several GPUs a transformers.Trainer is measured",
-        )
 
 
 def adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:

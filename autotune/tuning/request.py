@@ -23,6 +23,7 @@ from autotune.core.options import (
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
+from autotune.core.training_source import kind_of_code
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
@@ -180,12 +181,8 @@ class SearchRequest:
         """Raise an error for everything that is known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
         self._check_levers()
+        self.check_own_code()
         self._check_strategies()
-        if self.others and self.workload.source is not None and self.workload.source.kind == "loop":
-            raise InvalidRequestError(
-                f"--gpus: {self.workload.source.name} can be searched on one GPU only",
-                "leave --gpus out, or name the model with --model",
-            )
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -230,6 +227,29 @@ class SearchRequest:
             if is_cpu:
                 raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
             require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+    def check_own_code(self) -> None:
+        """Raise ``InvalidRequestError`` where the user's own code cannot be trained on these GPUs with this strategy.
+
+        Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
+        """
+        source = self.workload.source
+        given = [*(["--gpus"] if self.others else []), *(["--strategy"] if self.strategies is not None else [])]
+        if source is None or not given:
+            return
+        if source.kind == "loop" or kind_of_code(source.interface) != "trainer":
+            wrong = f"--strategy {','.join(self.strategies)}" if self.strategies is not None else "--gpus"
+            raise InvalidRequestError(
+                f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
+                f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
+            )
+        zero = [strategy for strategy in self.strategies or () if Arm(strategy=strategy).zero_stage is not None]
+        if zero:
+            use = "use --strategy ddp,fsdp" if self.ranks > 1 else "leave --strategy out"
+            raise InvalidRequestError(
+                f"--strategy {zero[0]}: code of your own is searched with DDP and FSDP only",
+                f"{use}, or name the model with --model",
+            )
 
     def _check_strategies(self) -> None:
         """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
@@ -276,11 +296,6 @@ class SearchRequest:
             return
         if self.is_at_hand:
             require(DEEPSPEED, f"--strategy {asked[0]}")
-        if self.workload.source is not None:
-            raise InvalidRequestError(
-                f"--strategy {asked[0]}: code of your own is searched with DDP and FSDP only",
-                "use --strategy ddp,fsdp, or name the model with --model",
-            )
         if "zero2-offload" in asked and self.device.kind == "cpu":
             raise DeviceError(
                 "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",

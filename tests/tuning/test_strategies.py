@@ -9,7 +9,7 @@ import pytest
 from histories import completed, ran_out
 from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate, Document, Strategy
 from autotune.core.chip import Chip
 from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
 from autotune.core.inspection import AfterStep, OwnSettings
@@ -136,9 +136,45 @@ def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
     }  # fmt: skip
     with pytest.raises(InvalidRequestError, match="the optimizer adafactor cannot update sharded weights"):
         of_two(own_trainer("adafactor"), workload=OWN, optims=(), strategies=("fsdp",))
-    loop = {"kind": "accelerate", "searched": ["batch", "accumulation", "precision"]}
-    with pytest.raises(InvalidRequestError, match=r"train\.py trains in a loop of its own"):
-        of_two({**own_trainer(), "interface": loop}, workload=OWN, strategies=("fsdp",))
+
+
+LOOP = Workload.of_source(TrainingSource("loop", "/train.py", "0", "/", function="train"))
+
+
+@pytest.mark.parametrize(
+    ("workload", "strategies", "start", "leave_out"),
+    [
+        (OWN, ("fsdp",), "--strategy fsdp: train.py", "leave --gpus and --strategy out"),
+        (OWN, None, "--gpus: train.py", "leave --gpus out"),
+        (LOOP, ("fsdp",), "--strategy fsdp: train.py", "leave --gpus and --strategy out"),
+        (LOOP, ("zero2",), "--strategy zero2: train.py", "leave --gpus and --strategy out"),
+        (LOOP, None, "--gpus: train.py", "leave --gpus out"),
+    ],
+)
+def test_a_loop_of_its_own_is_told_what_several_gpus_need(
+    workload: Workload, strategies: tuple[Strategy, ...] | None, start: str, leave_out: str
+) -> None:
+    """The inspection of a script shows that it has one."""
+    model = {**own_trainer(), "interface": {"kind": "accelerate"}}
+    with pytest.raises(InvalidRequestError) as caught:
+        of_two(model, workload=workload, strategies=strategies)
+    assert caught.value.message.startswith(start)
+    assert caught.value.message.endswith("trains in a loop of its own, which is measured on one GPU only")
+    assert caught.value.hint == f"{leave_out}; DDP and FSDP of your own code need transformers.Trainer"
+
+
+def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
+    with pytest.raises(InvalidRequestError, match="trains in a loop of its own") as caught:
+        SearchRequest(LOOP, H200, effective_batch=64, strategies=("fsdp",)).check()
+    assert caught.value.hint.startswith("leave --strategy out")
+
+
+@pytest.mark.parametrize(("ranks", "hint"), [(2, "use --strategy ddp,fsdp, or"), (1, "leave --strategy out, or")])
+def test_own_code_under_zero_is_told_what_works(ranks: int, hint: str) -> None:
+    others = (SECOND,) * (ranks - 1)
+    with pytest.raises(InvalidRequestError, match="code of your own is searched with DDP and FSDP only") as caught:
+        SearchRequest(OWN, H200, others=others, world_size=ranks, strategies=("zero2-offload",)).check()
+    assert caught.value.hint.startswith(hint)
 
 
 @pytest.mark.parametrize(("limit", "strategies"), [(24 * GIB, {"ddp"}), (3 * GIB, {"ddp", "fsdp", "fsdp-keep"})])
