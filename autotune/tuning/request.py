@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.candidate import Arm, Document, Precision, Strategy
+from autotune.core.candidate import OWN_OPTIM, Arm, Document, Precision, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import (
     HEADROOM,
@@ -283,12 +283,7 @@ class SearchRequest:
                 "keeps all of them",
                 "use --strategy ddp" if self.ranks > 1 else "leave it out",
             )
-        for optim in self.optims:
-            if not shards_with(optim):
-                raise InvalidRequestError(
-                    f"--strategy {sharded[0]}: --optim {optim} cannot update sharded weights",
-                    f"use --strategy ddp, or --optim {DEFAULT_OPTIM}",
-                )
+        check_optims_shard(sharded[0], self.optims)
 
     def _check_zero(self, asked: Sequence[Strategy]) -> None:
         """Raise an error for a strategy of DeepSpeed that cannot be here."""
@@ -325,6 +320,25 @@ class SearchRequest:
     def named(self, study: str) -> SearchRequest:
         """Return the same request with a study name."""
         return replace(self, study=study)
+
+
+def check_optims_shard(strategy: Strategy, optims: Sequence[str], *, chosen_by: str | None = None) -> None:
+    """Raise ``InvalidRequestError`` where an optimizer cannot update the weights that a strategy shards.
+
+    ``chosen_by`` names the user's code that chose the optimizers; ``None`` where ``--optim`` named them.
+    """
+    unfit = next((optim for optim in optims if not shards_with(optim)), None)
+    if unfit is None:
+        return
+    if chosen_by is None:
+        what, instead = f"--optim {unfit}", f"--optim {DEFAULT_OPTIM}"
+    elif unfit == OWN_OPTIM:
+        what, instead = f"the optimizer that {chosen_by} makes itself", "name one in its TrainingArguments (optim)"
+    else:
+        what, instead = f"the optimizer {unfit} of {chosen_by}", f"--optim {DEFAULT_OPTIM}"
+    raise InvalidRequestError(
+        f"--strategy {strategy}: {what} cannot update sharded weights", f"use --strategy ddp, or {instead}"
+    )
 
 
 def _recorded_options() -> Iterator[tuple[Option, Any]]:

@@ -10,7 +10,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
 from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
-from autotune.tuning.request import SearchRequest
+from autotune.tuning.request import SearchRequest, check_optims_shard
 
 
 def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Arm, ...]:
@@ -83,22 +83,18 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
     has_layers = bool(model.layer_classes)
     if asked is not None:
         sharded = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
+        if sharded and (error := model.sharding_error):
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
+            )
         if sharded and not has_layers:
             raise InvalidRequestError(
                 f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
                 "use --strategy ddp",
             )
-        unfit = next((optim for optim in request.optims if not shards_with(optim)), None)
-        if sharded and unfit is not None:
-            # Of the user's own code the optimizer is known since its inspection only.
-            raise InvalidRequestError(
-                f"--strategy {sharded[0]}: the optimizer {unfit} cannot update sharded weights",
-                "use --strategy ddp, or another optimizer such as adamw_torch_fused",
-            )
-        if sharded and (error := model.sharding_error):
-            raise InvalidRequestError(
-                f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
-            )
+        if sharded and request.workload.source is not None:
+            # Which optimizer the user's own code has is known since its inspection only.
+            check_optims_shard(sharded[0], request.optims, chosen_by=request.workload.source.name)
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_split = (
         request.device.kind == "cuda"

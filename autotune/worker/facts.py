@@ -14,7 +14,7 @@ from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
 from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
-from autotune.worker.private.accelerate import has_fsdp2
+from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_implementations, modules_not_to_split, optimizer_names
 from autotune.worker.rendezvous import lacks_nccl
 from autotune.worker.trial.build import build_config, build_model, model_class
@@ -60,8 +60,8 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     attentions = attention_implementations(model_type)
     random_weights = dataclasses.replace(workload, weights=None)
     model = build_model(random_weights, "sdpa" if "sdpa" in attentions else "eager", torch.device("meta"))
-    layers = tuple(layer_classes(model)) if has_fsdp2() else ()
-    sharding_error: str | None = None
+    sharding_error = why_no_fsdp2()
+    layers = tuple(layer_classes(model)) if sharding_error is None else ()
     seen = AfterStep()
     if ranks > 1:
         from autotune.worker.fake.unused import what_ddp_can_skip

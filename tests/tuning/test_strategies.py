@@ -101,6 +101,11 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
             "--strategy ddp",
         ),
         ({"model": {**LAYERS, "sharding_error": "shared weights"}}, "cannot shard Bert", "--strategy ddp"),
+        (
+            {"model": {"layer_classes": (), "sharding_error": "version 1.3.0 has no FSDP2, later ones have"}},
+            "accelerate cannot shard BertForSequenceClassification: version 1.3.0 has no FSDP2",
+            "--strategy ddp",
+        ),
         ({"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights", "--optim adamw_torch_fused"),
         (
             {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
@@ -134,8 +139,24 @@ def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
     assert {(arm.strategy, arm.transformer_layer_cls_to_wrap) for arm in asked} == {
         ("ddp", None), ("fsdp", "BertLayer")
     }  # fmt: skip
-    with pytest.raises(InvalidRequestError, match="the optimizer adafactor cannot update sharded weights"):
-        of_two(own_trainer("adafactor"), workload=OWN, optims=(), strategies=("fsdp",))
+
+
+@pytest.mark.parametrize(
+    ("optim", "asked", "message", "hint"),
+    [
+        ("adafactor", (), "the optimizer adafactor of train.py cannot update", "--optim adamw_torch_fused"),
+        ("own", (), "the optimizer that train.py makes itself cannot update", "its TrainingArguments (optim)"),
+        ("adamw_torch", ("adafactor",), "--optim adafactor cannot update", "--optim adamw_torch_fused"),
+    ],
+)
+def test_an_optimizer_of_ones_own_code_that_cannot_update_shards(
+    optim: str, asked: tuple[str, ...], message: str, hint: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        of_two(own_trainer(optim), workload=OWN, optims=asked, strategies=("fsdp",))
+    assert caught.value.message == f"--strategy fsdp: {message} sharded weights"
+    assert caught.value.hint.startswith("use --strategy ddp, or ")
+    assert hint in caught.value.hint
 
 
 LOOP = Workload.of_source(TrainingSource("loop", "/train.py", "0", "/", function="train"))

@@ -105,6 +105,19 @@ def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pyt
     assert (kept.major, kept.multi_processor_count) == (8, 82)
 
 
+def test_an_accelerate_without_fsdp2_is_the_reason_for_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.utils.fsdp_utils
+
+    from autotune.worker.facts import _model_facts
+
+    facts = _model_facts(tiny_workload("bert-tiny"), 1)
+    assert (facts.layer_classes, facts.sharding_error) == (("BertLayer",), None)
+    monkeypatch.delattr(accelerate.utils.fsdp_utils, "fsdp2_prepare_model")
+    facts = _model_facts(tiny_workload("bert-tiny"), 1)
+    assert facts.layer_classes == ()
+    assert facts.sharding_error == f"version {accelerate.__version__} has no FSDP2, later ones have"
+
+
 # With own data, each test that reads some would fail without datasets; without, tests/execution/test_runner_trials.py
 # looks at a server that there is anyway.
 @pytest.mark.whole

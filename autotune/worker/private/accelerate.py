@@ -13,11 +13,14 @@ def with_float32_outputs(forward: Any) -> Any:
     return convert_outputs_to_fp32(forward)
 
 
-def has_fsdp2() -> bool:
-    """Return whether the installed accelerate can shard with FSDP2."""
+def why_no_fsdp2() -> str | None:
+    """Return why the installed accelerate cannot shard with FSDP2; ``None`` where it can."""
+    import accelerate
     from accelerate.utils import fsdp_utils
 
-    return hasattr(fsdp_utils, "fsdp2_prepare_model")
+    if hasattr(fsdp_utils, "fsdp2_prepare_model"):
+        return None
+    return f"version {accelerate.__version__} has no FSDP2, later ones have"
 
 
 def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any) -> Any:

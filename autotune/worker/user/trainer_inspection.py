@@ -22,7 +22,7 @@ from autotune.core.scratch import Scratch, remove_made
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.facts import inspect_environment, layer_classes
-from autotune.worker.private.accelerate import has_fsdp2
+from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.process import Beside, in_fork
 from autotune.worker.user.accelerate_inspection import AccelerateInspection
@@ -239,6 +239,7 @@ def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
     checkpointing = bool(getattr(args, checkpointing_field(known_fields()), False))
+    without_fsdp2 = why_no_fsdp2()
     return ModelFacts(
         type(model).__name__,
         sum(p.numel() for p in model.parameters()),
@@ -246,7 +247,8 @@ def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
         (attention_of(config),),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         num_labels=getattr(config, "num_labels", None),
-        layer_classes=tuple(layer_classes(model)) if has_fsdp2() else (),
+        layer_classes=tuple(layer_classes(model)) if without_fsdp2 is None else (),
+        sharding_error=without_fsdp2,
         own=OwnSettings(
             plain(args.optim),
             batch,
