@@ -180,9 +180,10 @@ class SearchRequest:
     def check(self) -> None:
         """Raise an error for everything that is known to be wrong before a process is started."""
         _ = self.batches, self.chosen_precisions
-        self._check_levers()
         self.check_own_code()
+        # Before the levers, which may ask for packages to be installed.
         self._check_strategies()
+        self._check_levers()
         if self.device.memory_free_bytes == 0:
             total = format_bytes(self.device.memory_total_bytes)
             raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
@@ -267,7 +268,6 @@ class SearchRequest:
                 f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
                 "add --gpus 2, or leave it out",
             )
-        self._check_zero([strategy for strategy in asked if Arm(strategy=strategy).zero_stage is not None])
         sharded = [strategy for strategy in asked if strategy != "ddp"]
         if not sharded:
             return
@@ -278,19 +278,24 @@ class SearchRequest:
                 "use ddp, or zero2 with DeepSpeed",
             )
         if self.workload.quantize is not None:
+            bits = self.workload.quantize[0]
+            if self.ranks == 1:
+                raise InvalidRequestError(
+                    f"--strategy {sharded[0]} is not searched with weights in {bits} bits, whose adapters have little "
+                    "optimizer state",
+                    "leave --strategy out, or leave --quantize out",
+                )
             raise InvalidRequestError(
-                f"--strategy {sharded[0]}: weights in {self.workload.quantize[0]} bits are not sharded, every rank "
-                "keeps all of them",
-                "use --strategy ddp" if self.ranks > 1 else "leave it out",
+                f"--strategy {sharded[0]}: weights in {bits} bits are not sharded, every rank keeps all of them",
+                "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
             )
         check_optims_shard(sharded[0], self.optims)
+        self._check_zero([strategy for strategy in asked if Arm(strategy=strategy).zero_stage is not None])
 
     def _check_zero(self, asked: Sequence[Strategy]) -> None:
         """Raise an error for a strategy of DeepSpeed that cannot be here."""
         if not asked:
             return
-        if self.is_at_hand:
-            require(DEEPSPEED, f"--strategy {asked[0]}")
         if "zero2-offload" in asked and self.device.kind == "cpu":
             raise DeviceError(
                 "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",
@@ -301,6 +306,9 @@ class SearchRequest:
                 f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
                 "leave --torch-compile out, or use --strategy ddp",
             )
+        # Last, so that nothing has to be installed for what cannot be.
+        if self.is_at_hand:
+            require(DEEPSPEED, f"--strategy {asked[0]}")
 
     def _why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

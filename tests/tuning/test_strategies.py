@@ -110,14 +110,11 @@ def test_an_optimizer_that_cannot_update_shards_has_arms_of_ddp_alone() -> None:
         (
             {"workload": dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)},
             "weights in 4 bits are not sharded",
-            "--strategy ddp",
+            "--strategy ddp, or leave --quantize out",
         ),
     ],
 )
-def test_a_strategy_that_cannot_be_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, options: Document, message: str, hint: str
-) -> None:
-    monkeypatch.setattr("autotune.tuning.request.require", lambda *_: None)
+def test_a_strategy_that_cannot_be_is_one_clear_line(options: Document, message: str, hint: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         of_two(strategies=("fsdp",), **options)
     assert message in caught.value.message
@@ -261,6 +258,20 @@ def test_what_zero_cannot_do_is_one_clear_line(cpu: Device, strategy: str, optio
         of_two(strategies=(strategy,), **given)
     assert message in caught.value.message
     assert caught.value.hint
+
+
+QUANTIZED = dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)
+
+
+def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody should install DeepSpeed and bitsandbytes to be refused then."""
+    monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
+    with pytest.raises(InvalidRequestError, match="weights in 4 bits are not sharded") as caught:
+        of_two(strategies=("zero3",), workload=QUANTIZED)
+    assert caught.value.hint == "use --strategy ddp, or leave --quantize out, so that the weights can be sharded"
+    with pytest.raises(InvalidRequestError, match="not searched with weights in 4 bits") as caught:
+        SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",)).check()
+    assert caught.value.hint == "leave --strategy out, or leave --quantize out"
 
 
 def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
