@@ -23,6 +23,7 @@ from autotune.core.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from autotune.core.candidate import Arm, Candidate
+    from autotune.core.ceiling import Ceiling
     from autotune.core.workload import Workload
     from autotune.devices.gpus import Chip
     from autotune.devices.prices import Prices
@@ -142,7 +143,7 @@ def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple
 
 def _offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
     """Return the best that so many GPUs of a kind do."""
-    from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
+    from autotune.core.ceiling import Ceiling
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.advice import Offer
 
@@ -153,8 +154,8 @@ def _offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
         return refused("its rates are not published")
     if count > 1 and chip.rates.link is None:
         return refused("several in one host are not predicted")
-    line_bytes = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, job.prepared.request.headroom).line_bytes
-    known, least = _fitting_steps(chip, count, job, line_bytes * (1 - PREDICTION_MARGIN))
+    ceiling = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, job.prepared.request.headroom)
+    known, least = _fitting_steps(chip, count, job, ceiling)
     if known:
         graded = [job.grades.graded(chip, step) for step in known]
         # What was measured here is better known than a prediction that promises a little more.
@@ -162,14 +163,16 @@ def _offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
         return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
     if least is None:
         return refused("nothing is predicted for it")
-    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(line_bytes)}")
+    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(ceiling.line_bytes)}")
 
 
-def _fitting_steps(chip: Chip, count: int, job: _Job, fits_below: float) -> tuple[list[StepTime], int | None]:
+def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
     """Return the predicted steps of all candidates that fit, and the least memory of those that do not."""
     from autotune.core.candidate import Candidate
+    from autotune.core.ceiling import PREDICTION_MARGIN
     from autotune.estimate.step_time import StepTimeModel
 
+    fits_below = ceiling.line_bytes * (1 - PREDICTION_MARGIN)
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     known: list[StepTime] = []
     least: int | None = None
@@ -183,8 +186,12 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, fits_below: float) -> tupl
             predicted = model.prediction(candidate)
             if predicted is None:
                 continue
-            # DDP holds every gradient a second time, in its buckets.
-            needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
+            needed = predicted.peak_reserved_bytes
+            if count > 1:
+                # DDP holds every gradient a second time, in its buckets. In one step it may do so a third time, which
+                # may use up the headroom.
+                once = predicted.peak_allocated_bytes + 2 * operations.gradient_bytes - ceiling.headroom_bytes
+                needed = max(needed + operations.gradient_bytes, once)
             least = min(needed, least or needed)
             if needed <= fits_below:
                 known.append(speeds.predict(operations, _of_ranks(candidate, count)))

@@ -190,6 +190,7 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
                 peak_reserved_interval_bytes=reserved_interval(prediction, arm),
                 fits=prediction.fits,
                 anatomy_bytes=prediction.anatomy,
+                bucket_copy_bytes=prediction.bucket_copy_bytes,
             )
             if speeds is not None and operations is not None and speeds.knows(arm):
                 speed = speed_document(speeds.predict(operations, candidate), workload)
@@ -250,6 +251,8 @@ def _print(document: dict[str, Any], all_batches: bool, anatomy: bool) -> None:
             _print_times(document["arms"] if all_batches else shown, all_batches)
     if ranks > 1:
         click.echo(_which_fit(document["arms"]))
+        if note := _bucket_copy_note(document):
+            click.echo(note)
     click.echo("")
 
 
@@ -273,6 +276,25 @@ def _which_fit(arms: list[dict[str, Any]]) -> str:
         largest[arm["strategy"]] = max(largest.get(arm["strategy"], 0), arm["largest_batch"] or 0)
     told = [f"{name} up to {batch} a GPU" if batch else f"{name} does not" for name, batch in largest.items()]
     return f"What fits: {', '.join(told)}."
+
+
+def _bucket_copy_note(document: dict[str, Any]) -> str:
+    """Say which candidates have no room for a second copy of DDP's buckets alone; empty where there are none."""
+    from autotune.core.units import format_bytes
+
+    refused = [
+        (f"{_describe(arm)} at {_batch_cell(batch)}", batch["bucket_copy_bytes"])
+        for arm in document["arms"]
+        for batch in arm["batches"]
+        if batch.get("bucket_copy_bytes")
+        and not batch["fits"]
+        and batch["peak_reserved_bytes"] <= document["fits_below_bytes"]
+    ]
+    if not refused:
+        return ""
+    names = ", ".join(name for name, _ in refused)
+    copy = format_bytes(max(size_bytes for _, size_bytes in refused))
+    return f"In one step DDP may hold the {copy} of its gradient buckets twice. There is no room for that with {names}."
 
 
 _SPEED_HEAD = ["samples/s", "MFU", "limited by"]

@@ -127,15 +127,33 @@ class Ceiling:
         """Most bytes that a feasible trial reserves at its peak."""
         return self.cap_bytes - self.headroom_bytes
 
-    def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
-        """Return whether a trial with this peak is feasible, which a peak exactly on the line still is.
+    def fits(
+        self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
+    ) -> bool:
+        """Return whether a trial with this peak is feasible, which a peak exactly on the line still is."""
+        return self.excess_bytes(peak_reserved_bytes, context_bytes, once_allocated_bytes) <= 0
 
-        ``context_bytes`` is the measured size of the trial's CUDA context. Where it is larger than assumed, it uses up
-        headroom: peak and context together must stay within what is reachable.
+    def excess_bytes(
+        self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
+    ) -> int:
+        """Return by how many bytes a trial is over what a feasible one may use; 0 or less for a feasible one.
+
+        Three things must hold. The peak of the steps that repeat must be at or under the line.
+
+        Peak and CUDA context together must stay within what is reachable. ``context_bytes`` is the context's measured
+        size; where it is larger than assumed, it uses up headroom.
+
+        ``once_allocated_bytes``, the most that a single step may allocate, must be at or under the cap, again with the
+        context. That step takes no headroom, since it does not come again. Only allocated bytes count: before the
+        allocator exceeds its cap, it frees segments that are only cached.
         """
-        if context_bytes is not None and peak_reserved_bytes + context_bytes > self.reachable_bytes:
-            return False
-        return peak_reserved_bytes <= self.line_bytes
+        over = [peak_reserved_bytes - self.line_bytes]
+        if once_allocated_bytes is not None:
+            over.append(once_allocated_bytes - self.cap_bytes)
+        if context_bytes is not None:
+            most_bytes = max(peak_reserved_bytes, once_allocated_bytes or 0)
+            over.append(most_bytes + context_bytes - self.reachable_bytes)
+        return max(over)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data, for the trial process and the record."""

@@ -70,11 +70,13 @@ class MemoryPrediction:
     runs_out: bool
     """Whether the cap is exceeded even after cached segments are freed."""
     fits: bool
-    """Whether it neither runs out nor exceeds the line."""
+    """Whether it neither runs out nor exceeds the line, and with a second copy of DDP's buckets not the cap either."""
     anatomy: dict[str, int]
     """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
 
     Logits and the loss are counted as activations."""
+    bucket_copy_bytes: int | None = None
+    """As in ``Measurement``: bytes that one step may allocate besides. The peaks do not count them."""
 
 
 @dataclass(frozen=True, slots=True)

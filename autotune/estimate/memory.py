@@ -23,7 +23,8 @@ from autotune.space.dataloader import plain_loader
 def memory_class(arm: Arm) -> Arm:
     """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned.
 
-    What DDP looks for or sends before a step takes no memory that counts.
+    What DDP looks for or sends before a step takes no memory that counts, but for one step, see
+    ``MemoryPrediction.bucket_copy_bytes``. All arms of a search look for the same.
 
     Recorded peaks of such twins on an H200 differ by at most 2 MiB, which is the loss scaler.
     """
@@ -66,15 +67,19 @@ class Question:
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return work that is equal for two questions exactly when their answers are."""
-        return dataclasses.replace(self.work(chip, ceiling), arm=_as_asked(prediction_class(self.arm)))
+        looks = self.arm.ddp_find_unused_parameters
+        asked = dataclasses.replace(prediction_class(self.arm), ddp_find_unused_parameters=looks)
+        return dataclasses.replace(self.work(chip, ceiling), arm=_as_asked(asked))
 
 
 def _as_asked(arm: Arm) -> Arm:
     """Return an arm without what its memory does not depend on."""
-    plain = dataclasses.replace(arm, cpu_affinity=False, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
-    if arm.strategy is not None:
-        return plain
-    return dataclasses.replace(plain, **{name: getattr(Arm(), name) for name in OF_RANKS})
+    plain = dataclasses.replace(arm, cpu_affinity=False, ddp_broadcast_buffers=None)
+    if arm.strategy is None:
+        return dataclasses.replace(plain, **{name: getattr(Arm(), name) for name in OF_RANKS})
+    # Whether DDP looks for unused parameters only matters for a second copy of its buckets.
+    looks = not arm.rebuilds_buckets if arm.strategy == "ddp" else None
+    return dataclasses.replace(plain, ddp_find_unused_parameters=looks)
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
@@ -208,7 +213,7 @@ def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
 
 
 def _prediction_at(
-    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, line_bytes: int
+    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, ceiling: Ceiling
 ) -> MemoryPrediction | None:
     """Return the prediction for the candidate's batch and accumulation; ``None`` where there is none.
 
@@ -223,13 +228,15 @@ def _prediction_at(
         return None
     known = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
     more_bytes = (accumulation - known.gradient_accumulation_steps) * known.micro_batch_bytes
-    reserved_bytes = known.peak_reserved_bytes + more_bytes
+    allocated_bytes, reserved_bytes = known.peak_allocated_bytes + more_bytes, known.peak_reserved_bytes + more_bytes
+    is_under_line = reserved_bytes <= ceiling.line_bytes * (1 - PREDICTION_MARGIN)
+    is_under_cap = allocated_bytes + (known.bucket_copy_bytes or 0) <= ceiling.cap_bytes
     return dataclasses.replace(
         known,
         gradient_accumulation_steps=accumulation,
-        peak_allocated_bytes=known.peak_allocated_bytes + more_bytes,
+        peak_allocated_bytes=allocated_bytes,
         peak_reserved_bytes=reserved_bytes,
-        fits=known.fits and reserved_bytes <= line_bytes * (1 - PREDICTION_MARGIN),
+        fits=known.fits and is_under_line and is_under_cap,
     )
 
 
@@ -285,14 +292,16 @@ class MemoryModel:
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the uncorrected prediction for a candidate; ``None`` where there is none."""
         of_class = self._predictions.get(prediction_class(candidate.arm), {})
-        predicted = _prediction_at(of_class, candidate, self._ceiling.line_bytes)
+        predicted = _prediction_at(of_class, candidate, self._ceiling)
         return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
         """Return the prediction with expandable segments, which reserve little more than is allocated."""
         reserved = round(predicted.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
         over = reserved > self._ceiling.line_bytes
-        return dataclasses.replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=not over)
+        once_bytes = predicted.peak_allocated_bytes + (predicted.bucket_copy_bytes or 0)
+        fits = not over and once_bytes <= self._ceiling.cap_bytes
+        return dataclasses.replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=fits)
 
     def batches(self, arm: Arm) -> list[int]:
         """Return the batches that are predicted without accumulation, in ascending order."""
@@ -378,6 +387,8 @@ class MemoryModel:
     def surely_over(self, candidate: Candidate) -> bool:
         """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
 
+        So it is where those bytes exceed the cap together with a second copy of DDP's buckets.
+
         Of several ranks the reserved bytes count as well, which are predicted as exactly: FSDP's streams keep pools of
         their own, which hold gigabytes more than is allocated.
 
@@ -387,10 +398,17 @@ class MemoryModel:
         peak = self.peak_allocated_bytes(candidate)
         if peak is None:
             return False
-        is_over = peak * (1 - _ALLOCATED_DOUBT) > self._ceiling.line_bytes
-        if not is_over and not self._reserves_too_much(candidate):
+        least_bytes = peak * (1 - _ALLOCATED_DOUBT)
+        is_over = least_bytes > self._ceiling.line_bytes
+        is_over_once = least_bytes + self._bucket_copy_bytes(candidate) > self._ceiling.cap_bytes
+        if not is_over and not is_over_once and not self._reserves_too_much(candidate):
             return False
         return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
+
+    def _bucket_copy_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes that one step of the candidate may allocate besides its peak."""
+        predicted = self.prediction(candidate)
+        return (predicted.bucket_copy_bytes or 0) if predicted else 0
 
     def _reserves_too_much(self, candidate: Candidate) -> bool:
         """Return whether the lower end of a rank's predicted reserved bytes exceeds the line."""
@@ -413,14 +431,18 @@ class MemoryModel:
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Return whether the upper end of the candidate's predicted reserved memory fits under the line.
 
-        ``None`` where nothing is predicted.
+        With a second copy of DDP's buckets, the allocated bytes must fit under the cap. ``None`` where nothing is
+        predicted.
         """
         predicted = self.prediction(candidate)
         if predicted is None:
             return None
         correction = self._evidence(candidate.arm).correction
-        corrected = reserved_interval(predicted, candidate.arm)[1] - predicted.peak_allocated_bytes
-        corrected += correction.applied_to(predicted.peak_allocated_bytes)
+        allocated_bytes = correction.applied_to(predicted.peak_allocated_bytes)
+        unused_bytes = reserved_interval(predicted, candidate.arm)[1] - predicted.peak_allocated_bytes
+        copy_bytes = predicted.bucket_copy_bytes
+        once_bytes = None if copy_bytes is None else allocated_bytes + copy_bytes
         # Where measured peaks are below the predicted ones, a prediction that does not fit may do so after the
         # correction.
-        return (predicted.fits or correction.ratio < 1) and corrected <= self._ceiling.line_bytes
+        is_possible = predicted.fits or correction.ratio < 1
+        return is_possible and self._ceiling.fits(allocated_bytes + unused_bytes, once_allocated_bytes=once_bytes)

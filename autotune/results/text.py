@@ -56,7 +56,7 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         watts = measured.joules_per_sample * measured.samples_per_second
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
-    lines += [*_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
+    lines += [*_bucket_copy_lines(measured), *_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return lines
@@ -73,6 +73,17 @@ def _memory_line(report: Report, best: TrialRecord, measured: Measurement) -> st
         )
     reserved = format_bytes(measured.peak_reserved_bytes)
     return f"{reserved} of {format_bytes(cap)} reserved at the peak, measured; {headroom}"
+
+
+def _bucket_copy_lines(measured: Measurement) -> list[str]:
+    """Return what the trial reserved in the step in which DDP held its gradient buckets twice, if it did."""
+    reserved_bytes, copy_bytes = measured.peak_reserved_with_bucket_copy_bytes, measured.bucket_copy_bytes
+    if reserved_bytes is None or copy_bytes is None:
+        return []
+    return [
+        f"its second step reserved {format_bytes(reserved_bytes)}: DDP held the {format_bytes(copy_bytes)} of its "
+        "gradient buckets twice there, which happens at most once in a training"
+    ]
 
 
 def _data_lines(measured: Measurement, workload: Document) -> list[str]:

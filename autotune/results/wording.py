@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from autotune.core.candidate import Document
+from autotune.core.candidate import Arm, Document
+from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec
-from autotune.core.outcome import Completed, Failed, OutOfMemory, source_of
+from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.results.report import Report, measurement
 from autotune.store import TrialRecord
@@ -24,8 +25,7 @@ def verdict(report: Report, trial: TrialRecord) -> str:
         case Failed(reason=reason, message=message):
             return f"failed: {message}" if reason in ("error", "non_finite") else f"{reason}: {message}"
         case _ if not report.feasible(trial):
-            peak = measured.judged_bytes(trial.candidate.arm) if measured else 0
-            return "low headroom" if peak <= report.ceiling.cap_bytes else "does not fit"
+            return why_not_feasible(measured, trial.candidate.arm, report.ceiling) if measured else "does not fit"
     if trial.id == report.study.baseline_trial_id:
         words = ["baseline"]
     else:
@@ -34,6 +34,14 @@ def verdict(report: Report, trial: TrialRecord) -> str:
     if trial.id == report.study.best_trial_id:
         words.append("best")
     return " ".join([*words, f"({source.describe()})"] if source else words)
+
+
+def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:
+    """Say in a few words what an infeasible trial uses too much of."""
+    peak = measured.judged_bytes(arm)
+    if ceiling.fits(peak, measured.context_bytes):
+        return "no room for a copy of DDP's buckets"
+    return "low headroom" if peak <= ceiling.cap_bytes else "does not fit"
 
 
 def times(ratio: float) -> str:

@@ -161,7 +161,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
     """Return the trial's speed relative to the baseline, and whether it is the best so far."""
-    from autotune.results.wording import times
+    from autotune.results.wording import times, why_not_feasible
 
     outcome = trial.outcome
     if isinstance(outcome, Failed):
@@ -171,7 +171,7 @@ def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tri
     if not isinstance(outcome, Completed):
         return ""
     if not outcome.measurement.fits(trial.candidate.arm, history.ceiling):
-        return "low headroom"
+        return why_not_feasible(outcome.measurement, trial.candidate.arm, history.ceiling)
     is_derived = outcome.source is not None and outcome.source.derived
     if trial.stage == "baseline" or (outcome.source is not None and trial.candidate == prepared.baseline):
         return "baseline, derived" if is_derived else "baseline"

@@ -204,12 +204,12 @@ def _ignore_warnings() -> None:
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return how far a trial's peak is above the line, in GiB; ``None`` for a fault, which says nothing.
+    """Return how far a trial is above what is feasible, in GiB; ``None`` for a fault, which says nothing.
 
     A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
     """
     if isinstance(outcome, Completed):
-        return (outcome.measurement.judged_bytes(arm or Arm()) - ceiling.line_bytes) / GIB
+        return outcome.measurement.excess_bytes(arm or Arm(), ceiling) / GIB
     if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
         return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
     return None

@@ -40,7 +40,7 @@ class Library:
     """
 
     def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling, memory: MemoryModel | None = None) -> None:
-        self._line_bytes = ceiling.line_bytes
+        self._ceiling = ceiling
         self._completed: dict[tuple[Arm, int], list[PastTrial]] = {}
         self._sources: dict[str, PastTrial] = {}
         self._over = History(ceiling)
@@ -79,7 +79,7 @@ class Library:
         is_second = bool(not_from)
         exact = [found for found in self._exact(candidate) if _trial_id(found) not in not_from]
         measured = [found for found in exact if _says_enough(found, candidate, effort)]
-        over = [found for found in exact if found.measurement.judged_bytes(candidate.arm) > self._line_bytes]
+        over = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
         for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
             if found:
                 return found[-1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from command_line import COLD, ROOT, Run, run_process
 
-from autotune.cli.predict import _best, _choice, _print, _print_times
+from autotune.cli.predict import _best, _bucket_copy_note, _choice, _print, _print_times
 from autotune.cli.predictions import find_named, known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
@@ -228,6 +228,18 @@ def test_the_fastest_batch_is_shown_and_what_to_choose(capsys: pytest.CaptureFix
     assert lines[-1] == (
         "Choose bf16 at 8 × 8: 90.0 samples/s (72.0 to 108.0), 46,080 tokens/s. Within 3%: bf16 at 16 × 4."
     )
+
+
+def test_what_only_a_copy_of_ddps_buckets_rules_out_is_named() -> None:
+    copied = {"bucket_copy_bytes": 3 * GIB}
+    rows = [batch(8, 4 * GIB, True) | copied, batch(16, 9 * GIB, False) | copied, batch(32, 18 * GIB, False) | copied]
+    ddp = {**arm("bf16", *rows), "strategy": "ddp", "ranks": 2}
+    document = {"arms": [ddp], "fits_below_bytes": 10 * GIB}
+    assert _bucket_copy_note(document) == (
+        "In one step DDP may hold the 3.0 GiB of its gradient buckets twice. There is no room for that with bf16, "
+        "ddp × 2 at 16 × 4."
+    )
+    assert _bucket_copy_note({**document, "fits_below_bytes": 5 * GIB}) == ""
 
 
 def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:

@@ -53,7 +53,8 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.worker.fake.allocator import replay
-from autotune.worker.fake.predict import anatomy
+from autotune.core.prediction import PredictionWork
+from autotune.worker.fake.predict import Limits, anatomy, predict
 from autotune.worker.fake.ranks import bucket_bytes, why_not_sharded
 from autotune.worker.fake.scaling import ScalableStep
 from autotune.worker.fake.step import FakeTraining
@@ -76,6 +77,19 @@ grown = []
 for accumulation in (1, 3):
     one, other = (replay(step.at(8, chip, accumulation=accumulation)) for step in (alone, ddp))
     grown.append(other.peak_allocated_bytes - one.peak_allocated_bytes)
+rebuilds = Arm("bf16", strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
+plenty = 2**40
+predicted = predict(PredictionWork(rebuilds, chip, plenty, plenty, ((8, 1),), None), bert).batches[0]
+size = predicted.bucket_copy_bytes
+once = predicted.peak_allocated_bytes + size
+copy = {
+    "bytes": size,
+    "grown": predicted.peak_allocated_bytes - replay(ddp.at(8, chip, accumulation=1)).peak_allocated_bytes,
+    "fits": [
+        Limits(ddp, chip, cap, plenty, kept).prediction(8, 1).fits
+        for cap, kept in ((once, size), (once - 1, size), (once - 1, None))
+    ],
+}
 
 sharded = {}
 for strategy, checkpointing, syncs in kinds["sharded"]:
@@ -118,6 +132,7 @@ print(json.dumps({
     "buckets": list(bucket_bytes(model)),
     "parameters": sum(p.nbytes for p in model.parameters()),
     "grown": grown,
+    "copy": copy,
     "sharded": sharded,
     "bert": why_not_sharded(bert, ["BertLayer"]),
     "bert embeddings": why_not_sharded(bert, ["BertEmbeddings", "BertLayer"]),
@@ -151,6 +166,10 @@ def test_ddp_keeps_a_second_copy_of_the_gradients_in_buckets(traced: dict[str, A
     assert buckets[0] < 25 * MIB
     # The rest of a segment belongs to a block where it is too small to be one.
     assert all(0 <= grown - traced["parameters"] < len(buckets) * MIB for grown in traced["grown"])
+
+
+def test_a_second_copy_of_the_buckets_is_predicted_beside_the_peak(traced: dict[str, Any]) -> None:
+    assert traced["copy"] == {"bytes": traced["parameters"], "grown": 0, "fits": [True, False, True]}
 
 
 def test_a_scaled_trace_of_a_shard_is_the_trace_at_that_batch(traced: dict[str, Any]) -> None:
@@ -200,7 +219,12 @@ def test_a_question_about_ranks_names_what_their_memory_depends_on() -> None:
     one = Arm("bf16")
     two = dataclasses.replace(one, strategy="ddp", ranks=2, ddp_find_unused_parameters=False)
     asked = [Question(arm, ((8, 1),), None).work(CHIPS["h200"], ceiling).arm for arm in (one, two)]
-    assert asked == [one, dataclasses.replace(two, ddp_find_unused_parameters=None)]
+    assert asked == [one, two]
+    # Unused parameters only matter for whether buckets may be there twice.
+    checkpointed = dataclasses.replace(two, gradient_checkpointing=True)
+    by_default = dataclasses.replace(checkpointed, ddp_find_unused_parameters=None)
+    identities = {Question(a, ((8, 1),), None).identity(CHIPS["h200"], ceiling) for a in (checkpointed, by_default)}
+    assert len(identities) == 1
     alone = Arm("bf16", strategy="zero2-offload")
     assert Question(alone, ((8, 1),), None).work(CHIPS["h200"], ceiling).arm == alone
     assert prediction_class(two) == prediction_class(dataclasses.replace(two, ddp_find_unused_parameters=None))

@@ -148,6 +148,18 @@ class TestAnswers:
         assert isinstance(found, Completed)
         assert found.measurement.peak_reserved_bytes > 19 * GIB
 
+    def test_no_room_for_a_copy_of_ddps_buckets_is_over_too(self) -> None:
+        candidate = Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 4)
+        found = library(past(candidate, measured(candidate, ranks=2, bucket_copy_bytes=3 * GIB)))
+        assert found.answer(candidate, Effort()) is not None
+        over, fits = (
+            past(candidate, measured(candidate, 18.0, ranks=2, bucket_copy_bytes=gib * GIB), number=gib)
+            for gib in (3, 1)
+        )
+        told = source_of(library(over, fits).answer(candidate, Effort()))
+        assert told is not None
+        assert told.number == 3
+
     def test_fewer_steps_than_are_asked_for_say_too_little(self) -> None:
         candidate = Candidate(BF16, 32)
         one_step = measured(candidate, step_seconds_each=(1.0,), relative_spread=0.0)

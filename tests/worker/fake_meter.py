@@ -40,7 +40,7 @@ class FakeMeter:
         self.synchronized = 0
         self.watts = 300.0
         self._clock = clock
-        self._peak_bytes = 0
+        self._peak_bytes = self._recent_bytes = 0
         self._cap_bytes: int | None = None
 
     def allocate(self, size_bytes: int) -> Allocation:
@@ -49,6 +49,7 @@ class FakeMeter:
             raise MemoryError(f"Unable to allocate {size_bytes} bytes")
         allocation = Allocation(self, size_bytes)
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        self._recent_bytes = max(self._recent_bytes, self.held_bytes)
         return allocation
 
     def limit(self, cap_bytes: int) -> None:
@@ -64,10 +65,16 @@ class FakeMeter:
         return end - start
 
     def reset_peaks(self) -> None:
-        self._peak_bytes = self.held_bytes
+        self._peak_bytes = self._recent_bytes = self.held_bytes
 
     def peaks(self) -> PeakBytes:
         return PeakBytes(self._peak_bytes, self._peak_bytes * 11 // 10)
+
+    def begin_recent_peaks(self) -> None:
+        self._recent_bytes = self.held_bytes
+
+    def recent_peaks(self) -> PeakBytes:
+        return PeakBytes(self._recent_bytes, self._recent_bytes * 11 // 10)
 
     def allocation_retries(self) -> int | None:
         return 3

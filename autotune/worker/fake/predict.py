@@ -32,7 +32,8 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     # A collection takes a tenth of a second or more in a process with torch, and this one ends soon.
     gc.disable()
     step, operations = _step(work, workload)
-    limits = Limits(step, work.chip, work.cap_bytes, work.line_bytes)
+    bucket_copy_bytes = operations.gradient_bytes if operations and work.arm.rebuilds_buckets else None
+    limits = Limits(step, work.chip, work.cap_bytes, work.line_bytes, bucket_copy_bytes)
     largest = limits.largest_batch(work.multiple) if work.multiple else None
     wanted = {*work.batches, *((batch, 1) for batch in _around(largest, work.multiple))}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
@@ -76,11 +77,14 @@ class _Peaks:
 class Limits:
     """Predicts which batches of a step fit under a cap and a line."""
 
-    def __init__(self, step: ScalableStep, chip: Chip, cap_bytes: int, line_bytes: int) -> None:
+    def __init__(
+        self, step: ScalableStep, chip: Chip, cap_bytes: int, line_bytes: int, bucket_copy_bytes: int | None = None
+    ) -> None:
         self._step = step
         self._chip = chip
         self._cap_bytes = cap_bytes
         self._line_bytes = line_bytes
+        self._bucket_copy_bytes = bucket_copy_bytes
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and what the peak consists of."""
@@ -96,10 +100,13 @@ class Limits:
             runs_out=peaks.runs_out,
             fits=self._fit(peaks),
             anatomy=anatomy(events, step.label),
+            bucket_copy_bytes=self._bucket_copy_bytes,
         )
 
     def _fit(self, peaks: _Peaks) -> bool:
-        return not peaks.runs_out and peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
+        once_bytes = peaks.allocated_bytes + (self._bucket_copy_bytes or 0)
+        is_under_line = peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
+        return not peaks.runs_out and is_under_line and once_bytes <= self._cap_bytes
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""

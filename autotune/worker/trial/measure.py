@@ -22,6 +22,7 @@ from autotune.space.dataloader import batches_ahead
 from autotune.space.features import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
+from autotune.worker.trial.bucket_copy import BucketCopy, without_copy
 from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.losses import OverflowWatch, ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
@@ -133,7 +134,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
 
     ``on_enough`` is called with the measurement inside the last step, ``on_step`` with the step's number after each.
     ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to measure follows from
-    ``effort`` alone.
+    ``effort`` alone. ``wrapped_model`` returns the model as the ``Trainer`` trains it, with DDP around it.
 
     Of several ranks each has such a callback. They meet after every step, outside the timed part, and go on with the
     step of the slowest, so that all of them stop after the same step.
@@ -150,8 +151,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         rehearsing: Rehearsing | None = None,
         busy: BusyStep | None = None,
         ranks: Ranks | None = None,
+        wrapped_model: Callable[[], Any] = lambda: None,
     ) -> None:
         self._meter = meter
+        self._bucket_copy = BucketCopy(meter, wrapped_model, are_steps_equal=rehearsing is None)
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
         """Seconds of the measured steps of each rank, added up."""
@@ -264,6 +267,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         if self._first_reserved is None:
             self._first_reserved = self._meter.peaks().reserved
         self._on_step(self._steps_seen)
+        if self._bucket_copy.end_step(self._steps_seen):
+            self._start_clock()
 
     def _end_profiled(self, measured: Measurement, control: Any) -> None:
         """Record a step after the timed ones: a profiled step, or a rehearsal of one."""
@@ -383,13 +388,14 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         """Return the measurement so far; needs at least one measured step."""
         whole = [self._whole_step_seconds(step) for step in self._measured]
         seconds, spread = self._estimate()
-        peaks = self._largest(self._meter.peaks())
+        all_peaks, met_bytes = self._meter.peaks(), self._bucket_copy.met_bytes()
+        peaks = self._largest(without_copy(all_peaks, met_bytes))
         joules_per_sample = self._joules_per_sample(seconds)
         ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._measured])
-        worst = self._largest(self._worst_peaks) if self._worst_peaks else None
+        worst = self._largest(without_copy(self._worst_peaks, met_bytes)) if self._worst_peaks else None
         return Measurement(
             step_seconds=seconds,
             step_seconds_each=tuple(whole),
@@ -414,7 +420,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
-            **(self._of_ranks() if ranks > 1 else {}),
+            **(self._of_ranks(all_peaks, met_bytes) if ranks > 1 else {}),
         )
 
     def _optimizer_seconds(self) -> float | None:
@@ -423,14 +429,18 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             return None
         return statistics.median(step.optimizer_seconds for step in self._measured)
 
-    def _of_ranks(self) -> dict[str, Any]:
+    def _of_ranks(self, peaks: PeakBytes, met_bytes: int) -> dict[str, Any]:
         """Return the figures that only several ranks have."""
+        largest, is_met = self._largest(peaks), any(self._ranks.gather(met_bytes))
         micro = [step.micro_seconds for step in self._measured if step.micro_seconds > 0]
         return {
             "ranks": self._ranks.count,
             "rank_step_seconds": tuple(seconds / len(self._measured) for seconds in self._rank_seconds),
             "micro_step_seconds": statistics.median(micro) if micro else None,
             "last_micro_step_seconds": statistics.median(step.last_micro_seconds for step in self._measured),
+            "bucket_copy_bytes": self._most(self._bucket_copy.size_bytes),
+            "peak_allocated_with_bucket_copy_bytes": largest.allocated if is_met else None,
+            "peak_reserved_with_bucket_copy_bytes": largest.reserved if is_met else None,
         }
 
     @property

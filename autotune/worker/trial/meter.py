@@ -23,6 +23,10 @@ class PeakBytes(NamedTuple):
     reserved: int
 
 
+def _larger(one: PeakBytes, other: PeakBytes) -> PeakBytes:
+    return PeakBytes(max(one.allocated, other.allocated), max(one.reserved, other.reserved))
+
+
 class Meter(Protocol):
     """What a trial measures on its device."""
 
@@ -46,6 +50,12 @@ class Meter(Protocol):
     def peaks(self) -> PeakBytes:
         """Return the peak bytes since ``reset_peaks``."""
 
+    def begin_recent_peaks(self) -> None:
+        """Have ``recent_peaks`` count from now on; frees nothing, and leaves ``peaks`` as they are."""
+
+    def recent_peaks(self) -> PeakBytes:
+        """Return the peak bytes since ``begin_recent_peaks``, or since ``reset_peaks`` if that was later."""
+
     def allocation_retries(self) -> int | None:
         """Return how often the allocator had to free its cache and retry; ``None`` where it is not known."""
 
@@ -66,6 +76,7 @@ class CudaMeter:
         self.device = torch.device("cuda", index)
         self._uuid = uuid
         self._used_before_bytes = device_facts.device_used_bytes(uuid)
+        self._earlier = PeakBytes(0, 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)
@@ -88,8 +99,16 @@ class CudaMeter:
     def reset_peaks(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
+        self._earlier = PeakBytes(0, 0)
 
     def peaks(self) -> PeakBytes:
+        return _larger(self._earlier, self.recent_peaks())
+
+    def begin_recent_peaks(self) -> None:
+        self._earlier = self.peaks()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def recent_peaks(self) -> PeakBytes:
         return PeakBytes(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
 
     def allocation_retries(self) -> int | None:
@@ -148,7 +167,7 @@ class CpuMeter:
     def _note_start(self) -> None:
         self._start_bytes = _status_bytes("VmHWM")
         self._start_file_bytes = _status_bytes("RssFile")
-        self._peak_bytes = 0
+        self._peak_bytes = self._earlier_bytes = 0
 
     def limit(self, cap_bytes: int) -> None:
         ceiling = _status_bytes("VmData") + cap_bytes
@@ -168,12 +187,27 @@ class CpuMeter:
         return end - start
 
     def reset_peaks(self) -> None:
-        # proc_pid_clear_refs(5): writing a 5 resets VmHWM to what is resident now.
+        if self._forget_peak():
+            self._earlier_bytes = 0
+
+    def _forget_peak(self) -> bool:
+        """Reset the peak to what is resident now; return whether the kernel could do that."""
+        # proc_pid_clear_refs(5): writing a 5 resets VmHWM.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
             self._peak_bytes = 0
+            return True
+        return False
 
     def peaks(self) -> PeakBytes:
+        earlier = PeakBytes(self._earlier_bytes, self._earlier_bytes)
+        return _larger(earlier, self.recent_peaks())
+
+    def begin_recent_peaks(self) -> None:
+        self._earlier_bytes = self.peaks().allocated
+        self._forget_peak()
+
+    def recent_peaks(self) -> PeakBytes:
         file_bytes = max(0, _status_bytes("RssFile") - self._start_file_bytes)
         # File pages that are read after the peak would lower it, so the largest value is kept.
         self._peak_bytes = max(self._peak_bytes, _status_bytes("VmHWM") - self._start_bytes - file_bytes)

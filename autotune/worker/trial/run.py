@@ -191,6 +191,7 @@ class Trial:
             schedule=schedule,
             busy=self._busy_step(),
             ranks=self._ranks,
+            wrapped_model=lambda: trainer.model_wrapped,
         )
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)

@@ -158,6 +158,7 @@ class TrainerTrial(OwnTrial):
             rehearsing=rehearsing,
             busy=self._busy_step(),
             ranks=self._ranks,
+            wrapped_model=lambda: trainer.model_wrapped,
         )
         trainer.add_callback(self._callback)
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
