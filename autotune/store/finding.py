@@ -42,7 +42,14 @@ class AnswerFile:
         """Return the answer of this type that is stored under a key; ``None`` where there is none or it is damaged."""
         try:
             if self._connection is None:
-                self._connection = sqlite3.connect(self._path, timeout=self._timeout_seconds, isolation_level=None)
+                # ``rw`` creates no file where the database is gone. Unlike ``ro`` it can roll back the transaction of a
+                # process that was killed; SQLite falls back to reading where the file may not be written.
+                self._connection = sqlite3.connect(
+                    f"{self._path.absolute().as_uri()}?mode=rw",
+                    uri=True,
+                    timeout=self._timeout_seconds,
+                    isolation_level=None,
+                )
             row = self._connection.execute(_QUERY, (key,)).fetchone()
             document = json.loads(row[0]) if row is not None else None
         except (sqlite3.Error, OSError, ValueError):

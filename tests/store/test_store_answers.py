@@ -85,6 +85,21 @@ def test_looking_up_makes_no_database(tmp_path: Path) -> None:
         open_answers(":memory:", 1.0)
 
 
+@pytest.mark.parametrize("name", ["studies.db", "a b ü.db"])
+def test_a_database_that_vanishes_is_not_made_again(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "databases" / "0006.sql").read_text())
+    answers = open_answers(str(path), 1.0)
+    assert answers is not None
+    with closing(answers):
+        assert answers.find("0123", PredictionAnswer) is None
+    path.unlink()
+    with closing(answers), pytest.raises(StorageError, match="cannot be opened"):
+        answers.find("0123", PredictionAnswer)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
     path = tmp_path / "frozen.db"
     with closing(sqlite3.connect(path)) as connection:
