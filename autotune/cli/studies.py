@@ -71,12 +71,13 @@ def print_report(report: Report) -> None:
 def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate
-    from autotune.results.report import measurement
+    from autotune.results.report import winners_speeds
     from autotune.store import open_store
     from autotune.store.location import shown_location
 
     with open_store(storage, create=False) as store:
         found = store.studies()
+        speeds = {} if as_json else winners_speeds(store, found)
     if as_json:
         print_json(
             [
@@ -99,7 +100,7 @@ def studies(storage: str, as_json: bool) -> None:
         return
     rows = []
     for summary in found:
-        measured = measurement(summary.best)
+        speed = speeds.get(summary.study.id)
         rows.append(
             (
                 summary.study.name,
@@ -107,7 +108,7 @@ def studies(storage: str, as_json: bool) -> None:
                 summary.environment["device_name"],
                 str(summary.trials),
                 summary.best.candidate.describe() if summary.best else "",
-                format_rate(measured.samples_per_second) if measured else "",
+                format_rate(speed.samples_per_second) if speed else "",
                 f"{summary.study.started_at:%Y-%m-%d %H:%M}",
             )
         )

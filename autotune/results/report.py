@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.core.candidate import Document
@@ -15,7 +17,7 @@ from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.pooling import Pool, Speed, Tried
-from autotune.store import Store, StudyRecord, TrialRecord, damaged
+from autotune.store import Store, StudyRecord, StudySummary, TrialRecord, damaged
 from autotune.store.repeats import Repeats
 
 
@@ -123,6 +125,21 @@ class Report:
 def measurement(trial: TrialRecord | None) -> Measurement | None:
     """Return a trial's measurement; ``None`` where it did not complete."""
     return trial.outcome.measurement if trial and isinstance(trial.outcome, Completed) else None
+
+
+def winners_speeds(store: Store, summaries: Sequence[StudySummary]) -> dict[str, Speed]:
+    """Return the pooled speed of each study's winner, by the study's id; without studies that have none."""
+    found, trials = {}, store.trials_of_winners()
+    for summary in summaries:
+        study = summary.study
+        # A damaged study is listed without a speed; showing it tells what is wrong.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            ceiling = Ceiling.from_document(study.ceiling)
+            report = Report(study, summary.workload, summary.environment, ceiling, tuple(trials.get(study.id, ())))
+            speed = report.speed(report.best)
+            if speed is not None:
+                found[study.id] = speed
+    return found
 
 
 def load_report(store: Store, name: str) -> Report:

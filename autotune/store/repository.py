@@ -251,6 +251,22 @@ class Store:
         with self._transaction() as connection:
             return _trials(connection, of_study)
 
+    def trials_of_winners(self) -> dict[str, list[TrialRecord]]:
+        """Return the trials of every study with a winner, by the study's id and in Optuna's order.
+
+        A trial that this autotune cannot read is left out.
+        """
+        with_winner = select(StudyRow.id).where(StudyRow.best_trial_id.is_not(None))
+        query = _TRIALS.where(TrialRow.study_id.in_(with_winner)).order_by(TrialRow.number, TrialRow.started_at)
+        found: dict[str, list[TrialRecord]] = {}
+        with self._transaction() as connection:
+            rows = connection.execute(query).all()
+        for row in rows:
+            with suppress(ValueError, KeyError, TypeError):
+                trial = _trial_record(row)
+                found.setdefault(trial.study_id, []).append(trial)
+        return found
+
     def past_trials(self, study: StudyRecord) -> list[PastTrial]:
         """Return the trials of other studies with this study's environment and workload, the oldest first.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import TINY_MODEL, Run, Studied
 
+from autotune.core.units import format_rate
 from autotune.store import migrations_folder
 from autotune.store.migrate import head_revision
 
@@ -63,12 +64,15 @@ def test_db_upgrade_makes_the_database_and_current_reads_it(run: Run, folder: Pa
 
 
 def test_studies_lists_the_study(studied: Studied, run: Run) -> None:
-    """One line, with its best trial."""
+    """One line, with its winner and the speed that is shown of that everywhere: the mean over its processes."""
     head, row = run("studies", "--storage", studied.storage).stdout.splitlines()
     assert head.split()[:3] == ["study", "state", "device"]
     assert row.startswith("tiny   finished")
     best = studied.document["best"]
     assert f"{best['per_device_train_batch_size']} × {best['gradient_accumulation_steps']}" in row
+    promised = studied.document["next_run"]
+    assert promised["processes_measured"] > 1
+    assert row.split()[-3] == format_rate(promised["samples_per_second"])
 
 
 def test_studies_as_json(studied: Studied, run: Run) -> None:
