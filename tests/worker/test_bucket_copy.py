@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_meter import FakeClock
+from fake_meter import FakeClock, FakeMeter
 from test_measure import Drive
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,6 +88,25 @@ def test_a_copy_that_was_met_is_kept_out_of_the_peaks(clock: FakeClock) -> None:
     assert not_met.peak_allocated_with_bucket_copy_bytes is not_met.peak_reserved_with_bucket_copy_bytes is None
 
 
+def test_where_steps_are_short_the_third_may_meet_it_too(clock: FakeClock) -> None:
+    found = measured(clock, (0, COPY, COPY))
+    assert (found.peak_allocated_bytes, found.once_allocated_bytes) == (1000 * MIB, 1400 * MIB)
+
+
+@pytest.mark.parametrize(("second_mib", "met_bytes"), [(1000, 0), (1400, COPY)])
+def test_after_the_longest_batches_shorter_ones_say_nothing(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, second_mib: int, met_bytes: int
+) -> None:
+    """Three warm-up steps train on the longest, so that the second is compared with the third."""
+    monkeypatch.setattr(bucket_copy, "bucket_copy_bytes", lambda _: COPY)
+    meter = FakeMeter(clock)
+    watched = bucket_copy.BucketCopy(meter, lambda: None, 3)
+    for steps, mib in enumerate((900, second_mib, 1000, 300, 500), start=1):
+        meter.allocate(mib * MIB)
+        watched.end_step(steps)
+    assert watched.met_bytes() == met_bytes
+
+
 def test_the_pause_after_the_first_step_is_in_no_step(clock: FakeClock) -> None:
     before = clock.now
     found = measured(clock, ())
@@ -99,7 +118,7 @@ def test_the_pause_after_the_first_step_is_in_no_step(clock: FakeClock) -> None:
     ("extra", "size_bytes", "changes"),
     [
         ((0, COPY // 4), COPY, {}),
-        ((0, 0, COPY), COPY, {}),
+        ((0, 0, 0, COPY), COPY, {}),
         ((0, COPY), None, {}),
         # Steps of the user's own code differ, so that a higher peak of the second may be that of a longer batch.
         ((0, COPY), COPY, {"rehearsing": Rehearsing(1)}),
@@ -120,6 +139,7 @@ def test_one_rank_tells_of_no_copy(clock: FakeClock) -> None:
     assert drive.measured.bucket_copy_bytes is None
 
 
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true")
 def test_the_copy_is_of_all_gradients_where_buckets_are_rebuilt(two_ranks: None) -> None:
     model = torch.nn.Linear(10, 10)
     model.bias.requires_grad = False

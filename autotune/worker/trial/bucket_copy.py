@@ -14,6 +14,7 @@ the backward pass exchanges gradients, after the step's peak, or until a later s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,41 +50,42 @@ def _is_nccl(group: Any) -> bool:
 class BucketCopy:
     """Waits between the first two steps for the old bucket to be released, and tells peaks with and without it."""
 
-    def __init__(self, meter: Meter, wrapped_model: Callable[[], Any], *, are_steps_equal: bool) -> None:
+    def __init__(self, meter: Meter, wrapped_model: Callable[[], Any], equal_steps: float = math.inf) -> None:
         """Watch a trial. ``wrapped_model`` returns what DDP made of the model, once training began.
 
-        ``are_steps_equal`` says that the third step has batches as large as the second. Else a higher peak of the
-        second need not be a copy of the buckets, and stays.
+        ``equal_steps`` is how many steps from the first on have batches of the same size. The peaks of others are not
+        compared with theirs.
         """
         self._meter = meter
         self._wrapped_model = wrapped_model
-        self._are_steps_equal = are_steps_equal
-        self._until_second: PeakBytes | None = None
-        self._steps = 0
+        self._equal_steps = equal_steps
+        self._last: PeakBytes | None = None
+        """Peaks of the last of the equal steps, from the third on."""
         self.size_bytes: int | None = None
         """As in ``Measurement.bucket_copy_bytes``; known after the first step."""
 
     def end_step(self, steps: int) -> bool:
         """Take down that a number of steps have ended; return whether there was a pause."""
-        self._steps = steps
         if steps == 1:
             self.size_bytes = bucket_copy_bytes(self._wrapped_model())
             if self.size_bytes is not None:
                 time.sleep(_PAUSE_SECONDS)
                 return True
-        elif steps == 2 and self.size_bytes is not None and self._are_steps_equal:
-            self._until_second = self._meter.peaks()
+        elif self.size_bytes is not None and steps <= self._equal_steps:
+            if steps > 2:
+                self._last = self._meter.recent_peaks()
             self._meter.begin_recent_peaks()
         return False
 
     def met_bytes(self) -> int:
         """Return the bytes of the copy that were there at the highest peak; 0 where the trial did not meet it.
 
-        The second step has the peak of all later ones, but for the copy. Smaller differences have other causes.
+        That peak is compared with the last of the equal steps, which have the same but for the copy. Smaller
+        differences have other causes.
         """
-        if self.size_bytes is None or self._until_second is None or self._steps < 3:
+        if self.size_bytes is None or self._last is None:
             return 0
-        more_bytes = self._until_second.allocated - self._meter.recent_peaks().allocated
+        more_bytes = self._meter.peaks().allocated - self._last.allocated
         return min(more_bytes, self.size_bytes) if more_bytes > self.size_bytes / 2 else 0
 
 

@@ -129,6 +129,17 @@ class _Energy:
             self.joules += after - before
 
 
+def _equal_steps(schedule: Schedule | None, rehearsing: Rehearsing | None) -> float:
+    """Return how many steps from the first on have batches of the same size.
+
+    Those of the user's own code may all differ. With a dataset of different lengths, three warm-up steps or more train
+    on the largest batches; with one length there are two such steps, and all others are as large.
+    """
+    if rehearsing is not None:
+        return 0
+    return math.inf if schedule is None or schedule.worst_steps < 3 else schedule.worst_steps
+
+
 class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     """Times the steps of a ``Trainer``, synchronizing with the device once an optimizer step.
 
@@ -154,7 +165,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         wrapped_model: Callable[[], Any] = lambda: None,
     ) -> None:
         self._meter = meter
-        self._bucket_copy = BucketCopy(meter, wrapped_model, are_steps_equal=rehearsing is None)
+        self._bucket_copy = BucketCopy(meter, wrapped_model, _equal_steps(schedule, rehearsing))
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
         """Seconds of the measured steps of each rank, added up."""
