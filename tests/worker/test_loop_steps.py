@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_meter import FakeClock, FakeMeter
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.loop import LoopConfig, listen, step, steps
+from autotune.core.outcome import Effort, Measurement
+from autotune.worker.trial import measure
 from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.loop_steps import LoopSteps, batch_samples
+from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, batch_samples
 
 
 class Told:
@@ -153,3 +157,25 @@ def test_a_config_remembers_what_was_read_and_refuses_what_is_none() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
     with pytest.raises(InvalidRequestError, match="precision 'int8' is not known"):
         LoopConfig(precision="int8")  # type: ignore[arg-type]
+
+
+def test_waits_for_data_within_a_step_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(measure, "time", clock)
+    found: list[Measurement] = []
+    effort = Effort(warmup_steps=0, min_steps=2, target_spread=0.1, max_steps=2, max_seconds=1000.0)
+    measuring = MeasuredSteps(FakeMeter(clock), Candidate(Arm(), 8, 3), effort, found.append, lambda _: None)
+    measuring.begin()
+    for _ in range(2):
+        measuring.step_begins()
+        for wait_seconds in (0.25, 0.25, 0.0):
+            # Computes, and waits for the next batch.
+            clock.sleep(1.0)
+            if wait_seconds:
+                measuring.micro_step_ends()
+            clock.sleep(wait_seconds)
+        begun = measuring.mark()
+        clock.sleep(0.5)
+        measuring.step_ends((begun, measuring.mark()), 0.5)
+    assert found[0].step_seconds == pytest.approx(4.0)
+    assert found[0].data_seconds == pytest.approx(0.5)

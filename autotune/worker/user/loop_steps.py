@@ -272,9 +272,9 @@ class MeasuredSteps(MeasureCallback):
         """Whether a step was measured, so that a loop that ends is none too soon."""
         return bool(self._measured)
 
-    def _taken_down(self, end: float) -> _Step:
+    def _timed_step(self, end: float) -> _Step:
         """Count all waits of the step; those within it are a part of the time between the marks."""
-        step = super()._taken_down(end)
+        step = super()._timed_step(end)
         data_seconds = step.data_seconds + self._wait_seconds
         run = max(1, self.micro_steps_seen)
         # What a further micro-step takes is the time between two marks, which is the sum of both.
