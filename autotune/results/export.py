@@ -98,7 +98,7 @@ def make_export(report: Report) -> Export:
     fields = environment["training_arguments_fields"]
     data = report.workload.get("data")
     is_own = report.workload["task"] == "own"
-    arguments = data_arguments(decode(data, DataSpec), fields) if data else {}
+    arguments = data_arguments(decode(data, DataSpec)) if data else {}
     revision = environment.get("measurement_revision", 1)
     interface = (report.workload.get("source") or {}).get("interface", {})
     exported: TunedArguments | OwnArguments

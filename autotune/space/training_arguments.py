@@ -49,7 +49,6 @@ class TunedArguments(TypedDict, total=False):
     accelerator_config: dict[str, dict[str, bool]]
     deepspeed: dict[str, Any]
     train_sampling_strategy: str
-    group_by_length: bool
     per_device_eval_batch_size: int
 
 
@@ -78,11 +77,9 @@ def training_arguments(
     }
     arguments[checkpointing] = arm.gradient_checkpointing and not arm.is_sharded
     arguments["optim"] = arm.optim
-    # Set also where they are false, if the installed transformers has them, so that training runs as it was measured.
-    if "torch_compile" in fields:
-        arguments["torch_compile"] = arm.torch_compile
-    if "use_liger_kernel" in fields:
-        arguments["use_liger_kernel"] = arm.use_liger_kernel
+    # Set also where they are false, so that training runs as it was measured.
+    arguments["torch_compile"] = arm.torch_compile
+    arguments["use_liger_kernel"] = arm.use_liger_kernel
     if arguments[checkpointing] and checkpointing == "activation_checkpointing":
         arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     elif arguments[checkpointing]:
@@ -192,14 +189,9 @@ def evaluation_arguments(candidate: Candidate) -> TunedArguments:
     return {EVALUATION_BATCH: candidate.per_device_train_batch_size}
 
 
-def data_arguments(data: DataSpec, fields: Collection[str]) -> TunedArguments:
-    """Return the fields with which training gets the batches that were measured; tuned fields override them.
-
-    ``group_by_length`` was a separate field before transformers 5.
-    """
-    arguments: TunedArguments = {"dataloader_num_workers": 0}
-    if "train_sampling_strategy" in fields:
-        arguments["train_sampling_strategy"] = "group_by_length" if data.group_by_length else "random"
-    elif data.group_by_length:
-        arguments["group_by_length"] = True
-    return arguments
+def data_arguments(data: DataSpec) -> TunedArguments:
+    """Return the fields with which training gets the batches that were measured; tuned fields override them."""
+    return {
+        "dataloader_num_workers": 0,
+        "train_sampling_strategy": "group_by_length" if data.group_by_length else "random",
+    }

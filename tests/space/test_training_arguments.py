@@ -40,9 +40,8 @@ def test_what_was_measured_without_tf32_is_exported_so(precision: Precision, dev
 
 def test_a_compiled_fp32_stays_without_tf32() -> None:
     """TrainingArguments turns it on for compiled models where nothing is said."""
-    fields = NEW | {"torch_compile"}
-    assert training_arguments(Candidate(Arm("fp32", torch_compile=True), 8), fields, "cuda")["tf32"] is False
-    assert training_arguments(Candidate(Arm("bf16", torch_compile=True), 8), fields, "cuda")["tf32"] is None
+    assert training_arguments(Candidate(Arm("fp32", torch_compile=True), 8), NEW, "cuda")["tf32"] is False
+    assert training_arguments(Candidate(Arm("bf16", torch_compile=True), 8), NEW, "cuda")["tf32"] is None
 
 
 def test_batches_and_optimizer_are_taken_over() -> None:
@@ -52,12 +51,10 @@ def test_batches_and_optimizer_are_taken_over() -> None:
     assert arguments["optim"] == "adafactor"
 
 
-def test_levers_are_said_where_transformers_has_them() -> None:
-    fields = NEW | {"torch_compile", "use_liger_kernel"}
-    arguments = training_arguments(Candidate(Arm(torch_compile=True), 8), fields, "cuda")
+def test_levers_are_said_also_where_they_are_off() -> None:
+    arguments = training_arguments(Candidate(Arm(torch_compile=True), 8), NEW, "cuda")
     assert arguments["torch_compile"] is True
     assert arguments["use_liger_kernel"] is False
-    assert "torch_compile" not in training_arguments(Candidate(Arm(), 8), OLD, "cuda")
 
 
 def test_only_a_cpu_is_asked_for() -> None:

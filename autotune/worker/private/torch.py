@@ -12,13 +12,8 @@ import torch.nn.functional as functional
 
 def set_allocator_settings(settings: str) -> None:
     """Apply settings to CUDA's caching allocator, as ``PYTORCH_ALLOC_CONF`` does; must precede every allocation."""
-    # Newer versions of torch have one function for all accelerators, older versions one for CUDA.
     native: Any = torch._C
-    give = (
-        getattr(native, "_accelerator_setAllocatorSettings", None)
-        or native._cuda_cudaCachingAllocator_set_allocator_settings
-    )
-    give(settings)
+    native._accelerator_setAllocatorSettings(settings)
 
 
 @contextlib.contextmanager

@@ -84,9 +84,7 @@ def optimizer_class(arguments: Any, model: Any) -> tuple[Any, dict[str, Any]]:
 
 def compute_on_cpu(arguments: Any) -> None:
     """Make ``TrainingArguments`` name the CPU as their device."""
-    # The second name is that of transformers before 5, whose cached_property was its own.
-    for name in ("_setup_devices", "__cached__setup_devices"):
-        vars(arguments)[name] = torch.device("cpu")
+    vars(arguments)["_setup_devices"] = torch.device("cpu")
 
 
 def prepares_inputs_itself(trainer: Any) -> bool:
@@ -94,7 +92,7 @@ def prepares_inputs_itself(trainer: Any) -> bool:
     return type(trainer)._prepare_inputs is not Trainer._prepare_inputs
 
 
-# Functions that decide whether sdpa needs no mask. Some versions of transformers lack one or both.
+# Functions that decide whether sdpa needs no mask. A version of transformers may lack one or both.
 _MASK_QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _questions: dict[str, Callable[..., bool]] = {}
 
