@@ -15,6 +15,8 @@ Parts, in the order in which they run:
               all GPUs free.
 ``parallel``  the grid of BERT-large of one-GPU trials on all GPUs at once, and on one: seconds of both, and the speed
               of each cell beside others over that of the same cell alone.
+``beside``    one-GPU trials of BERT-large: alone, on all GPUs at the same time, and alone again, three rounds of each
+              cell; how much company costs, beside how much two trials alone differ.
 
 ``FOLDER/ranks.json`` has what came of each part and is written again after each, so that a run that is cut short keeps
 what it has. A part that fails says so there, and the others go on. With ``--cpu`` the same parts run with tiny models
@@ -42,10 +44,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.core.candidate import STRATEGIES, Candidate
+from autotune.core.candidate import STRATEGIES, Arm, Candidate
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
-from autotune.core.placement import rank_log
+from autotune.core.placement import Placement, rank_log
 from autotune.core.schema import encode
 from autotune.core.units import GIB, MIB, parse_bytes
 from autotune.core.workload import Workload
@@ -60,7 +62,7 @@ from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
 
-PARTS = ("search", "grid", "grid-all", "verify", "faults", "parallel")
+PARTS = ("search", "grid", "grid-all", "verify", "faults", "parallel", "beside")
 _ENDLESS = Effort(max_steps=10**6, target_spread=0.0, max_seconds=600.0)
 # What the driver rounds; a process that stayed would hold a CUDA context of some hundred MiB.
 _SLACK_BYTES = 64 * MIB
@@ -86,6 +88,8 @@ SUBJECTS = {
     "llama-1b": Subject("Llama-3.2-1B", 512, precisions=("bf16", "tf32")),
     "gpt2-medium": Subject("gpt2-medium", 1024),
     "vit-large": Subject("vit-large-patch16-224", None),
+    # Fits no DDP either; its micro-steps keep the GPU busy for longer than the host needs to launch them.
+    "gpt2-xl": Subject("gpt2-xl", 1024, 32, precisions=("bf16",)),
 }
 TINY = {
     "bert-tiny": Subject("bert-tiny", 16, 16, ("fp32",)),
@@ -93,8 +97,12 @@ TINY = {
 }
 # All but its smallest batches are limited by the GPU. fp16 takes as long as bf16, and gives as many cells again.
 _BESIDE = Subject("bert-large-uncased", 512, 64, ("bf16", "fp16"))
+# Of these cells the first two are limited by the GPU on a fast host, and the last by the host.
+_BESIDE_CELLS = ((Arm("bf16"), 32), (Arm("bf16", gradient_checkpointing=True), 64), (Arm("bf16"), 16), (Arm("bf16"), 8))
+_BESIDE_ROUNDS = 3
 _GRID_ALL_SECONDS = 150.0
 _VERIFIED_SECONDS = 20.0
+_OF_BESIDE = Effort(min_steps=8, target_spread=0.003, max_seconds=2.5, max_micro_steps=8)
 # Every micro-step is run, and a cell of 0.2 s a step takes 12 steps.
 _OF_GRID_ALL = Effort(min_steps=8, target_spread=0.005, max_seconds=2.5, max_micro_steps=8)
 
@@ -678,6 +686,61 @@ def _parallel(study: Study) -> dict[str, Any]:
     return {**found, **_compared(found, speeds)}
 
 
+def _beside(study: Study) -> dict[str, Any]:
+    """Measure cells alone on the first GPU, beside the same trial on each other GPU, and alone again."""
+    subject = next(iter(TINY.values())) if study.is_cpu else _BESIDE
+    request = study.request(subject, together=False)
+    logs = study.folder / "logs" / "beside"
+    cells: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(TrialServer(Placement.of(device), request.workload, logs / str(number)))
+            for number, device in enumerate(study.devices)
+        ]
+        servers[0].start(inspects=True)
+        prepared = prepare(request, servers[0].inspect())
+        for arm, batch in _BESIDE_CELLS:
+            plain = Arm() if study.is_cpu else arm
+            candidate = Candidate(plain, min(batch, subject.effective_batch), max(1, subject.effective_batch // batch))
+            cell: dict[str, Any] = {"cell": candidate.describe(), "rounds": []}
+            for _ in range(_BESIDE_ROUNDS):
+                if study.clock.left < 20:
+                    break
+                each = [_speeds(some, prepared, candidate, logs) for some in (servers[:1], servers, servers[:1])]
+                cell["rounds"].append(dict(zip(("before", "beside", "after"), each, strict=True)))
+            if cell["rounds"]:
+                cells.append({**cell, **_cost_of_company(cell["rounds"])})
+    return {"cells": cells}
+
+
+def _speeds(servers: list[TrialServer], prepared: Prepared, candidate: Candidate, logs: Path) -> list[float | None]:
+    """Return the samples a second of a candidate on each server, all at the same time; ``None`` where it failed."""
+    executor = LocalExecutor(servers)
+    trials = []
+    for server in servers:
+        log = str(logs / f"{uuid.uuid4().hex}.log")
+        job = TrialJob(uuid.uuid4().hex, candidate, prepared.ceiling.cap_bytes, _OF_BESIDE, 42, 90.0, log)
+        trials.append(executor.submit(dataclasses.replace(job, placement=server.placement)))
+    found: dict[str, float | None] = {}
+    while len(found) < len(trials):
+        trial, report = executor.wait()
+        if not isinstance(report, Event):
+            found[trial] = report.measurement.samples_per_second if isinstance(report, Completed) else None
+    return [found[trial] for trial in trials]
+
+
+def _cost_of_company(rounds: list[dict[str, list[float | None]]]) -> dict[str, Any]:
+    """Return the relative change of the first GPU's speed in company, and from alone to alone, of each round."""
+    company, alone = [], []
+    for each in rounds:
+        before, beside, after = each["before"][0], each["beside"][0], each["after"][0]
+        if before and beside and after:
+            company.append(round(beside / statistics.fmean((before, after)) - 1, 4))
+            alone.append(round(after / before - 1, 4))
+    median = [statistics.median(found) if found else None for found in (company, alone)]
+    return {"company": company, "alone": alone, "company_median": median[0], "alone_median": median[1]}
+
+
 def _compared(found: dict[str, Any], speeds: dict[str, dict[Candidate, float]]) -> dict[str, Any]:
     """Return the seconds together over those alone, of the grid and of the whole command, and speeds likewise."""
     together, alone = found["together"], found["alone"]
@@ -746,6 +809,8 @@ def main() -> None:
             study.run(part, name, lambda name=name, subject=subject: _faults(study, name, subject))  # type: ignore[misc]
         elif part == "parallel":
             study.run(part, "grid", lambda: _parallel(study))
+        elif part == "beside":
+            study.run(part, "cells", lambda: _beside(study))
         else:
             for name, subject in study.subjects.items():
                 run = of_workloads[part]

@@ -110,6 +110,12 @@ def main() -> None:
             f"command; speeds differ by {found.get('speed_difference_median')} in the median, "
             f"{found.get('speed_difference_worst')} at worst"
         )
+    for found in parts.get("beside", {}).values():
+        for cell in found.get("cells", ()):
+            print(
+                f"beside: {cell['cell']:32} in company {cell['company_median']:+.2%} (each: {cell['company']}), "
+                f"alone again {cell['alone_median']:+.2%} (each: {cell['alone']})"
+            )
 
 
 if __name__ == "__main__":
