@@ -30,9 +30,10 @@ from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution import Event, TrialJob
 from autotune.execution.ray_cluster import ClusterNode, NodeLostError
-from autotune.tuning.nodes import remote
+from autotune.tuning.nodes import process
 from autotune.tuning.nodes.node import Node, _check_files, _forget_launcher
-from autotune.tuning.nodes.remote import NodeExecutor, Nodes, Wanted, open_nodes, wanted_of
+from autotune.tuning.nodes.process import Wanted
+from autotune.tuning.nodes.remote import NodeExecutor, Nodes, open_nodes, wanted_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -251,13 +252,13 @@ class TestSeveralNodes(ExecutorContract):
 
 class TestVersions:
     def test_another_version_is_told_with_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(remote, "__version__", "9.9")
+        monkeypatch.setattr(process, "__version__", "9.9")
         nodes = Nodes(HereCluster(), Wanted(0), wait=False, note=print)
         with pytest.raises(ServiceError, match=r"has autotune .*, and here is 9\.9"), nodes:
             pass
 
     def test_another_code_of_the_same_version_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(remote, "this_code", lambda: "another")
+        monkeypatch.setattr(process, "this_code", lambda: "another")
         nodes = Nodes(HereCluster(), Wanted(0), wait=False, note=print)
         with pytest.raises(ServiceError, match="is not the one that is here"), nodes:
             pass

@@ -222,7 +222,8 @@ from autotune import api
 from autotune.core.options import options_of
 from autotune.execution.ray_cluster import RayCluster
 from autotune.results.json_document import report_document
-from autotune.tuning.nodes.remote import Nodes, Wanted
+from autotune.tuning.nodes.process import Wanted
+from autotune.tuning.nodes.remote import Nodes
 from autotune.tuning.options import build_request
 from autotune.tuning.run import run_search
 
