@@ -11,7 +11,6 @@ from autotune.cli.options import SectionedCommand, table_options
 from autotune.cli.output import print_json
 from autotune.cli.predictions import (
     batches_of,
-    find_named,
     known_chips,
     of_ranks,
     predictions,
@@ -69,7 +68,7 @@ def advise(
         if options[name] is None:
             hint = "--" + name.replace("_", "-")
             raise click.MissingParameter(ctx=ctx, param_hint=hint, param_type="option")
-    from autotune.devices.gpus import ALIASES
+    from autotune.devices.gpus import ALIASES, find_chip
     from autotune.devices.prices import read_prices
     from autotune.estimate.grades import Grades
     from autotune.space.space import Batches
@@ -80,7 +79,7 @@ def advise(
         # Raises where the effective batch cannot be shared.
         Batches(options["effective_batch"], count)
     known = known_chips(gpu_spec)
-    chips = list(known.values()) if gpu in (None, ("all",)) else [find_named(name, known) for name in gpu or ()]
+    chips = list(known.values()) if gpu in (None, ("all",)) else [find_chip(name, known) for name in gpu or ()]
     aliases = {alias: name for alias, name in ALIASES.items() if name in known}
     paid = read_prices(price or (), prices, {**{name: name for name in known}, **aliases})
     with AnswersBeside(storage) as answers:

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from autotune.cli.options import SectionedCommand, table_options
 from autotune.cli.output import print_json
-from autotune.cli.predictions import batches_of, find_named, known_chips, predictions, told_unknown
+from autotune.cli.predictions import batches_of, known_chips, predictions, told_unknown
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, encode
@@ -118,7 +118,7 @@ def predicted_document(
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:
     """Return the chips to predict for, each with its usable memory."""
     from autotune.core.units import format_bytes
-    from autotune.devices.gpus import Chip
+    from autotune.devices.gpus import Chip, find_chip
 
     known = known_chips(spec)
     if not names:
@@ -130,7 +130,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
         return [(Chip(name="a GPU like the H200", memory_bytes=limit_bytes), limit_bytes)]
     found = []
     for name in names:
-        chip = find_named(name, known)
+        chip = find_chip(name, known)
         assert chip.memory_bytes is not None
         if limit_bytes is not None and limit_bytes > chip.memory_bytes:
             raise InvalidRequestError(

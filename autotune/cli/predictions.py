@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.core.errors import InvalidRequestError, did_you_mean
+from autotune.core.errors import InvalidRequestError
 from autotune.core.options import request_fields
 
 if TYPE_CHECKING:
@@ -32,18 +32,6 @@ def known_chips(spec: str | None) -> dict[str, Chip]:
     from autotune.devices.gpus import CHIPS, read_chips
 
     return {**CHIPS, **(read_chips(spec) if spec is not None else {})}
-
-
-def find_named(name: str, known: dict[str, Chip]) -> Chip:
-    """Return a GPU by name; raises ``InvalidRequestError`` with similar names."""
-    from autotune.devices.gpus import find_chip
-
-    chip = find_chip(name, known)
-    if chip is None:
-        every = f"known are {', '.join(known)}; or describe it in a file for --gpu-spec"
-        hint = " ".join(filter(None, [did_you_mean(name.lower(), known), every]))
-        raise InvalidRequestError(f"--gpu {name!r} is not known", hint)
-    return chip
 
 
 def predictions(

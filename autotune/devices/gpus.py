@@ -20,7 +20,7 @@ from autotune.core.chip import PCIE_5 as PCIE_5
 from autotune.core.chip import Chip as Chip
 from autotune.core.chip import Link as Link
 from autotune.core.chip import Rates as Rates
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.units import MIB, parse_bytes
 
 TYPICAL_CONTEXT_BYTES = 767 * MIB
@@ -167,10 +167,14 @@ ALIASES = {
 """Other names of chips of the catalog: where a chip comes in several sizes, the common one."""
 
 
-def find_chip(name: str, chips: Mapping[str, Chip] = CHIPS) -> Chip | None:
-    """Return a chip by its name, or by another one that a GPU of the catalog has; ``None`` where there is none."""
+def find_chip(name: str, chips: Mapping[str, Chip]) -> Chip:
+    """Return a chip by its name or alias; raises ``InvalidRequestError`` with similar names."""
     key = name.lower()
-    return chips.get(key) or chips.get(ALIASES.get(key, key))
+    chip = chips.get(key) or chips.get(ALIASES.get(key, key))
+    if chip is None:
+        hints = [did_you_mean(key, chips), f"known are {', '.join(chips)}; or describe it in a file for --gpu-spec"]
+        raise InvalidRequestError(f"--gpu {name!r} is not known", " ".join(filter(None, hints)))
+    return chip
 
 
 _NAMES_OF_DEVICES = {

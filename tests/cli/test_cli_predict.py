@@ -15,10 +15,11 @@ import pytest
 from command_line import COLD, ROOT, Run, run_process
 
 from autotune.cli.predict import _best, _bucket_copy_note, _choice, _print, _print_times
-from autotune.cli.predictions import find_named, known_chips, told_unknown
+from autotune.cli.predictions import known_chips, told_unknown
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
+from autotune.devices.gpus import find_chip
 from autotune.results.predicted import (
     GpuPredictionDocument,
     PredictionDocument,
@@ -283,7 +284,7 @@ def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
     assert (chip.capability, chip.memory_bytes, chip.multiprocessors) == ((8, 9), 24 * GIB, 128)
     assert chip.rates is not None
     assert chip.rates.half_flops == 165.2e12
-    assert find_named("MY-GPU", known_chips(str(path))) == chip
+    assert find_chip("MY-GPU", known_chips(str(path))) == chip
 
 
 @pytest.mark.parametrize(

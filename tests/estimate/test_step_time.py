@@ -12,6 +12,7 @@ from recorded_steps import PUBLISHED, Subject, operations_key, recorded_operatio
 from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operation, Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, find_chip
@@ -155,9 +156,10 @@ def test_the_catalog_names_a_source_for_each_chip_with_rates() -> None:
         assert chip.rates.power_watts > 0
         assert 1e11 < chip.rates.bandwidth_bytes_per_second < 1e13
         assert (chip.rates.tf32_flops is not None) == (chip.capability >= (8, 0))
-    assert {find_chip(name) for name in ALIASES} <= set(CHIPS.values())
-    assert find_chip("H100") is CHIPS["h100-80gb"]
-    assert find_chip("voodoo-2") is None
+    assert {find_chip(name, CHIPS) for name in ALIASES} <= set(CHIPS.values())
+    assert find_chip("H100", CHIPS) is CHIPS["h100-80gb"]
+    with pytest.raises(InvalidRequestError, match="'voodoo-2' is not known"):
+        find_chip("voodoo-2", CHIPS)
 
 
 def test_rates_decide_nothing_about_memory() -> None:

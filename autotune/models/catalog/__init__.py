@@ -36,11 +36,6 @@ class CatalogEntry:
     """A short description: ``encoder, 24 layers``."""
 
     @property
-    def short_name(self) -> str:
-        """The name without its organisation, as most people type it."""
-        return _without_organisation(self.name)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Every spelling that finds this entry, best first; case does not matter."""
         full = (self.name, *self.aliases)

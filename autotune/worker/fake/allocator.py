@@ -50,7 +50,6 @@ class CachingAllocator:
         self._next_address = 0
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
 
     def allocate(self, number: int, size_bytes: int, stream: int = 0) -> None:
         """Serve a request from the cache or a new segment; raises ``OutOfCapError`` where neither is possible."""
@@ -88,7 +87,6 @@ class CachingAllocator:
         else:
             segment = _LARGE_SEGMENT if size < _MIN_LARGE else -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if self._cap is not None and self.reserved_bytes + segment > self._cap:
-            self.retries += 1
             self.empty_cache()
             if self.reserved_bytes + segment > self._cap:
                 raise OutOfCapError(f"{segment} bytes more than {self.reserved_bytes} of {self._cap}")
