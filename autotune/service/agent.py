@@ -161,16 +161,9 @@ class _Lease:
 
         It is asked again while its database is away: that is no reason for the search to fail.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                query = {"lease_token": self._token}
-                found: Document = self._client.request("GET", f"{self._path}/records", query=query)
-                return found
-            except AutotuneError as error:
-                if not _is_passing(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_RETRY_SECONDS)
+        query = {"lease_token": self._token}
+        found: Document = _until_heard(lambda: self._client.request("GET", f"{self._path}/records", query=query))
+        return found
 
     def show(self, status: Document) -> None:
         """Show what runs now, soon."""
@@ -200,16 +193,12 @@ class _Lease:
 
     def _post_until_heard(self, name: str, body: Document) -> AutotuneError | None:
         """Send something until the service answers; return why it was refused, or why there was no answer for long."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                self._post(name, body)
-                return None
-            except AutotuneError as error:
-                # Its lease was lost, or the service is gone for good: the search then belongs to another.
-                if not _is_passing(error) or time.monotonic() > deadline:
-                    return error
-            time.sleep(_RETRY_SECONDS)
+        try:
+            _until_heard(lambda: self._post(name, body))
+        except AutotuneError as error:
+            # Its lease was lost, or the service is gone for good: the search then belongs to another.
+            return error
+        return None
 
     def _post(self, name: str, body: Document) -> Any:
         return self._client.request("POST", f"{self._path}/{name}", {"lease_token": self._token, **body})
@@ -470,6 +459,18 @@ class Agent:
 def _is_passing(error: AutotuneError) -> bool:
     """Return whether the service may answer otherwise in a while: it is away, or its database is locked or full."""
     return isinstance(error, StorageError) or (isinstance(error, ServiceError) and error.status in _PASSING)
+
+
+def _until_heard(ask: Callable[[], Any]) -> Any:
+    """Return the service's answer; while it is away, ask again for a while, then raise its last error."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return ask()
+        except AutotuneError as error:
+            if not _is_passing(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def _log_of(trial: TrialRecord | None) -> dict[str, str]:

@@ -29,7 +29,13 @@ from autotune.service.requests import (
     read_needs,
     read_submission,
 )
-from autotune.service.verifications import VERIFIES, check_can_be_exported, needs_of_study, read_verification
+from autotune.service.verifications import (
+    VERIFIES,
+    VerificationSubmission,
+    check_can_be_exported,
+    needs_of_study,
+    read_verification,
+)
 from autotune.store import Store, new_id
 from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
 from autotune.store.transfer import read_study, related_studies, take_in
@@ -90,24 +96,13 @@ class Searches:
         agents = self.agents()
         fitting = [agent for agent in agents if offer_of(agent.device).meets(submission.needs)]
         check_against(submission, [device_of(agent.device) for agent in _distinct(fitting)], self.codes)
-        queue = self.store.queue
         self._check_length()
         study = choose_study(submission, self._is_taken)
-        job, is_new = queue.submit(
-            study,
-            submission.options,
-            submission.needs,
-            priority=submission.priority,
-            submitted_by=by,
-            idempotency_key=idempotency_key,
-        )
-        if not is_new:
-            _check_same(job, submission.options, submission.needs, idempotency_key)
-        else:
-            # What was accepted is not lost, whatever happens.
-            self.store.sync()
+        job, is_new = self._add(study, submission, submission.needs, by, idempotency_key)
+        if is_new:
             _note("search submitted", search=job.id, study=job.study, by=by, priority=job.priority)
-            self.bell.ring(NEW_JOB)
+        else:
+            _check_same(job, submission.options, submission.needs, idempotency_key)
         return job, is_new
 
     def submit_verification(
@@ -118,17 +113,20 @@ class Searches:
         report = load_report(self.store, submission.study)
         check_can_be_exported(report)
         self._check_length()
-        job, is_new = self.store.queue.submit(
-            f"verify {submission.study}",
-            submission.options,
-            needs_of_study(report.environment),
-            priority=submission.priority,
-            submitted_by=by,
-            idempotency_key=idempotency_key,
-        )
+        needs = needs_of_study(report.environment)
+        job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)
         if not is_new:
             _check_same(job, submission.options, job.needs, idempotency_key)
-        else:
+        return job, is_new
+
+    def _add(
+        self, study: str, submission: Submission | VerificationSubmission, needs: Needs, by: str, key: str | None
+    ) -> tuple[JobRecord, bool]:
+        """Add a job to the queue; return it and whether it is new."""
+        job, is_new = self.store.queue.submit(
+            study, submission.options, needs, priority=submission.priority, submitted_by=by, idempotency_key=key
+        )
+        if is_new:
             # What was accepted is not lost, whatever happens.
             self.store.sync()
             self.bell.ring(NEW_JOB)
