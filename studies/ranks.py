@@ -10,7 +10,7 @@ Parts, in the order in which they run:
               ``WORKLOAD_grid.jsonl``, with the peaks that were predicted in lines at the end.
 ``grid-all``  every cell of bf16: all strategies, checkpointing, batches, and ``sync_each_batch`` where gradients are
               accumulated; a line each in ``WORKLOAD_grid-all.jsonl``.
-``verify``    ``autotune verify``, a stock ``torchrun``, of each study that was searched.
+``verify``    ``autotune verify``, a stock ``torchrun``, of each study that was searched, right after its search.
 ``faults``    one rank is killed, runs out of memory, or stops in a collective: seconds until all processes are gone and
               all GPUs free.
 ``parallel``  the grid of BERT-large of one-GPU trials on all GPUs at once, and on one: seconds of both, and the speed
@@ -811,10 +811,15 @@ def main() -> None:
             study.run(part, "grid", lambda: _parallel(study))
         elif part == "beside":
             study.run(part, "cells", lambda: _beside(study))
+        elif part == "verify" and "search" in options.only:
+            continue
         else:
+            # A study is verified at once, as people do, and before the host's speed has changed much.
+            parts = ("search", "verify") if part == "search" and "verify" in options.only else (part,)
             for name, subject in study.subjects.items():
-                run = of_workloads[part]
-                study.run(part, name, lambda run=run, name=name, subject=subject: run(study, name, subject))  # type: ignore[misc]
+                for each in parts:
+                    run = of_workloads[each]
+                    study.run(each, name, lambda run=run, name=name, subject=subject: run(study, name, subject))  # type: ignore[misc]
     study.say(f"written to {options.folder}")
 
 
