@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataKind, DataSpec
-from autotune.core.errors import InvalidRequestError, did_you_mean
+from autotune.core.errors import InvalidRequestError, did_you_mean, near_misses
 from autotune.core.units import MIB, in_one_line
 from autotune.models.hub_revision import commit_of, hub_content
 
@@ -132,9 +132,12 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _near_file(path: Path) -> str:
-    """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none."""
+    """Return ``did you mean …?`` for a misspelt file, with files of a known format in its folder; empty for none.
+
+    What follows the last dot has to be like a suffix of a known format: names on the hub may have versions there.
+    """
     beside: list[str] = []
-    if path.suffix:
+    if near_misses(_suffix(path), _KIND_OF_SUFFIX, most=1):
         # A folder that is not there, or that may be entered but not listed.
         with contextlib.suppress(OSError):
             beside = [each.name for each in path.parent.iterdir() if _suffix(each) in _KIND_OF_SUFFIX]

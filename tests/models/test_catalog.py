@@ -355,6 +355,12 @@ def test_near_names_are_as_many_as_asked_and_none_if_nothing_is_near() -> None:
     assert catalog.near_names("x" * 1_000_000) == ()
 
 
+@pytest.mark.parametrize("name", ["microsoft/phi-1.5", "01-ai/Yi-1.5-6B", "HuggingFaceTB/SmolLM2-1.7B"])
+def test_other_models_of_the_hub_are_no_misspelt_names(name: str) -> None:
+    """The answer to a hub that cannot be reached would name models that have nothing to do with them."""
+    assert catalog.near_names(name) == ()
+
+
 def test_importing_reads_nothing_and_the_data_is_found_inside_an_archive(tmp_path: Path) -> None:
     archive = tmp_path / "autotune.zip"
     with zipfile.ZipFile(archive, "w") as whole:

@@ -221,6 +221,18 @@ def test_a_misspelt_file_is_not_looked_for_on_the_hub(
     assert caught.value.hint == "did you mean train.jsonl?"
 
 
+@pytest.mark.parametrize("name", ["wikitext-103-raw-v1.5", "org/wikitext-103-raw-v1.5", "wikitext-103-raw-v1.v2"])
+def test_a_hub_name_with_a_version_is_no_misspelt_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    for folder in (tmp_path, tmp_path / "org"):
+        (folder / "wikitext-103-raw-v1.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr("autotune.models.dataset_files.hub_content", lambda name: name)
+    assert locate(name, None) == (name, "hub", name)
+
+
 def test_a_missing_file_in_a_folder_that_cannot_be_listed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def near_names(name: str, count: int = 3) -> tuple[str, ...]:
         for end in range(1, len(parts) + 1):
             beginnings.setdefault("-".join(parts[:end]), []).append(known)
     # Shorter names first: of names with the same beginning, the plain one is the most likely.
-    near = near_misses(wanted, beginnings, most=count)
+    # With an organisation it is a name on the hub, which has many more models than the catalog.
+    near = near_misses(wanted, beginnings, most=count, least_ratio=0.8 if "/" in name else 0.6)
     found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
     return tuple(_without_organisation(spelling[match]) for match in list(found)[:count])
