@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ AGENT_EVENTS = ("line", "study", "trial_begins", "trial", "verification")
 """What an agent tells: lines as the terminal shows them, and what a page draws."""
 _MOST_COMPARED = 20
 _MOST_REFUSED = 20
+# An agent that has not asked for so long was stopped, most likely. A choice.
+_REFUSAL_SHOWN = timedelta(hours=1)
 _CLAIM_POLL_SECONDS = 5.0
 _SEEN_SECONDS = 5.0
 _ALIVE = timedelta(seconds=LEASE_SECONDS)
@@ -60,6 +62,16 @@ def offer_of(device: Document) -> Offer:
     return Offer(
         str(device["kind"]), str(device["name"]), int(device["memory_total_bytes"]), int(device.get("count", 1))
     )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An agent of another version that was refused."""
+
+    version: str
+    since: datetime
+    """When it asked first."""
+    last_asked_at: datetime
 
 
 @dataclass
@@ -74,8 +86,8 @@ class Searches:
     codes: Listed = field(default_factory=dict)
     """What may be searched by name."""
     leases_lost: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
-    """The versions of agents that were refused for them, by the agents' names."""
+    _refused: dict[str, Refusal] = field(default_factory=dict)
+    """By the agents' names."""
     is_closing: bool = False
     _offers: dict[str, Offer] = field(default_factory=dict)
     _seen: dict[str, float] = field(default_factory=dict)
@@ -310,18 +322,25 @@ class Searches:
             gone_at=None,
         )
         self.store.queue.register(agent)
-        self.refused.pop(agent.name, None)
+        self._refused.pop(agent.name, None)
         _note("agent connected", agent=agent.id, name=agent.name, device=device.name)
         self.bell.ring(NEW_JOB)
         return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
 
+    def refusals(self) -> dict[str, Refusal]:
+        """Return the agents that were refused for their version and asked lately, by name."""
+        oldest = self.store.queue.clock() - _REFUSAL_SHOWN
+        return {name: refusal for name, refusal in list(self._refused.items()) if refusal.last_asked_at >= oldest}
+
     def _note_refusal(self, name: str, version: str) -> None:
         """Keep what the page says of an agent that was refused; some agents ask again and again."""
-        if self.refused.get(name) == version:
+        moment, known = self.store.queue.clock(), self.refusals().get(name)
+        if known is not None and known.version == version:
+            self._refused[name] = replace(known, last_asked_at=moment)
             return
-        self.refused[name] = version
-        while len(self.refused) > _MOST_REFUSED:
-            self.refused.pop(next(iter(self.refused)), None)
+        self._refused[name] = Refusal(version, moment, moment)
+        while len(self._refused) > _MOST_REFUSED:
+            self._refused.pop(next(iter(self._refused)), None)
         _note("agent refused", name=name, version=version)
         self.bell.ring(ANY_CHANGE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from datetime import datetime, timedelta
 
 import pytest
 from searching import H200
@@ -13,7 +14,7 @@ from starlette.testclient import TestClient
 
 from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import StorageError
+from autotune.core.errors import ServiceError, StorageError
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -275,10 +276,36 @@ def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, gpu_a
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
 
 
-def test_an_agent_of_another_version_is_named_until_it_is_of_this_one(visitor: TestClient) -> None:
+def test_an_agent_of_another_version_is_named_until_it_is_of_this_one(visitor: TestClient, store: Store) -> None:
+    began = store.queue.clock()
     told = {"name": "<b>gpu-3", "host": "h", "version": "0.0.1", "device": H200.document()}
     assert visitor.post("/v1/agents", json=told).status_code == 409
-    refusal = f"&lt;b&gt;gpu-3 was refused: it is autotune 0.0.1, this service {__version__}."
+    since, versions = f"since {began:%Y-%m-}", f"it is autotune 0.0.1, this service {__version__}."
+    refusal = f"&lt;b&gt;gpu-3 has been refused {since}"
     assert refusal in visitor.get("/").text
+    assert versions in visitor.get("/").text
     assert visitor.post("/v1/agents", json={**told, "version": __version__}).status_code == 201
     assert refusal not in visitor.get("/").text
+
+
+def test_a_refused_agent_that_asks_no_more_is_forgotten_after_a_while(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = searches.store.queue.clock()
+
+    def ask(minutes: int) -> None:
+        monkeypatch.setattr(searches.store.queue, "clock", lambda: now + timedelta(minutes=minutes))
+        with pytest.raises(ServiceError):
+            searches.register_agent({"name": "gpu-3", "version": "0.0.1", "host": "h", "device": H200.document()})
+
+    def seen(minutes: int) -> datetime | None:
+        monkeypatch.setattr(searches.store.queue, "clock", lambda: now + timedelta(minutes=minutes))
+        refusal = searches.refusals().get("gpu-3")
+        return refusal.since if refusal is not None else None
+
+    ask(0)
+    ask(50)
+    assert seen(100) == now
+    assert seen(120) is None
+    ask(130)
+    assert seen(131) == now + timedelta(minutes=130)

@@ -21,7 +21,7 @@ from autotune.service.pages.frame import Visitor, error_box, form_fields, page, 
 from autotune.service.pages.listing import how_they_ended, searches_table, what_runs
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
-from autotune.service.searches import Searches, describe_agent, waits_for
+from autotune.service.searches import Refusal, Searches, describe_agent, waits_for
 from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, TokenRecord
 
@@ -134,7 +134,7 @@ def _parts(searches: Searches) -> list[Child]:
         _section(
             "Agents",
             _agents_table([describe_agent(agent, running) for agent in agents], queue.clock()),
-            [_refusal(name, version) for name, version in list(searches.refused.items())],
+            [_refusal(name, refusal) for name, refusal in searches.refusals().items()],
         ),
         _section(
             "Ended",
@@ -172,8 +172,11 @@ def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
     return table("agents and what they run", ("agent", "device", "memory", "runs", "last heard of"), rows)
 
 
-def _refusal(name: str, version: str) -> Markup:
-    told = f"{name} was refused: it is autotune {version}, this service {__version__}."
+def _refusal(name: str, refusal: Refusal) -> Markup:
+    told = (
+        f"{name} has been refused since {refusal.since:%Y-%m-%d %H:%M} UTC: "
+        f"it is autotune {refusal.version}, this service {__version__}."
+    )
     return element("p", told, class_="soft")
 
 
