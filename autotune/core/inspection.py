@@ -96,6 +96,11 @@ class ModelFacts:
     memory: tuple[TracedStep, ...] = ()
     """A traced step for each arm whose memory can be predicted."""
 
+    @property
+    def own_candidate(self) -> Candidate | None:
+        """The settings of the user's own code; ``None`` where there is none, or its batch is not known."""
+        return self.own.candidate() if self.own is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class Inspection:

@@ -24,6 +24,7 @@ from autotune.execution import Event, Executor, TrialJob
 from autotune.store import Stage, Store, StudyRecord, TrialRecord
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look_ahead import LookAhead
+from autotune.tuning.no_result import no_result
 from autotune.tuning.optuna_study import Asked, OptunaStudy
 from autotune.tuning.plan import Plan, Step
 from autotune.tuning.policy import make_policy
@@ -32,7 +33,7 @@ from autotune.tuning.recorder import StudyRecorder
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
 from autotune.tuning.sampler import candidate_of, distributions, make_sampler
-from autotune.tuning.studies import no_result, open_study
+from autotune.tuning.studies import open_study
 
 
 @runtime_checkable

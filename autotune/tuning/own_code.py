@@ -1,0 +1,142 @@
+"""Fit the request of a search to what the user's own code trains with, and to what it lets a trial change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune.core import loop
+from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.errors import InvalidRequestError
+from autotune.core.inspection import ModelFacts, OwnSettings
+from autotune.core.options import CheckpointingChoice
+from autotune.core.training_source import kind_of_code
+from autotune.space.space import Batches
+from autotune.tuning.dataset import check_own_samples
+from autotune.tuning.request import SearchRequest
+
+
+def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
+    """Return the request with the settings of the user's own code, and without what that would ignore.
+
+    Raises ``InvalidRequestError`` where the code cannot be searched as was asked for.
+    """
+    request = _adopt_own_settings(request, model)
+    request.check_own_code()
+    check_own_samples(request, model.samples)
+    return _without_what_is_not_read(request, model)
+
+
+def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
+    """Return the request with the settings that the user's own code was seen to use, where none were asked for."""
+    own = model.own_candidate
+    effective_batch = request.effective_batch
+    if effective_batch is None and request.objective == "throughput" and own is not None:
+        effective_batch = own.samples_per_step * request.world_size
+    optim = model.own.optim if model.own is not None else OWN_OPTIM
+    source = request.workload.source
+    assert source is not None
+    # A study that is resumed has recorded that name.
+    if {*request.optims} - {OWN_OPTIM} and optim == OWN_OPTIM:
+        raise InvalidRequestError(
+            f"--optim {','.join(request.optims)} does not apply to {source.name}, which makes its optimizer itself",
+            "leave --optim out",
+        )
+    return replace(
+        request,
+        workload=replace(
+            request.workload,
+            config=model.config,
+            dtype=model.dtype,
+            source=replace(source, interface=model.interface),
+        ),
+        effective_batch=effective_batch,
+        optims=request.optims or (optim,),
+    )
+
+
+def _searched(model: ModelFacts) -> frozenset[str]:
+    """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
+    return frozenset(model.interface.get("searched", loop.FIELDS))
+
+
+def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> SearchRequest:
+    """Return the request without what the user's code would ignore.
+
+    Raises ``InvalidRequestError`` where that was asked for, or nothing would be left to search.
+    """
+    source, searched = request.workload.source, _searched(model)
+    assert source is not None
+    if not searched:
+        raise InvalidRequestError(
+            f"{source.name} uses nothing of its config, so that nothing can be searched",
+            "have it make its batches of config.per_device_batch_size, or read config.precision",
+        )
+    if "precision" not in searched:
+        own: Precision = model.own.precision if model.own is not None else "fp32"
+        if request.precisions not in (None, (own,)):
+            raise InvalidRequestError(
+                f"--precision {','.join(request.precisions or ())} does not apply to {source.name}, which decides it",
+                "leave --precision out",
+            )
+        return replace(request, precisions=(own,))
+    if kind_of_code(source.interface) == "loop" and request.precisions is None:
+        # A loop may know no precision of that name.
+        return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
+    return request
+
+
+def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
+    """Return what to search of checkpointing; always on where the user's own code turns it on itself."""
+    source = request.workload.source
+    if source is None or not model.always_checkpoints:
+        return request.gradient_checkpointing
+    if request.gradient_checkpointing == "off":
+        raise InvalidRequestError(
+            f"--gradient-checkpointing off: the model of {source.name} checkpoints by itself, whatever its "
+            "TrainingArguments say",
+            "have it call gradient_checkpointing_enable only where they say so, or leave the option out",
+        )
+    return "on"
+
+
+def batches_of(request: SearchRequest, model: ModelFacts) -> Batches:
+    """Return the batches of the space; none is larger than the dataset."""
+    if request.workload.source is None:
+        return request.batches
+    return replace(request.batches, samples=model.samples, only=_only_batch(request, model))
+
+
+def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
+    """Return the one per-device batch that the user's code can be run with; ``None`` where it takes any.
+
+    Raises ``InvalidRequestError`` where the effective batch that was asked for cannot be had.
+    """
+    source, searched = request.workload.source, _searched(model)
+    assert source is not None
+    own = model.own or OwnSettings(OWN_OPTIM)
+    batch, accumulation = own.per_device_train_batch_size, own.gradient_accumulation_steps
+    asked = request.effective_batch
+    if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
+        return None
+    samples = None if asked is None else asked // request.world_size
+    if "batch" not in searched:
+        if batch is None or (samples is not None and samples % batch):
+            raise InvalidRequestError(
+                f"{source.name} does not take another per-device batch"
+                + (f" than {batch}, which does not divide {samples}" if batch else ""),
+                f"use a multiple of {batch}" if batch else "have it make its batches of config.per_device_batch_size",
+            )
+        if samples not in (None, batch * accumulation) and "accumulation" not in searched:
+            raise InvalidRequestError(
+                f"{source.name} trains at {batch} × {accumulation} and takes no other batch",
+                f"use --effective-batch {batch * accumulation * request.world_size}",
+            )
+        return int(batch)
+    assert samples is not None
+    if samples % accumulation:
+        raise InvalidRequestError(
+            f"{source.name} accumulates {accumulation} steps by itself, which does not divide {samples} samples",
+            f"use --effective-batch {max(1, samples // accumulation) * accumulation * request.world_size}",
+        )
+    # Accumulation follows from the batch, so one batch is left.
+    return int(samples // accumulation)
