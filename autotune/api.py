@@ -145,11 +145,15 @@ class Result:
         """
         return plot_trials(self.report)
 
-    def verify(self, steps: int = DEFAULT_STEPS) -> Verification:
-        """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept."""
-        steps = check_arguments({"steps": steps}, "steps")["steps"]
+    def verify(self, steps: int = DEFAULT_STEPS, *, again: bool = False) -> Verification:
+        """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.
+
+        Where the speed is not kept, or with ``again``, the winner's trial is measured once more: ``again_lines()``.
+        """
+        given = check_arguments({"steps": steps, "again": again}, "steps", "again")
         target = target_of(self.report, placement_of(self.report))
-        return verify(target, steps, log_folder(self.storage, self.study) / "verify.log")
+        log_path = log_folder(self.storage, self.study) / "verify.log"
+        return verify(target, given["steps"], log_path, again=given["again"])
 
     def document(self) -> Document:
         """Return the whole study as ``autotune show --json`` prints it."""

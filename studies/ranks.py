@@ -304,6 +304,7 @@ def _verify(study: Study, name: str, _: Subject) -> dict[str, Any]:
     found = study.command(f"{name}_verify", ["verify", name, "--steps", steps], min(150.0, study.clock.left))
     document = found.pop("document", None) or {}
     kept = ("verdict", "promised", "obtained", "samples_per_second_ratio", "peak_ratio", "misses", "why")
+    kept += ("measured_again", "not_measured_again")
     return {**found, **{key: document.get(key) for key in kept}}
 
 

@@ -321,8 +321,8 @@ from autotune import api
 from autotune.core.errors import PromiseMissedError
 options = dict(model="bert-tiny", effective_batch=8, seq_len=16, device="cpu", trials=1, study="v", storage="v.db")
 shown, real = [], api.verify
-def breaks(*words):
-    found = real(*words)
+def breaks(*words, **options):
+    found = real(*words, **options)
     obtained = dataclasses.replace(found.obtained, loss_problem="the loss is not a number")
     broken = dataclasses.replace(found, obtained=obtained)
     shown.append(repr(broken))

@@ -86,16 +86,30 @@ def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
     return predicted
 
 
-def verify_remotely(server: str, study: str, steps: int, *, as_json: bool) -> None:
+def verify_remotely(server: str, study: str, steps: int, *, as_json: bool, again: bool = False) -> None:
     """Have a service verify one of its studies, and print the result; raises where a promise was not kept."""
     client = Client(server)
-    asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps})
+    # A service of an earlier version does not know the option.
+    asked = client.request("POST", "/v1/verify", {"study": study, "steps": steps, **({"again": True} if again else {})})
     problem = _watch(client, asked)
     if problem is not None:
         raise error_of(problem)
     shown = client.request("GET", f"/v1/verify/{quote(str(asked['id']), safe='')}")
+    print_verification(shown, as_json=as_json)
+
+
+def print_verification(shown: Document, *, as_json: bool) -> None:
+    """Print a verification that a service shows; raises where a promise was not kept.
+
+    Agents of earlier versions recorded no lines.
+    """
+    if shown["verification"] is None:
+        raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the agent's log")
     if as_json:
         print_json(shown["verification"])
+    elif shown.get("lines") is None:
+        verdict = str(shown["verification"].get("verdict", "no verdict")).replace("_", " ")
+        click.echo(f"{verdict}; an agent of an earlier autotune recorded no text of it, --json prints its figures")
     else:
         click.echo("\n".join(shown["lines"]))
     if shown["missed"] is not None:

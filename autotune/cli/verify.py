@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def verify(
     study_or_file: str,
     steps: int,
+    again: bool,
     same_loss: bool,
     study: str | None,
     storage: str,
@@ -44,14 +45,17 @@ def verify(
       autotune verify STUDY --same-loss
 
     A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
-    between them (in a temporary folder); their memory is told apart and their time is left out.
+    between them (in a temporary folder); their memory is told apart and their time is left out. Where the speed
+    is not as promised, the winner's trial is measured once more, to tell a slower machine from a slower run.
     """
+    if again and same_loss:
+        raise InvalidRequestError("--again cannot be used with --same-loss", "leave one of them out")
     if server is not None:
         from autotune.cli.remote import verify_remotely
 
         if same_loss:
             raise InvalidRequestError("--same-loss cannot be used with --server", "leave one of them out")
-        verify_remotely(server, study or study_or_file, steps, as_json=as_json)
+        verify_remotely(server, study or study_or_file, steps, again=again, as_json=as_json)
         return
     from autotune.store import open_store
     from autotune.verify.json_document import verification_document
@@ -62,7 +66,7 @@ def verify(
     if same_loss:
         compare_and_print(target, storage, as_json=as_json)
         return
-    verification = _verified(target, steps, storage)
+    verification = _verified(target, steps, storage, again=again)
     if as_json:
         print_json(encode(verification_document(verification)))
     else:
@@ -109,7 +113,7 @@ def print_verified(report: Report, storage: str, *, as_json: bool, shown_storage
     verification.check()
 
 
-def _verified(target: Target, steps: int, storage: str) -> Verification:
+def _verified(target: Target, steps: int, storage: str, *, again: bool = False) -> Verification:
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import check_steps, verify
 
@@ -120,7 +124,8 @@ def _verified(target: Target, steps: int, storage: str) -> Verification:
         "without instruments …",
         err=True,
     )
-    return verify(target, steps, log_folder(storage, target.report.study.name) / "verify.log")
+    log_path = log_folder(storage, target.report.study.name) / "verify.log"
+    return verify(target, steps, log_path, again=again, note=lambda text: click.echo(text, err=True))
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:

@@ -524,6 +524,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("verify", FLAG, "At the end, check the result with a stock Trainer, as autotune verify does.", HOW),
     Option("steps", COUNT, "Optimizer steps of the stock run.", HOW, VERIFY, "100"),
     Option(
+        "again", FLAG, "Measure the winner's trial again after the stock run, also where the promise is kept.", HOW,
+        VERIFY,
+    ),
+    Option(
         "fresh", FLAG, "Measure everything again; reuse nothing of earlier searches.", HOW,
         request_field="fresh",
     ),

@@ -421,11 +421,15 @@ class Agent:
                 take_in_study(store.engine, found["own"])
             report = load_report(store, study)
         target = target_of(report, placement_of(report))
-        note = f"training {report.workload['model']} for {job['options']['steps']} steps with a stock Trainer"
-        lease.send("line", {"text": note, "style": None})
+
+        def say(text: str) -> None:
+            lease.send("line", {"text": text, "style": None})
+
+        say(f"training {report.workload['model']} for {job['options']['steps']} steps with a stock Trainer")
         log_path = log_folder(self._storage, study) / "verify.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        verification = verify(target, int(job["options"]["steps"]), log_path)
+        again = bool(job["options"].get("again"))
+        verification = verify(target, int(job["options"]["steps"]), log_path, again=again, note=say)
         missed = None
         try:
             verification.check()

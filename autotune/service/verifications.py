@@ -18,7 +18,7 @@ from autotune.verify.throughput import DEFAULT_STEPS, check_steps
 
 VERIFIES = "verify_study"
 """The name in a job's request under which the study is that it verifies."""
-_NAMES = ("study", "steps", "priority")
+_NAMES = ("study", "steps", "again", "priority")
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ def read_verification(document: Any) -> VerificationSubmission:
     check_study_name(document["study"])
     steps = int(BY_NAME["steps"].kind.check("steps", document.get("steps", DEFAULT_STEPS)))
     check_steps(steps)
-    return VerificationSubmission(
-        document["study"], {VERIFIES: document["study"], "steps": steps}, read_priority(document)
-    )
+    options: Document = {VERIFIES: document["study"], "steps": steps}
+    if BY_NAME["again"].kind.check("again", document.get("again", False)):
+        # Recorded only where it is asked for, as requests were before there was such an option.
+        options["again"] = True
+    return VerificationSubmission(document["study"], options, read_priority(document))
 
 
 def check_can_be_exported(report: Report) -> None:

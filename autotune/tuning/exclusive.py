@@ -58,13 +58,40 @@ def take_turn(
         name, has_waited = None, False
         try:
             name, has_waited = _hold_study(stack, study, database, is_taken, wait=wait, note=note)
-            # In one order everywhere, so that no two searches wait for each other. Ranks may share the CPU.
-            for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
-                has_waited |= _hold_device(stack, device, name, wait=wait, note=note)
+            has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
-            note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
+            _say_without_lock(error, note)
             name = name or _first(study, is_taken)
         yield Turn(name, has_waited)
+
+
+@contextlib.contextmanager
+def take_devices(devices: Sequence[Device], study: str, *, note: Note) -> Iterator[None]:
+    """Hold the devices alone for as long as the block lasts, for a trial of a study that is not searched.
+
+    A GPU that a search holds is a ``DeviceError``.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            _hold_devices(stack, devices, study, wait=False, note=note)
+        except LockError as error:
+            _say_without_lock(error, note)
+        yield
+
+
+def _say_without_lock(error: LockError, note: Note) -> None:
+    note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
+
+
+def _hold_devices(
+    stack: contextlib.ExitStack, devices: Sequence[Device], study: str, *, wait: bool, note: Note
+) -> bool:
+    """Take the locks of all devices; whether that took waiting."""
+    has_waited = False
+    # In one order everywhere, so that no two searches wait for each other. Ranks may share the CPU.
+    for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
+        has_waited |= _hold_device(stack, device, study, wait=wait, note=note)
+    return has_waited
 
 
 def _first(study: str | MakeNames, is_taken: Callable[[str], bool]) -> str:

@@ -109,7 +109,7 @@ def run_search(
             nodes.open(turn.study, request.workload, request.slots, folder, wait=wait)
             place = _on_nodes(request, nodes)
         else:
-            place = stack.enter_context(_on_this_machine(request, folder, observer.note, warm))
+            place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in place.servers:
@@ -131,7 +131,7 @@ def _import_for_search() -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where trials run: on this machine, or on a node of a cluster."""
 
     servers: Sequence[Server]
@@ -141,9 +141,9 @@ class _Place:
 
 
 @contextlib.contextmanager
-def _on_this_machine(
+def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
-) -> Iterator[_Place]:
+) -> Iterator[Place]:
     """Make trial servers, which are not started yet, and tell other searches of this one."""
     from autotune.tuning.machine import ThisMachine
 
@@ -160,17 +160,17 @@ def _on_this_machine(
             watched = WatchedExecutor(local, context_bytes, note, lambda: interruption.asked)
             return watched if request.device.kind == "cuda" else SharedExecutor(local, presence)
 
-        yield _Place(servers, ThisMachine(), make_executor)
+        yield Place(servers, ThisMachine(), make_executor)
 
 
-def _on_nodes(request: SearchRequest, nodes: Nodes) -> _Place:
+def _on_nodes(request: SearchRequest, nodes: Nodes) -> Place:
     from autotune.tuning.nodes.remote import NodeExecutor, NodeServer
 
     def make_executor(context_bytes: int, interruption: Interruption) -> Executor:
         nodes.run_trials(context_bytes)
         return NodeExecutor(nodes, request.slots)
 
-    return _Place([NodeServer(nodes, request.workload)], nodes, make_executor)
+    return Place([NodeServer(nodes, request.workload)], nodes, make_executor)
 
 
 def _servers(
@@ -191,7 +191,7 @@ def _servers(
 
 def _prepare_and_search(
     request: SearchRequest,
-    place: _Place,
+    place: Place,
     store: Store | None,
     make_store: Callable[[], Store],
     observer: Observer,
@@ -250,7 +250,7 @@ def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Insp
 
 def _search(
     prepared: Prepared,
-    place: _Place,
+    place: Place,
     store: Store,
     observer: Observer,
     folder: Path,

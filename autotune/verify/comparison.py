@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autotune.core.statistics import estimate_mean
+from autotune.core.units import format_rate, format_spread
 
 Verdict = Literal["kept", "missed", "cannot_tell"]
 
 TELLING_SLACK = 0.2
 """Share of slow-down that a run must be able to refute. Above it, agreement with the promise says little. A choice."""
+
+# An interval of ± 11 % in seconds has sides that differ by this factor as a speed. A choice.
+_LOPSIDED = 1.25
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,38 @@ class Interval:
     def scaled(self, factor: float) -> Interval:
         """Return this interval for a speed that is ``factor`` times as high."""
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Whether one side is so much wider than the other that ± would say something else than both ends."""
+        sides = sorted((self.high - self.mean, self.mean - self.low))
+        return sides[1] > _LOPSIDED * sides[0]
+
+
+def describe_speed(speed: Interval) -> str:
+    """Return ``320.0 ± 1.2%``, or ``305.4 (190.7 to 764.2)`` where that is lopsided.
+
+    ``51.8 (15.4 or more)`` where it has no upper end.
+    """
+    if math.isinf(speed.high):
+        return f"{format_rate(speed.mean)} ({format_rate(speed.low)} or more)"
+    if speed.is_lopsided:
+        return f"{format_rate(speed.mean)} ({describe_ends(speed)})"
+    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
+
+
+def describe_ends(interval: Interval) -> str:
+    """Return ``310.4 to 329.6``."""
+    return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
+
+
+def describe_width(interval: Interval) -> str:
+    """Return ``, ± 1.2%``, or both ends where the interval is lopsided; empty where it has no upper end."""
+    if math.isinf(interval.high):
+        return ""
+    if interval.is_lopsided:
+        return f", {describe_ends(interval)} samples/s"
+    return f",{format_spread(interval.relative_half_width)}"
 
 
 def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interval:

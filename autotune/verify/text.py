@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autotune.core.units import format_bytes, format_seconds
-from autotune.verify.throughput import Verification, describe_speed, notes
+from autotune.verify.comparison import describe_speed
+from autotune.verify.throughput import Verification, notes
 
 
 def verification_lines(verification: Verification) -> list[str]:
@@ -11,13 +12,15 @@ def verification_lines(verification: Verification) -> list[str]:
     target, obtained = verification.target, verification.obtained
     promised, promise, speed = target.promised, verification.promise, verification.speed
     peak = verification.training_peak_bytes
-    lines = [f"{'':9} {'promised':>18} {'obtained':>18}"]
+    # Both ends of a lopsided interval take more room.
+    width = max(18, *(len(describe_speed(each)) for each in (promise, speed) if each is not None))
+    lines = [f"{'':9} {'promised':>{width}} {'obtained':>{width}}"]
     if speed is not None and peak is not None:
         lines += [
-            f"{'samples/s':9} {describe_speed(promise):>18} {describe_speed(speed):>18}  "
+            f"{'samples/s':9} {describe_speed(promise):>{width}} {describe_speed(speed):>{width}}  "
             f"{speed.mean / promise.mean - 1:+.1%}",
             f"{'in use' if verification.judges_allocated else 'peak':9} "
-            f"{format_bytes(verification.promised_peak_bytes):>18} {format_bytes(peak):>18}  "
+            f"{format_bytes(verification.promised_peak_bytes):>{width}} {format_bytes(peak):>{width}}  "
             f"{peak / verification.promised_peak_bytes - 1:+.1%}",
         ]
         peaks, seconds = obtained.peak_bytes, obtained.pause_seconds
@@ -31,6 +34,7 @@ def verification_lines(verification: Verification) -> list[str]:
             before = f", {joules:.3g} J promised" if joules is not None else ""
             lines.append(f"  {obtained.joules_per_sample:.3g} J a sample{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} samples, were timed")
+    lines += [f"  {line}" for line in verification.again_lines()]
     lines += [f"  note: {note}" for note in notes(verification)]
     if verification.misses():
         return [*lines, *(f"  note: {why}" for why in verification.why())]

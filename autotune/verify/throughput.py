@@ -5,21 +5,31 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
-from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds, format_spread
+from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
 from autotune.core.verification import StockResult
 from autotune.estimate.bottleneck import what_limits
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
-from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
+from autotune.verify.again import Again, Finding, NotMeasured, conclusion, find, hint_of, measure_again
+from autotune.verify.comparison import (
+    Interval,
+    Verdict,
+    compare,
+    describe_ends,
+    describe_speed,
+    describe_width,
+    mean_speed,
+    slack,
+)
 from autotune.verify.target import Target
 
 DEFAULT_STEPS = 100
@@ -42,6 +52,8 @@ class Verification:
     steps: int
     obtained: StockResult
     """What ``autotune.worker.verify.stock`` measured."""
+    again: Again | NotMeasured | None = None
+    """The winner's trial measured once more after the run; ``None`` where nobody asked for that."""
 
     def __str__(self) -> str:
         """Return the result in one line, for a notebook."""
@@ -50,6 +62,7 @@ class Verification:
         return (
             f"{self.target.report.study.name}: {format_rate(obtained)} samples/s of {format_rate(promised)} promised, "
             f"peak {format_bytes(self.training_peak_bytes or 0)} of {format_bytes(self.promised_peak_bytes)}: {verdict}"
+            + "".join(f"; {line}" for line in self.again_lines())
         )
 
     # The default representation would print a whole study.
@@ -99,6 +112,54 @@ class Verification:
             # The extra time of new lengths varies, so it is never taken for most of a stretch.
             each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
         return mean_speed(self.samples_per_second, each)
+
+    @property
+    def measured_again(self) -> Again | None:
+        """The winner's trial measured again; ``None`` where that was not done, or came to nothing."""
+        return self.again if isinstance(self.again, Again) else None
+
+    @property
+    def speed_of_again(self) -> Interval | None:
+        """Speed that the repeated trial promises of the timed steps, with the extra time of their new lengths."""
+        again = self.measured_again
+        return again.speed.scaled(self.promise.mean / self.target.promise.mean) if again is not None else None
+
+    @property
+    def finding(self) -> Finding | None:
+        """What the repeated trial shows, beside the promise and the run; ``None`` without one."""
+        again, speed = self.speed_of_again, self.speed
+        return find(self.promise, speed, again) if again is not None and speed is not None else None
+
+    def again_lines(self) -> list[str]:
+        """Say what the repeated trial measured and shows, or why there is none; empty where nobody asked for it."""
+        if isinstance(self.again, NotMeasured):
+            return [f"the winner's trial could not be measured again: {self.again.why}"]
+        again, scaled, speed, finding = self.measured_again, self.speed_of_again, self.speed, self.finding
+        if again is None or scaled is None or speed is None or finding is None:
+            return []
+        promise = self.target.promise
+        found = [
+            f"measured again just now as in the search: {describe_speed(again.speed)} samples/s, "
+            f"{_compared(again.speed.mean / promise.mean)} the search's {format_rate(promise.mean)}",
+            f"the stock run is {_compared(speed.mean / scaled.mean)} that",
+        ]
+        machine, run = conclusion(finding, self._where, has_changed=bool(self.changed_packages()))
+        found = [line + (f": {told}" if told else "") for line, told in zip(found, (machine, run), strict=True)]
+        return [*found, *(f"this trial was disturbed: {why}" for why in again.disturbed)]
+
+    @property
+    def _where(self) -> str:
+        """What is slow where the run and the repeated trial are."""
+        return "this host" if self._is_host_bound else "this machine"
+
+    def changed_packages(self) -> list[str]:
+        """Name the libraries whose versions are not those of the search, each with both versions."""
+        recorded = self.target.report.environment["packages"]
+        return [
+            f"{name} {version or 'none'}, now {now or 'none'}"
+            for name, now in self.obtained.packages.items()
+            if (version := recorded.get(name)) != now
+        ]
 
     def _new_seconds(self, new_shapes: int) -> float:
         """Return the extra time of new lengths, as the search measured it; 0 where it did not."""
@@ -166,7 +227,7 @@ class Verification:
             return []
         return [
             f"{describe_speed(speed)} samples/s are {1 - speed.mean / promise.mean:.1%} below the promised "
-            f"{format_rate(promise.mean)}, and below the {_ends(promise)} that were promised of a next run"
+            f"{format_rate(promise.mean)}, and below the {describe_ends(promise)} that were promised of a next run"
         ]
 
     def verdict(self) -> Verdict:
@@ -191,16 +252,16 @@ class Verification:
         open_share = slack(promise, speed)
         if compare(promise, speed) == "cannot_tell":
             if speed.mean < promise.low:
+                promised = describe_ends(promise)
                 found.append(
-                    f"{describe_speed(speed)} samples/s lie below the promised {_ends(promise)}, but reach into them"
+                    f"{describe_speed(speed)} samples/s lie below the promised {promised}, but reach into them"
                 )
             else:
                 found.append(f"the intervals are too wide: a run {open_share:.0%} slower would go unnoticed")
         if 1 - promise.low / promise.mean >= speed.high / speed.mean - 1:
-            found.append(f"the promise is wide, ± {promise.relative_half_width:.1%}: {self._why_promise_is_wide()}")
+            found.append(f"the promise is wide{describe_width(promise)}: {self._why_promise_is_wide()}")
         else:
-            spread = "" if math.isinf(speed.high) else f", ± {speed.relative_half_width:.1%}"
-            found.append(f"the run is noisy{spread}: {self._why_run_is_noisy()}")
+            found.append(f"the run is noisy{describe_width(speed)}: {self._why_run_is_noisy()}")
         if not self._is_host_bound:
             return found
         return [*found, "the step is host-bound, and such steps differ between processes (--cpu-affinity helps some)"]
@@ -241,22 +302,22 @@ class Verification:
         batch = self.target.best.candidate.per_device_train_batch_size
         if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
+        finding = self.finding
+        told = hint_of(finding, self._where) if finding is not None and misses == self._too_slow() else None
+        if told is not None:
+            return told
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
         return f"search again {how}; autotune devices shows other processes"
 
 
+def _compared(ratio: float) -> str:
+    """Return ``21.2% below``, ``3.0% above`` or ``as fast as``."""
+    if abs(ratio - 1) < 0.0005:
+        return "as fast as"
+    return f"{1 - ratio:.1%} below" if ratio < 1 else f"{ratio - 1:.1%} above"
+
+
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
-
-
-def describe_speed(speed: Interval) -> str:
-    """Return ``320.0 ± 1.2%``, or ``51.8 (15.4 or more)`` where the interval has no upper end."""
-    if math.isinf(speed.high):
-        return f"{format_rate(speed.mean)} ({format_rate(speed.low)} or more)"
-    return f"{format_rate(speed.mean)}{format_spread(speed.relative_half_width)}"
-
-
-def _ends(interval: Interval) -> str:
-    return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
 
 
 def check_steps(steps: int) -> None:
@@ -267,8 +328,19 @@ def check_steps(steps: int) -> None:
         )
 
 
-def verify(target: Target, steps: int, log_path: Path) -> Verification:
-    """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory."""
+def verify(
+    target: Target,
+    steps: int,
+    log_path: Path,
+    *,
+    again: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> Verification:
+    """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
+
+    Where its speed is not kept, or with ``again``, the winner's trial is then measured once more: that tells a machine
+    that has become slower from a run that differs. ``note`` is told when that begins.
+    """
     check_steps(steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
     folder = _data_folder(target, log_path.parent.parent)
@@ -287,7 +359,11 @@ def verify(target: Target, steps: int, log_path: Path) -> Verification:
     )
     if obtained.state == "failed":
         raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
-    return Verification(target, steps, obtained)
+    verification = Verification(target, steps, obtained)
+    speed = verification.speed
+    if speed is None or (compare(verification.promise, speed) == "kept" and not again):
+        return verification
+    return replace(verification, again=measure_again(target, log_path, note))
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
@@ -305,13 +381,7 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
 def notes(verification: Verification) -> list[str]:
     """Return notes that limit the validity of the comparison."""
     found = []
-    recorded = verification.target.report.environment["packages"]
-    changed = [
-        f"{name} {version or 'none'}, now {now or 'none'}"
-        for name, now in verification.obtained.packages.items()
-        if (version := recorded.get(name)) != now
-    ]
-    if changed:
+    if changed := verification.changed_packages():
         found.append(f"the study was measured with {'; '.join(changed)}")
     promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
     if verification.new_shapes and promised.new_length_seconds:

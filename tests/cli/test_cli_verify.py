@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -65,7 +66,10 @@ def test_a_stock_run_is_compared_with_the_promise(studied: Studied, tmp_path: Pa
 
 
 def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: Path) -> None:
-    """Ten times as fast was promised; the table is printed all the same. The export says which study it is."""
+    """Ten times as fast was promised; the table is printed all the same. The export says which study it is.
+
+    The winner is measured again, of which nothing is recorded.
+    """
 
     def exaggerate(outcome: dict[str, Any]) -> None:
         measured = outcome["measurement"]
@@ -77,11 +81,16 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
     exported = run_process("export", "tiny", "--storage", storage, folder=tmp_path)
     file = tmp_path / "training_arguments.json"
     file.write_text(json.dumps({**json.loads(exported.stdout), "learning_rate": 1e-4}))
+    recorded = Path(storage).read_bytes()
     ran = run_process("verify", str(file), "--steps", "20", "--storage", storage, folder=tmp_path)
     assert ran.code == 11, ran.stderr
     assert "below the promised" in ran.stderr
     assert "promised" in ran.stdout
     assert "kept" not in ran.stdout
+    again = re.search(r"measured again just now as in the search: ([\d,.]+) .* samples/s, (.*)% below", ran.stdout)
+    assert again is not None, ran.stdout
+    assert float(again[1].replace(",", "")) > 0
+    assert Path(storage).read_bytes() == recorded
 
 
 def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> None:
@@ -92,6 +101,7 @@ def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> 
     assert "memory ran out during training" in ran.stderr
     document = json.loads(ran.stdout)
     assert document["obtained"]["state"] == "out_of_memory"
+    assert document["measured_again"] is document["not_measured_again"] is None
     assert document["cap_bytes"] == 4 * MIB
 
 
@@ -171,6 +181,7 @@ def test_studies_and_steps_that_are_not_there_are_refused(studied: Studied, run:
     storage = ("--storage", studied.storage)
     refused(run("verify", "absent", *storage), 9, "there is no study 'absent'")
     refused(run("verify", "tiny", "--steps", "5", *storage), 2, "--steps 5 are too few")
+    refused(run("verify", "tiny", "--again", "--same-loss", *storage), 2, "--again cannot be used with --same-loss")
     refused(run("verify", "tiny", "--study", "other", *storage), 2, "--study other does not go with")
 
 

@@ -7,8 +7,10 @@ from searching import H200
 from serving import PREDICTED, Agent, run_recorded
 from starlette.testclient import TestClient
 
+from autotune.cli.remote import print_verification
 from autotune.cli.serve import _predict
 from autotune.core.candidate import Document
+from autotune.core.errors import PromiseMissedError, ServiceError
 from autotune.core.options import BY_NAME, options_of
 from autotune.service.predictions import PREDICTED_NAMES
 from autotune.service.searches import Searches
@@ -96,6 +98,32 @@ def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
     assert writer.get(f"/v1/searches/{STUDY}").json()["request"]["model"] == "bert-large-uncased"
 
 
+def test_a_repeated_trial_is_asked_for_by_name(searched: None, writer: TestClient) -> None:
+    asked = {"study": STUDY, "steps": 50}
+    with_it = writer.post("/v1/verify", json={**asked, "again": True}).json()
+    assert with_it["request"] == {"verify_study": STUDY, "steps": 50, "again": True}
+    without = writer.post("/v1/verify", json={**asked, "again": False}).json()
+    assert without["request"] == {"verify_study": STUDY, "steps": 50}
+
+
+def test_verifications_that_an_earlier_agent_recorded_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: Document = {
+        "study": "verify mine",
+        "verification": {"verdict": "cannot_tell"},
+        "lines": None,
+        "missed": None,
+    }
+    print_verification(shown, as_json=False)
+    assert capsys.readouterr().out.startswith("cannot tell; an agent of an earlier autotune recorded no text of it")
+    print_verification(shown, as_json=True)
+    assert '"verdict": "cannot_tell"' in capsys.readouterr().out
+    missed = {"exit_code": 11, "message": "slower than promised", "hint": "search again"}
+    with pytest.raises(PromiseMissedError, match="slower than promised"):
+        print_verification({**shown, "missed": missed}, as_json=False)
+    with pytest.raises(ServiceError, match="ended without a result"):
+        print_verification({**shown, "verification": None}, as_json=False)
+
+
 @pytest.mark.parametrize(
     ("asked", "status", "words"),
     [
@@ -103,6 +131,7 @@ def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
         ({"study": "nobody"}, 404, "nobody"),
         ({"study": STUDY, "steps": 1}, 422, "too few"),
         ({"study": STUDY, "steps": "many"}, 422, "many"),
+        ({"study": STUDY, "again": "twice"}, 422, "again='twice' is not True or False"),
         ({"study": STUDY, "storage": "x"}, 422, "'storage' is not an option of verify"),
     ],
 )

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autotune.verify.comparison import Interval, Verdict, compare, mean_speed, slack
+from autotune.verify.comparison import Interval, Verdict, compare, describe_speed, mean_speed, slack
 
 
 def around(mean: float, share: float) -> Interval:
@@ -97,3 +97,9 @@ def test_one_stall_refutes_nothing_and_a_real_shortfall_beside_it_is_missed() ->
 def test_several_stalls_are_part_of_the_speed() -> None:
     """Every other stretch takes twice as long: the run is slower, whatever the reason."""
     assert compare(around(100, 0.02), run_of([100.0, 50.0] * 6)) == "missed"
+
+
+def test_an_interval_with_unequal_sides_is_shown_with_both_ends() -> None:
+    assert describe_speed(around(320, 0.012)) == "320.0 ± 1.2%"
+    assert describe_speed(run_of(STALLED)) == "309.0 (159.2 to 555.8)"
+    assert describe_speed(Interval(320, 0.0, math.inf)) == "320.0 (0.00 or more)"

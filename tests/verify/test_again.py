@@ -1,0 +1,232 @@
+"""Test what a repeated trial shows beside a promise and a stock run, on invented and recorded figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_throughput_promise import GPU, obtained, stretches, target
+
+from autotune.core.errors import PromiseMissedError, TrialServerError
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
+from autotune.core.schema import encode
+from autotune.core.units import GIB
+from autotune.core.verification import StockResult
+from autotune.devices.lock import FOLDER_VARIABLE, Lock
+from autotune.verify import again as module
+from autotune.verify import throughput
+from autotune.verify.again import Again, Finding, NotMeasured, find, measure_again
+from autotune.verify.comparison import Interval, Verdict
+from autotune.verify.json_document import verification_document
+from autotune.verify.text import verification_lines
+from autotune.verify.throughput import Verification, verify
+
+
+def around(mean: float, share: float) -> Interval:
+    return Interval(mean, mean * (1 - share), mean * (1 + share))
+
+
+# gpt2-medium on two H200, 22 November 2026: what was promised, and what a stock run reached.
+GPT2_PROMISE, GPT2_RUN = Interval(140.8, 123.8, 160.2), around(110.5, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("promise", "run", "again", "finding"),
+    [
+        pytest.param(GPT2_PROMISE, GPT2_RUN, around(111, 0.01), "machine_slower", id="as slow as the run"),
+        pytest.param(GPT2_PROMISE, GPT2_RUN, around(139, 0.01), "run_differs", id="as fast as promised"),
+        pytest.param(GPT2_PROMISE, GPT2_RUN, around(127, 0.01), "between", id="compatible with both"),
+        pytest.param(GPT2_PROMISE, GPT2_RUN, around(90, 0.01), "machine_varies", id="much slower than both"),
+        pytest.param(GPT2_PROMISE, around(60, 0.05), around(111, 0.01), "machine_varies", id="between the two"),
+        pytest.param(GPT2_PROMISE, around(60, 0.05), around(139, 0.01), "run_differs", id="the run much slower"),
+        pytest.param(GPT2_PROMISE, around(139, 0.01), around(142, 0.01), "agrees", id="all three alike"),
+        pytest.param(around(100, 0.02), around(105, 0.005), around(101, 0.005), "machine_varies", id="the run faster"),
+        pytest.param(around(100, 0.02), around(97, 0.02), around(99, 0.005), "agrees", id="none of it is certain"),
+        pytest.param(GPT2_PROMISE, GPT2_RUN, around(111, 0.3), "between", id="an uncertain trial"),
+        pytest.param(GPT2_PROMISE, GPT2_RUN, Interval(139, 0, float("inf")), "between", id="a single step"),
+    ],
+)
+def test_a_repeated_trial_tells_a_slower_machine_from_a_slower_run(
+    promise: Interval, run: Interval, again: Interval, finding: Finding
+) -> None:
+    assert find(promise, run, again) == finding
+    assert find(promise.scaled(3), run.scaled(3), again.scaled(3)) == finding
+
+
+PAUSES = {"evaluate": 1.0, "save": 2.0}
+
+
+def measured(speed: float, *, spread: float = 0.01, **changes: Any) -> Measurement:
+    """A trial of 64 samples a step at this speed."""
+    step = 64 / speed
+    return Measurement(step, (step,) * 3, spread, speed, 19 * GIB, 20 * GIB, **changes)
+
+
+def verified(run: float, again: float, *, busy: float | None = None, **changes: Any) -> Verification:
+    """A stock run at one speed and a repeated trial at another; 320 samples/s ± 5 % were promised."""
+    answer = obtained(run, pause_seconds=PAUSES, **changes)
+    return Verification(target(0.05, busy=busy), 100, answer, Again(measured(again)))
+
+
+SLOWER = "measured again just now as in the search: 253.0 ± 1.0% samples/s, 20.9% below the search's 320.0"
+
+
+def hint(verification: Verification) -> str:
+    with pytest.raises(PromiseMissedError) as raised:
+        verification.check()
+    return raised.value.hint
+
+
+def test_a_machine_that_is_slower_is_told_and_the_promise_stays_missed() -> None:
+    found = verified(250.0, 253.0)
+    lines = verification_lines(found)
+    assert f"  {SLOWER}: this machine is slower now" in lines
+    assert "  the stock run is 1.2% below that" in lines
+    assert found.verdict() == "missed"
+    assert "the settings are as good as a new search on it could tell now" in hint(found)
+    assert f"; {SLOWER}: this machine is slower now" in str(found)
+    document = encode(verification_document(found))
+    assert (document["verdict"], document["not_measured_again"]) == ("missed", None)
+    assert document["measured_again"] == {
+        "samples_per_second": 253.0,
+        "samples_per_second_low": pytest.approx(253 / 1.01),
+        "samples_per_second_high": pytest.approx(253 / 0.99),
+        "peak_allocated_bytes": 19 * GIB,
+        "peak_reserved_bytes": 20 * GIB,
+        "samples_per_second_ratio": pytest.approx(253 / 320),
+        "stock_ratio": pytest.approx(250 / 253),
+        "disturbed": [],
+        "finding": "machine_slower",
+    }
+    assert f"{SLOWER}: this machine is slower now" in document["why"]
+
+
+def test_where_the_host_limits_the_step_the_host_is_slower() -> None:
+    found = verified(250.0, 253.0, busy=0.46)
+    assert f"{SLOWER}: this host is slower now" in found.again_lines()
+    assert hint(found).startswith("this host is slower than at the time of the search")
+
+
+def test_other_libraries_may_be_what_is_slower() -> None:
+    found = verified(250.0, 253.0, packages={"torch": "2.14.0"})
+    assert f"{SLOWER}: this machine is slower now, or its other versions of libraries are" in found.again_lines()
+
+
+def test_a_run_that_differs_from_its_trial_is_told() -> None:
+    found = verified(250.0, 318.0)
+    machine, run = found.again_lines()
+    assert machine.endswith("318.0 ± 1.0% samples/s, 0.6% below the search's 320.0: this machine is no slower now")
+    assert run == "the stock run is 21.4% below that: it was disturbed, or differs from a trial"
+    assert "verify again" in hint(found)
+    assert "report it" in hint(found)
+
+
+def test_a_machine_whose_speed_changes_is_told() -> None:
+    found = verified(250.0, 200.0)
+    assert found.again_lines()[1] == (
+        "the stock run is 25.0% above that: the speed of this machine changes from minute to minute"
+    )
+    assert "verify again on an idle machine" in hint(found)
+
+
+def test_a_trial_between_the_two_decides_nothing() -> None:
+    found = verified(293.0, 308.0)
+    assert found.finding == "between"
+    assert "too little to tell" in found.again_lines()[1]
+    assert "search again on an idle machine" in hint(found)
+
+
+def test_memory_that_is_missed_as_well_keeps_its_hint() -> None:
+    assert "more --headroom" in hint(verified(250.0, 253.0, peak=22 * GIB))
+
+
+def test_what_agrees_is_told_without_a_conclusion() -> None:
+    found = verified(320.0, 320.0)
+    assert found.again_lines() == [
+        "measured again just now as in the search: 320.0 ± 1.0% samples/s, as fast as the search's 320.0",
+        "the stock run is as fast as that",
+    ]
+    document = encode(verification_document(found))
+    assert (document["verdict"], document["why"], document["measured_again"]["finding"]) == ("kept", [], "agrees")
+
+
+def test_what_disturbed_the_trial_is_told() -> None:
+    disturbed = Again(measured(253.0), ("process 71 took 30 % of the GPU",))
+    lines = dataclasses.replace(verified(250.0, 253.0), again=disturbed).again_lines()
+    assert lines[-1] == "this trial was disturbed: process 71 took 30 % of the GPU"
+
+
+def test_the_time_of_new_lengths_is_part_of_the_comparison() -> None:
+    """20 steps of 0.2 s in each of two stretches, in which 8 lengths of 0.5 s are new: 213 of 320 samples/s."""
+    plain = target(0.05)
+    report = dataclasses.replace(plain.report, workload={**plain.report.workload, "data": {"source": "x.jsonl"}})
+    promised = dataclasses.replace(plain.promised, new_length_seconds=0.5)
+    with_data = dataclasses.replace(plain, report=report, promised=promised)
+    timed = tuple(dataclasses.replace(each, seconds=6.0) for each in stretches([320.0] * 2, 20, new_shapes=4))
+    found = Verification(with_data, 100, obtained(stretches=timed), Again(measured(320.0)))
+    assert found.again_lines()[1] == "the stock run is as fast as that"
+
+
+FAILURES = [
+    (KeyboardInterrupt(), "it was interrupted"),
+    (TrialServerError("the trial server did not start"), "the trial server did not start"),
+    (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+    (OutOfMemory("CUDA out of memory"), "memory ran out: CUDA out of memory"),
+    (Failed("killed", "killed by SIGKILL"), "killed by SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("came", "why"), FAILURES, ids=[type(came).__name__ for came, _ in FAILURES])
+def test_a_trial_that_fails_loses_nothing_of_the_run(
+    came: BaseException | Outcome, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_to_end(*_: Any) -> Outcome:
+        if isinstance(came, BaseException):
+            raise came
+        return came
+
+    monkeypatch.setattr(module, "_outcome", run_to_end)
+    again = measure_again(target(), tmp_path / "verify.log", lambda text: None)
+    assert again == NotMeasured(why)
+    found = Verification(target(), 100, obtained(250.0, pause_seconds=PAUSES), again)
+    assert f"  the winner's trial could not be measured again: {why}" in verification_lines(found)
+    assert "search again on an idle machine" in hint(found)
+    document = encode(verification_document(found))
+    assert (document["verdict"], document["measured_again"]) == ("missed", None)
+    assert document["not_measured_again"] == why
+
+
+def test_a_gpu_that_a_search_holds_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    with Lock(GPU.uuid) as lock:
+        assert lock.acquire("other") is None
+        again = measure_again(target(), tmp_path / "mine" / "verify.log", lambda text: None)
+    assert isinstance(again, NotMeasured)
+    assert again.why.startswith("cuda:0 (NVIDIA H200) is in use by process ")
+    assert "study other" in again.why
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "verdict", "is_measured"),
+    [
+        pytest.param(obtained(250.0), False, "missed", True, id="missed"),
+        pytest.param(obtained(stretches=stretches([270.0, 350.0] * 5)), False, "cannot_tell", True, id="cannot tell"),
+        pytest.param(obtained(320.0), False, "kept", False, id="kept"),
+        pytest.param(obtained(320.0), True, "kept", True, id="kept, and asked for"),
+        pytest.param(obtained(320.0, peak=22 * GIB), False, "missed", False, id="memory alone is missed"),
+        pytest.param(StockResult("out_of_memory", "none left", "train"), True, "missed", False, id="out of memory"),
+    ],
+)
+def test_the_winner_is_measured_again_where_the_speed_is_not_kept(
+    answer: StockResult, asked: bool, verdict: Verdict, is_measured: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(throughput, "run_fresh", lambda *words, **options: answer)
+    monkeypatch.setattr(module, "_outcome", lambda *words: Completed(measured(320.0), disturbed=("busy",)))
+    said: list[str] = []
+    found = verify(target(0.02), 100, tmp_path / "verify.log", again=asked, note=said.append)
+    assert found.verdict() == verdict
+    assert (found.again is not None) == is_measured == bool(said)
+    assert found.measured_again == (Again(measured(320.0), ("busy",)) if is_measured else None)
