@@ -33,8 +33,13 @@ def probe(arguments: list[str]) -> None:
     """Run one search in this process, and print when its predictions and trials begin and end."""
     began = time.monotonic()
     from autotune.cli.main import main
+    from autotune.core.messages import Ended, ServerLine
+    from autotune.core.outcome import Effort
+    from autotune.core.placement import Placement
     from autotune.estimate.memory_jobs import Forecast
+    from autotune.execution import TrialJob
     from autotune.execution.trial_server import TrialServer
+    from autotune.store import TrialRecord
     from autotune.tuning.loop import Search
 
     asked: dict[str, float] = {}
@@ -50,11 +55,11 @@ def probe(arguments: list[str]) -> None:
         say(f"asked {job_id} [{work.arm.describe()}]")
         submit(self, job_id, work, timeout_seconds)
 
-    def taking(self: TrialServer, message: dict[str, Any]) -> None:
-        if (ended := message.get("ended")) in asked:
-            say(f"ended {ended} {time.monotonic() - asked[ended]:.2f} s after it was asked for")
+    def taking(self: TrialServer, line: ServerLine) -> None:
+        if isinstance(line, Ended) and line.ended in asked:
+            say(f"ended {line.ended} {time.monotonic() - asked[line.ended]:.2f} s after it was asked for")
             say(f"all that were asked for: {time.monotonic() - min(asked.values()):.2f} s")
-        take(self, message)
+        take(self, line)
 
     def waiting(self: Forecast) -> None:
         since = time.monotonic()
@@ -62,9 +67,9 @@ def probe(arguments: list[str]) -> None:
         waits.append(time.monotonic() - since)
         say(f"waited {sum(waits):.2f} s in all")
 
-    def beginning(self: Search, record: Any, *rest: Any) -> Any:
+    def beginning(self: Search, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         say(f"trial begins {record.candidate.describe()}")
-        return begin(self, record, *rest)
+        return begin(self, record, effort, placement)
 
     TrialServer.submit, TrialServer._take = submitting, taking  # type: ignore[method-assign]
     Forecast._wait, Search._job = waiting, beginning  # type: ignore[method-assign]
