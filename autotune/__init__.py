@@ -7,9 +7,12 @@ They are imported when they are first used, so that ``import autotune`` itself t
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# As typing has it. Importing that takes most of the time until the command line can handle a Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from autotune.api import Result as Result
     from autotune.api import Trial as Trial
     from autotune.api import load as load

@@ -115,4 +115,4 @@ def test_what_was_tested_together_is_what_is_allowed() -> None:
 
 def test_the_command_is_declared() -> None:
     """The name that the documentation uses."""
-    assert PYPROJECT["project"]["scripts"] == {"autotune": "autotune.cli.main:main"}
+    assert PYPROJECT["project"]["scripts"] == {"autotune": "autotune.__main__:main"}

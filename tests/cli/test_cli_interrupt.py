@@ -155,3 +155,14 @@ def test_within_code_that_an_import_executes(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr.split("\n")[-2] == "autotune: interrupted"
+
+
+def test_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    """The first library that it imports is interrupted here."""
+    (tmp_path / "click.py").write_text("exec('raise KeyboardInterrupt')\n")
+    variables = environment()
+    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune", "devices"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "autotune: interrupted\n")
