@@ -7,14 +7,13 @@ import enum
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Document
-from autotune.worker.user.code import UserCodeError
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
 # batch than it was told to where memory runs out.
@@ -46,8 +45,9 @@ class Overlay:
     shortened: tuple[int, int] | None = None
     """Accumulation steps to run fewer of, and how many to run."""
     on_cpu: bool = False
-    is_inspecting: bool = False
-    """Whether nothing of the candidate's is set yet, so that all settings are the code's own."""
+    refuse: Callable[[str, str], NoReturn] | None = None
+    """Ends an inspection, with what is wrong and what to do: the user's code might catch an error. ``None`` in a trial,
+    whose settings are the candidate's."""
     is_probing: bool = False
     """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
     made_from: Document = field(default_factory=dict)
@@ -99,9 +99,9 @@ class Overlay:
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
         self.made_from = _origin()
-        if self.is_inspecting and getattr(arguments, "fsdp", None):
+        if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.
-            raise UserCodeError(
+            self.refuse(
                 "the TrainingArguments of the code set fsdp", "leave fsdp out, and ask for it with --strategy fsdp"
             )
         if self.is_probing and not self.tuned:

@@ -48,14 +48,20 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
     """What the user's function returns; raises ``UserCodeError`` where that is no ``Trainer``."""
 
+    refusals: list[UserCodeError] = []
+
     def train(*_: Any, **__: Any) -> NoReturn:
-        raise UserCodeError(f"{source.name} calls train itself", "have it return the Trainer untrained")
+        refusals.append(UserCodeError(f"{source.name} calls train itself", "have it return the Trainer untrained"))
+        raise refusals[0]
 
     intercepted, Trainer.train = Trainer.train, train
     try:
         trainer = load_function(source)(dict(overrides))
     finally:
         Trainer.train = intercepted
+    if refusals:
+        # The function caught it.
+        raise refusals[0]
     if not isinstance(trainer, Trainer):
         kind = "the class" if isinstance(trainer, type) else "an object of type"
         name = trainer.__name__ if isinstance(trainer, type) else type(trainer).__name__

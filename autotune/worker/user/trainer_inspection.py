@@ -150,7 +150,7 @@ class _Inspection:
         self._overlay = Overlay(
             self._output_dir,
             on_cpu=self._is_on_cpu,
-            is_inspecting=True,
+            refuse=self._refuse,
             is_probing=is_probing and source.kind == "script",
         )
 
@@ -191,15 +191,11 @@ class _Inspection:
         self._written = WrittenFiles(
             self._source.cwd,
             self._scratch.made_list,
-            lambda what, hint: self._fail(UserCodeError(f"{self._source.name} {what}", hint)),
+            lambda what, hint: self._refuse(f"{self._source.name} {what}", hint),
         )
         self._written.watch()
         others = AccelerateInspection(self._work, self._source, self._finish_with_model)
-        guard = Guard(
-            self._source,
-            lambda message, hint: self._fail(UserCodeError(message, hint)),
-            is_known=others.is_at_work,
-        )
+        guard = Guard(self._source, self._refuse, is_known=others.is_at_work)
         guard.install(self._scratch.stop_file)
         if self._source.kind == "script":
             others.install()
@@ -222,6 +218,9 @@ class _Inspection:
         written = () if self._written is None else tuple(self._written.first)
         found = dataclasses.replace(self._environment, model=model, written=written)
         self._finish(_Seen(InspectionAnswer(found)))
+
+    def _refuse(self, message: str, hint: str) -> NoReturn:
+        self._fail(UserCodeError(message, hint))
 
     def _fail(self, error: BaseException) -> NoReturn:
         is_own = isinstance(error, UserCodeError)
