@@ -110,7 +110,7 @@ class _Job:
 def _models(
     chips: list[Chip], options: dict[str, Any], answers: Any, counts: tuple[int, ...]
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
-    """What is predicted for GPUs with flash attention, and for those without, which have no bf16 either.
+    """Predict memory and work for GPUs with flash attention, and for those without, which have no bf16 either.
 
     Two stand for all: the workspaces of cuBLAS, at most 48 MiB apart, and the scratch of reductions are those of an
     H200.
@@ -134,7 +134,7 @@ def _models(
 
 
 def _among(wanted: tuple[str, ...] | None, precisions: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The wanted precisions that a GPU has; all that are wanted where it has none, which is then refused."""
+    """Return the wanted precisions that a GPU has; all of them where it has none, which is refused later."""
     if wanted is None:
         return None
     return tuple(precision for precision in wanted if precision in precisions) or wanted
@@ -204,7 +204,7 @@ def _of_ranks(candidate: Candidate, count: int) -> Candidate:
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
-    """The predictions for the GPU's kind; in float32 those of any, as flash attention is for 16 bits alone."""
+    """Return the predictions for the GPU's kind; in float32 those of either kind: flash attention has 16 bits only."""
     if arm.precision in ("fp16", "bf16"):
         return models.get(chip.has_flash_attention)
     return models.get(True) or models.get(False)

@@ -57,18 +57,18 @@ class TrainingSource:
         return self.module or Path(self.file).name
 
     def masked(self) -> TrainingSource:
-        """The same as it is recorded and shown: without secrets on its command line."""
+        """Return the source as it is recorded and shown: without secrets on its command line."""
         return dataclasses.replace(self, argv=mask_secrets(self.argv))
 
     def as_it_is_now(self) -> TrainingSource:
-        """The same with the digest of today's file; ``InvalidRequestError`` where that is gone."""
+        """Return the source with the digest that its file has now; raises ``InvalidRequestError`` where it is gone."""
         if not Path(self.file).is_file():
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
         return dataclasses.replace(self, digest=_digest(Path(self.file)))
 
 
 def find_trainer(text: str) -> TrainingSource:
-    """The source that ``--trainer FILE:FUNCTION`` names; the function is ``build`` where none is named.
+    """Return the source that ``--trainer FILE:FUNCTION`` names; the function is ``build`` where none is named.
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
@@ -170,11 +170,11 @@ def _check_is_python(file: Path, name: str, hint: str) -> None:
 
 
 def _is_python(file: Path) -> bool:
-    """Whether a file can be compiled, as Python finds out too: its name says nothing."""
+    """Return whether Python can compile a file, whatever its name ends with."""
     try:
         compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except SyntaxError:
-        # A script of Python's with a slip in it will tell of that slip itself.
+        # A Python script with a syntax error reports that itself when it is run.
         return file.suffix == ".py"
     except (ValueError, OSError):
         return False
@@ -182,7 +182,7 @@ def _is_python(file: Path) -> bool:
 
 
 def _file(name: str, what: str, hint: str) -> Path:
-    # Unlike those of Path, these functions take every name for an answer.
+    # Unlike Path's methods, these functions raise nothing for names that no file can have.
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
@@ -200,7 +200,7 @@ def _digest(file: Path) -> str:
 
 
 def _module_file(name: str) -> Path:
-    """The file of a module, found as ``python -m`` would but without importing what it lies in."""
+    """Return the file that ``python -m`` would run, without importing the packages that contain it."""
     folders: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):

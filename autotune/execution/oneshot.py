@@ -138,7 +138,7 @@ def run_fresh(
 
 
 def _read_to_end(fd: int, deadline: float) -> bytes | None:
-    """All that is written until the other end is closed; ``None`` when that takes too long."""
+    """Return all that is written until the other end is closed; ``None`` where that takes too long."""
     said = b""
     while wait_until_ready([fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
         chunk = os.read(fd, 1 << 16)

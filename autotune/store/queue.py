@@ -528,7 +528,10 @@ _AGENT_FIELDS = tuple(field.name for field in dataclasses.fields(AgentRecord))
 
 
 def _held(job_id: Any, token: Any) -> ColumnElement[bool]:
-    """Whether the job runs under the lease with this token. An expired one holds until another agent claims the job."""
+    """Select a job that runs under the lease with this token.
+
+    An expired lease holds until another agent claims the job.
+    """
     return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.lease_token == token)
 
 

@@ -18,7 +18,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def interrupted_by_signals(interruption: Interruption, note: Callable[[str], None]) -> Iterator[None]:
-    """The first Ctrl-C ends the search after the running trial, the second at once, and no third disturbs that.
+    """End the search after the running trial on a first Ctrl-C, and at once on a second; ignore further ones.
 
     What batch systems and closing terminals send, SIGTERM and SIGHUP, ends it at once. Only the main thread may
     take signals; a search in another one is ended by whoever started that.

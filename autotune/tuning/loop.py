@@ -41,19 +41,19 @@ class Observer(Protocol):
     """Is told what happens during a search, and does not influence it."""
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
-        """Called before the first trial."""
+        """Take in what is searched, before the first trial."""
 
     def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
-        """Called when a trial was given to the executor."""
+        """Take in that a trial was given to the executor."""
 
     def progress(self, number: int, progress: Progress) -> None:
-        """A trial under way entered a ``phase`` or ended a ``step``."""
+        """Take in that a running trial entered a phase or ended a step."""
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """Called when a trial has ended and is recorded."""
+        """Take in a trial that has ended and is recorded."""
 
     def note(self, text: str) -> None:
-        """Called with a note for the user."""
+        """Show a note to the user."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class _Nobody:
         """Start nothing."""
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """Nothing has ended."""
+        """Return nothing: no prediction was started."""
         return {}
 
 

@@ -29,7 +29,7 @@ class UserCodeError(Exception):
 
 
 def enter(source: TrainingSource) -> None:
-    """Make this process one that the user's code is at home in; nothing of theirs runs yet."""
+    """Set this process's environment, working folder and paths as the user's code expects them; runs none of it."""
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
     on_import("wandb", _disable_wandb)
     os.chdir(source.cwd)
@@ -73,7 +73,7 @@ def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
 
 
 def load_function(source: TrainingSource) -> Callable[[Any], Any]:
-    """The function that builds the ``Trainer``, or that trains; its file is imported, not run as ``__main__``.
+    """Import the user's file, and return its function that builds the ``Trainer`` or that trains.
 
     Raises ``UserCodeError`` where the file has no such function.
     """

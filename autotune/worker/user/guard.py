@@ -59,7 +59,7 @@ class Guard:
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
-        """What trains from now on is measured."""
+        """Let the code train from now on: it is measured."""
         self._is_lifted = True
 
     def _end(self, message: str, hint: str) -> None:

@@ -128,24 +128,24 @@ class UntilFirstStep:
         self._on_step = on_step
 
     def begin(self) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     def step_begins(self) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     def micro_step_ends(self) -> None:
-        """Nothing is measured."""
+        """Do nothing."""
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """The first step is over."""
+        """End the inspection with the first step."""
         self._on_step()
 
     def step_is_dropped(self) -> None:
-        """A step of fewer samples says as much."""
+        """End the inspection with a step of fewer samples, too."""
         self._on_step()
 
     def mark(self) -> Any:
-        """Nothing is measured."""
+        """Do nothing."""
 
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
@@ -169,7 +169,7 @@ def weight_dtype(model: Any) -> DTypeName:
 
 
 def config_document(config: Any) -> dict[str, Any]:
-    """The config as JSON-ready data, less what depends on where it came from; empty where there is none."""
+    """Return the config as JSON-ready data, without its path and version; empty where there is none."""
     if not hasattr(config, "to_diff_dict"):
         return {}
     document = json.loads(json.dumps(config.to_diff_dict(), default=str))

@@ -27,23 +27,23 @@ class StepListener(Protocol):
     """What is told of the steps of a loop."""
 
     def begin(self) -> None:
-        """The first batch is about to be given."""
+        """Take in that the first batch is about to be given."""
         ...
 
     def step_begins(self) -> None:
-        """The first batch of a step is there."""
+        """Take in that the first batch of a step is there."""
         ...
 
     def micro_step_ends(self) -> None:
-        """A micro-step is over that is not the last of its step."""
+        """Take in the end of a micro-step that is not the last of its step."""
         ...
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """A whole step is over; ``marks`` were made before and after its optimizer's step."""
+        """Take in the end of a whole step; ``marks`` were made before and after its optimizer's step."""
         ...
 
     def step_is_dropped(self) -> None:
-        """A step is over that cannot be counted."""
+        """Take in the end of a step that cannot be counted."""
         ...
 
     def mark(self) -> Any:
@@ -242,15 +242,15 @@ class MeasuredSteps(MeasureCallback):
     _control = SimpleNamespace()
 
     def begin(self) -> None:
-        """The clock of the first step starts here."""
+        """Start the clock of the first step."""
         self.on_train_begin(None, None, self._control)
 
     def step_begins(self) -> None:
-        """The first batch of a step is there."""
+        """Start a step: its first batch is there."""
         self.on_step_begin(None, None, self._control)
 
     def micro_step_ends(self) -> None:
-        """A micro-step is over that is not the last of its step."""
+        """End a micro-step that is not the last of its step."""
         self.on_substep_end(None, None, self._control)
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:

@@ -82,7 +82,7 @@ class StepsTrial(OwnTrial):
         return self._steps
 
     def begins(self) -> None:
-        """The training is known: what it does from now on is measured."""
+        """Let the code train, and measure it from now on."""
         assert self._meter is not None
         self._guard.lift()
         self._set_tf32()

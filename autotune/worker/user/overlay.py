@@ -115,7 +115,7 @@ class Overlay:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """The first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
+        """Return the first of the ``wanted`` fields that ``arguments`` do not have, as ``name is …, asked was …``."""
         for name, value in wanted.items():
             asked = value
             if name == "gradient_accumulation_steps" and self.shortened and value == self.shortened[0]:
@@ -198,16 +198,16 @@ def _origin() -> Document:
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:
-    """Per-device batch and accumulation of overlaid ``arguments``, as the user's code gave them."""
+    """Return the per-device batch and the accumulation that the user's code gave for ``arguments``."""
     given = getattr(arguments, "_autotune_own_batch", None)
     return given or (int(arguments.per_device_train_batch_size), int(arguments.gradient_accumulation_steps))
 
 
 def plain(value: Any) -> Any:
-    """A field's value as JSON has it: enumerations as their values."""
+    """Return a field's value as JSON has it: enumerations as their values."""
     return value.value if isinstance(value, enum.Enum) else value
 
 
 def known_fields() -> set[str]:
-    """The names that the installed ``TrainingArguments`` has."""
+    """Return the names of the fields of the installed ``TrainingArguments``."""
     return {f.name for f in dataclasses.fields(TrainingArguments)}

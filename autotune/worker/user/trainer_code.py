@@ -46,7 +46,7 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
 
 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
-    """What the user's function returns; raises ``UserCodeError`` where that is no ``Trainer``."""
+    """Call the user's function and return its ``Trainer``; raises ``UserCodeError`` where it returns anything else."""
 
     refusals: list[UserCodeError] = []
 
@@ -75,7 +75,7 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
 
 
 def checkpoints(model: Any) -> bool:
-    """Whether the model recomputes activations as it is; transformers 5.18 and later deprecate the second name."""
+    """Return whether the model recomputes activations; transformers 5.18 and later deprecate the second name."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(model, name)), False))
 

@@ -43,7 +43,7 @@ _LEAST_WAIT_SECONDS = 20.0
 def inspect(
     source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
 ) -> NoReturn:
-    """Facts as ``autotune.worker.facts.inspect`` gives them, of the model that reaches ``Trainer.train``.
+    """Find out the facts of the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds. Memory is traced in another process,

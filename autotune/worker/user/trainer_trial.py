@@ -50,7 +50,7 @@ class _WholeStepsCallback(MeasureCallback):
         control.should_training_stop = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Nothing happens between epochs."""
+        """Have nothing happen between epochs."""
         _silence(control)
         control.should_training_stop = False
 
