@@ -59,9 +59,12 @@ def devices_of_ranks(environment: Mapping[str, Any], study: str) -> tuple[Device
     same = [device for uuid in uuids for device in alike if device.uuid == uuid]
     found = same if len(same) == ranks else alike[:ranks]
     if len(found) < ranks:
+        gone = [uuid for uuid in uuids if uuid not in {device.uuid for device in alike}]
+        verb = "is" if len(alike) == 1 else "are"
         raise DeviceError(
-            f"the study {study!r} was searched on {ranks} of {name}, and {len(alike)} are here",
-            "go on where they are, or search anew under another --study",
+            f"the study {study!r} was searched on {ranks} of {name}, and {len(alike) or 'none'} {verb} here"
+            + (f": {' and '.join(gone)} {'is' if len(gone) == 1 else 'are'} missing" if gone else ""),
+            _with_problem("go on where they are, or search anew under another --study"),
         )
     return tuple(found)
 
@@ -79,7 +82,7 @@ def find_gpus(text: str) -> tuple[Device, ...]:
             raise InvalidRequestError("--gpus 0 leaves nothing to train on", "use 1 or more, or --device cpu")
         if not gpus or count > len(gpus):
             there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
-            hint = _what_there_is(list_devices()) if not gpus else f"use --gpus {len(gpus)} or fewer"
+            hint = _what_there_is(list_devices()) if not gpus else _with_problem(f"use --gpus {len(gpus)} or fewer")
             raise DeviceError(f"--gpus {wanted}: {there} here", hint)
         return gpus[:count]
     names = [name.strip() for name in wanted.split(",") if name.strip()]
@@ -107,5 +110,10 @@ def _what_there_is(devices: tuple[Device, ...]) -> str:
     hint = "choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)
     if VISIBLE in os.environ:
         hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
+    return _with_problem(hint)
+
+
+def _with_problem(hint: str) -> str:
+    """Return a hint with what NVML could not read, which may be the GPU that is missed."""
     problem = nvml_problem()
     return f"{hint}; {problem}" if problem else hint

@@ -71,6 +71,9 @@ class WatchedExecutor:
         needed_bytes = job.cap_bytes + self._context_bytes
         placement = job.placement or self.slots[0]
         gpus = {device.uuid: device for device in placement.devices}
+        for gpu in gpus.values():
+            # Before memory is waited for on another one, which may take a minute.
+            _check_is_there(gpu, device_condition(gpu.uuid))
         found = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
         trial_id = job.trial_id
 
@@ -107,11 +110,7 @@ class WatchedExecutor:
         told = False
         while True:
             now = device_condition(gpu.uuid)
-            if now is not None and now.is_lost:
-                raise DeviceError(
-                    f"{gpu.label} ({gpu.name}) is lost",
-                    "reset it (nvidia-smi --gpu-reset) or start the machine again, then autotune resume goes on",
-                )
+            _check_is_there(gpu, now)
             if now is None or not _is_short(now, needed_bytes):
                 return now
             if time.monotonic() >= deadline or self._is_ending():
@@ -165,6 +164,15 @@ class SharedExecutor:
         self._executor.close()
 
 
+def _check_is_there(gpu: Device, now: Condition | None) -> None:
+    """Raise ``DeviceError`` where NVML says that a GPU is lost."""
+    if now is not None and now.is_lost:
+        raise DeviceError(
+            f"{gpu.label} ({gpu.name}, {gpu.uuid}) is lost",
+            "reset it (nvidia-smi --gpu-reset) or start the machine again, then autotune resume goes on",
+        )
+
+
 def _is_short(now: Condition, needed_bytes: int) -> bool:
     return now.free_bytes is not None and now.free_bytes + _SLACK_BYTES < needed_bytes
 
@@ -181,13 +189,13 @@ def _computed(shares: dict[int, int]) -> list[str]:
     ]
 
 
-def _with_lost_device(outcome: Failed, before: Condition, after: Condition) -> Failed:
+def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
     """Return the outcome with what NVML says of the GPU's own part in it."""
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
-        why = "NVML says that the GPU is lost"
+        why = f"NVML says that {gpu.label} is lost"
     elif errors > 0:
-        why = f"the GPU counted {errors} uncorrectable memory errors during the trial"
+        why = f"{gpu.label} counted {errors} uncorrectable memory errors during the trial"
     else:
         return outcome
     return dataclasses.replace(outcome, reason="device_lost", message=f"{why}; {outcome.message}")
@@ -233,7 +241,7 @@ class _Watch:
         after = device_condition(self._gpu.uuid) or self._before
         match outcome:
             case Failed(reason="error" | "killed" | "lost" | "timeout"):
-                return _with_lost_device(outcome, self._before, after)
+                return _with_lost_device(outcome, self._gpu, self._before, after)
             case OutOfMemory(where="device"):
                 why = (*outcome.disturbed, *self._missing(after), *_came(others))
                 return dataclasses.replace(outcome, disturbed=why)

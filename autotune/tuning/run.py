@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from autotune.core.errors import (
+    DeviceError,
     NoResultError,
     NothingFitsError,
     StorageError,
@@ -267,10 +268,10 @@ def _search(
             forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=place.machine.free_host_bytes())
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
-    except (KeyboardInterrupt, NothingFitsError, NoResultError) as error:
+    except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
         on = f"autotune resume {study} goes on with it"
-        next_step = on if isinstance(error, KeyboardInterrupt) else f"autotune show {study} lists them"
+        next_step = on if isinstance(error, KeyboardInterrupt | DeviceError) else f"autotune show {study} lists them"
         observer.note(f"every trial is recorded in the study {study}; {next_step}")
         raise
 

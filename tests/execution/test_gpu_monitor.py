@@ -171,13 +171,26 @@ try:
     run()
 except DeviceError as error:
     answer = str(error)"""
-        assert "cuda:0 (Stand-in GPU) is lost" in ask(machine, code)
+        assert f"cuda:0 (Stand-in GPU, {uuid_of(0)}) is lost" in ask(machine, code)
+
+    def test_a_second_gpu_that_is_lost_is_told_before_memory_of_the_first_is_waited_for(self, machine: Machine) -> None:
+        code = """
+trials = Trials(COMPLETED)
+trials.slots = (Placement.of(*find_gpus("2")),)
+_, run = watched(trials)
+os.environ["STAND_IN_USED"] = "70"
+os.environ["STAND_IN_ERRORS"] = "nvmlDeviceGetMemoryInfo:1=15,nvmlDeviceGetMemoryInfo_v2:1=15"
+try:
+    run()
+except DeviceError as error:
+    answer = [error.message, notes]"""
+        assert ask(machine, code, STAND_IN_GPUS="2") == [f"cuda:1 (Stand-in GPU, {uuid_of(1)}) is lost", []]
 
     def test_a_trial_that_lost_it_says_so(self, machine: Machine) -> None:
         errors = "STAND_IN_ERRORS='nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15', STAYS='STAND_IN_ERRORS'"
         code = f"_, run = watched(Trials(Failed('error', 'RuntimeError: CUDA error'), {errors}))\nfound = run()\n"
         answer = ask(machine, code + "answer = [found.reason, found.message]")
-        assert answer == ["device_lost", "NVML says that the GPU is lost; RuntimeError: CUDA error"]
+        assert answer == ["device_lost", "NVML says that cuda:0 is lost; RuntimeError: CUDA error"]
 
     def test_memory_errors_are_the_gpus(self, machine: Machine) -> None:
         changes = "STAND_IN_ECC='2', STAYS='STAND_IN_ECC'"
