@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable
 
 from published import error, published_predictions
+from recorded_steps import Subject
 from step_times import H200, known_steps
 
 from autotune.core.candidate import Arm, Candidate
@@ -27,8 +28,8 @@ Known = tuple[StepTime, float]
 def pairs() -> list[tuple[Known, Known]]:
     """Return all pairs of steps of one recording and model that the GPU limits both, or the host."""
     model = StepTimeModel(H200)
-    found: dict[object, dict[Candidate, list[float]]] = {}
-    predicted: dict[object, dict[Candidate, StepTime]] = {}
+    found: dict[tuple[str, Subject], dict[Candidate, list[float]]] = {}
+    predicted: dict[tuple[str, Subject], dict[Candidate, StepTime]] = {}
     for step, operations in known_steps():
         if not step.candidate.arm.cpu_affinity:
             key = step.source, step.subject

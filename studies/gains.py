@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from recorded_steps import Subject
 from step_times import H200, known_steps
 
 from autotune.core.candidate import Arm, Candidate
@@ -43,6 +44,9 @@ class Pair:
         )
 
 
+Recording = tuple[str, Subject]
+"""A file, and what it has steps of."""
+
 OPTIONS: dict[str, tuple[Callable[[Arm], bool], Callable[[Arm], Arm]]] = {
     "bf16 for fp16": (lambda arm: arm.precision == "fp16", lambda arm: replace(arm, precision="bf16")),
     "bf16 for tf32": (lambda arm: arm.precision == "tf32", lambda arm: replace(arm, precision="bf16")),
@@ -62,8 +66,8 @@ OPTIONS: dict[str, tuple[Callable[[Arm], bool], Callable[[Arm], Arm]]] = {
 def pairs(option: str) -> list[Pair]:
     """Return every pair of recorded steps that differ in an option."""
     model = StepTimeModel(H200)
-    seconds: dict[tuple[object, Candidate], list[float]] = {}
-    predicted: dict[tuple[object, Candidate], StepTime] = {}
+    seconds: dict[tuple[Recording, Candidate], list[float]] = {}
+    predicted: dict[tuple[Recording, Candidate], StepTime] = {}
     for step, operations in known_steps():
         key = (step.source, step.subject), step.candidate
         seconds.setdefault(key, []).append(step.step_seconds)

@@ -491,8 +491,18 @@ def fit(path: Path) -> None:
 
 
 # Kernels of several kinds of operations have one name: a copy casts, or changes the order of elements.
-_FITTED_KINDS = ("matrix_product", "attention", "attention_backward", "elementwise", "cast", "normalisation")
-_FITTED_KINDS += ("normalisation_backward", "softmax", "reduction", "dropout")
+_FITTED_KINDS = (
+    "matrix_product",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "cast",
+    "normalisation",
+    "normalisation_backward",
+    "softmax",
+    "reduction",
+    "dropout",
+)
 
 
 def _errors(row: Document, efficiencies: Efficiencies) -> list[float]:

@@ -36,7 +36,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.scratch import make_scratch
 from autotune.core.units import GIB
-from autotune.core.workload import Workload
+from autotune.core.workload import Task, Workload
 from autotune.devices import Device, device_used_bytes, find_device
 from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.execution.process_environment import server_environment
@@ -57,7 +57,7 @@ class Subject:
     """A model with its cells: the most informative first."""
 
     model: str
-    task: str | None
+    task: Task | None
     seq_len: int | None
     cells: tuple[Candidate, ...]
 
@@ -136,8 +136,8 @@ def _measure(runner: TrialServer, device: Device, candidate: Candidate, cap_byte
     if not isinstance(outcome, Completed):
         return {**cell, "message": outcome.message}
     measured = outcome_document(outcome)["measurement"]
-    names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "allocation_retries")
-    names += ("micro_steps_run", "peak_reserved_first_step_bytes", "micro_batch_bytes", "step_seconds")
+    names = ["peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "allocation_retries"]
+    names += ["micro_steps_run", "peak_reserved_first_step_bytes", "micro_batch_bytes", "step_seconds"]
     cell |= {name: measured[name] for name in names if name in measured}
     if before_bytes is not None and cell["device_used_bytes"] is not None:
         cell["used_beyond_reserved_bytes"] = cell["device_used_bytes"] - before_bytes - cell["peak_reserved_bytes"]
@@ -244,7 +244,7 @@ def trace(path: Path) -> None:
     document = json.loads(sys.stdin.read())
     job, scratch = Job.from_document(document), make_scratch("autotune-cells-")
     assert isinstance(job.work, TrialWork)
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=600_000)
     outcome = outcome_document(Trial(job.workload, job.work, scratch, note).run())
     scratch.remove()

@@ -36,7 +36,7 @@ from autotune.worker.trial.synthetic import synthetic_dataset
 _WARMUP_STEPS = 3
 
 
-class _Clock(TrainerCallback):
+class _Clock(TrainerCallback):  # type: ignore[misc]
     """The time of the compared steps, synchronised at both ends and nowhere between."""
 
     def __init__(self, meter: Meter, steps: int) -> None:

@@ -104,7 +104,8 @@ class Runs:
 
     def text(self, label: str, training: str) -> str:
         """Return what a process printed."""
-        return (self.options.out / f"{training}-{label.replace(' ', '-')}" / "out.txt").read_text(encoding="utf-8")
+        out: Path = self.options.out
+        return (out / f"{training}-{label.replace(' ', '-')}" / "out.txt").read_text(encoding="utf-8")
 
     def save(self) -> None:
         """Write what is known so far."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import STRATEGIES, Arm
+from autotune.core.workload import Task, Workload
 
 LANDSCAPES = Path(__file__).parent / "landscapes"
 _MIB = 1024**2
@@ -28,7 +29,7 @@ class Recording:
     """The cells of one model that were measured on two GPUs."""
 
     model: str
-    task: str
+    task: Task
     seq_len: int
     cells: list[dict[str, Any]]
     """With the names of ``TrainingArguments`` and ``peak_allocated_mib``; those that ran out of memory are left out."""
@@ -61,7 +62,6 @@ def arm_of(cell: dict[str, Any]) -> Arm:
 
 def compare(only: str | None, models: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return each measured cell with its predicted peaks and their relative errors."""
-    from autotune.core.workload import Workload
     from autotune.devices.gpus import CHIPS
     from autotune.models.resolve import resolve_model
     from autotune.space import training_arguments

@@ -263,9 +263,9 @@ def _summary(found: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(document, dict) or "trials" not in document:
         return found
     best, trials = document.get("best") or {}, document["trials"]
-    names = ("strategy", "precision", "gradient_checkpointing", "sync_each_batch", "samples_per_second")
-    names += ("per_device_train_batch_size", "gradient_accumulation_steps", "peak_allocated_bytes")
-    names += ("peak_reserved_bytes", "seconds")
+    names = ["strategy", "precision", "gradient_checkpointing", "sync_each_batch", "samples_per_second"]
+    names += ["per_device_train_batch_size", "gradient_accumulation_steps", "peak_allocated_bytes"]
+    names += ["peak_reserved_bytes", "seconds"]
     states = [trial["state"] for trial in trials]
     return {
         **found,
@@ -303,8 +303,8 @@ def _verify(study: Study, name: str, _: Subject) -> dict[str, Any]:
     steps = "20" if study.is_cpu else str(_steps_to_verify(study, name))
     found = study.command(f"{name}_verify", ["verify", name, "--steps", steps], min(150.0, study.clock.left))
     document = found.pop("document", None) or {}
-    kept = ("verdict", "promised", "obtained", "samples_per_second_ratio", "peak_ratio", "misses", "why")
-    kept += ("measured_again", "not_measured_again")
+    kept = ["verdict", "promised", "obtained", "samples_per_second_ratio", "peak_ratio", "misses", "why"]
+    kept += ["measured_again", "not_measured_again"]
     return {**found, **{key: document.get(key) for key in kept}}
 
 
@@ -758,8 +758,9 @@ def _compared(found: dict[str, Any], speeds: dict[str, dict[Candidate, float]]) 
     ]
     differences = sorted(speeds["together"][key] / speeds["alone"][key] - 1 for key in both)
     if differences:
+        worst: float = max(differences, key=abs)
         told["speed_difference_median"] = round(statistics.median(differences), 4)
-        told["speed_difference_worst"] = round(max(differences, key=abs), 4)
+        told["speed_difference_worst"] = round(worst, 4)
     return told
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
-from autotune.core.workload import Workload
+from autotune.core.workload import Task, Workload
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 
@@ -28,7 +28,7 @@ class Subject:
 
     model: str
     seq_len: int | None = None
-    task: str | None = None
+    task: Task | None = None
 
     def workload(self) -> Workload:
         """Return the workload with random weights and synthetic data."""

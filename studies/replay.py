@@ -173,7 +173,7 @@ class SimulatedRunner:
         self._under_way.clear()
         self._events.clear()
 
-    def run(self, job: TrialJob, progress: Callable[[Document], None]) -> Outcome:
+    def run(self, job: TrialJob, progress: Callable[[Progress], None]) -> Outcome:
         """Answer one trial."""
         return run_to_end(self, job, progress)
 

@@ -77,16 +77,13 @@ class Cell:
 
     def gpu(self, efficiencies: Efficiencies) -> GpuTime:
         """Return the predicted GPU time in parts."""
-        model = GpuModel(_rates(), self.candidate.arm.precision, efficiencies)
+        assert H200.rates is not None
+        model = GpuModel(H200.rates, self.candidate.arm.precision, efficiencies)
         batch, accumulation = (
             self.candidate.per_device_train_batch_size,
             self.candidate.gradient_accumulation_steps,
         )
         return gpu_time(self.operations, model, batch, accumulation)
-
-
-def _rates() -> Any:
-    return H200.rates
 
 
 def traced(subject: Subject, arm: Arm) -> Document | None:
@@ -125,7 +122,8 @@ def trace(wanted: Iterable[tuple[Subject, Arm]]) -> None:
 
 def trace_recorded() -> None:
     """Record the operations of every step that was recorded or published."""
-    trace((step.subject, step.candidate.arm) for step in (*recorded_steps(), *published()))
+    recorded = [(step.subject, step.candidate.arm) for step in recorded_steps()]
+    trace(recorded + [(known.subject, known.candidate.arm) for known in published()])
 
 
 @functools.cache

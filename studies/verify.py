@@ -70,7 +70,7 @@ def main() -> None:
             continue
         started = time.monotonic()
         study = f"{model}-verified"
-        asked = ("--model", model, "--effective-batch", "64", "--memory-limit", options.memory_limit)
+        asked = ["--model", model, "--effective-batch", "64", "--memory-limit", options.memory_limit]
         asked += WORKLOADS.get(model, ()) if options.seq_len is None else ("--seq-len", options.seq_len)
         asked += ("--device", options.device) if options.device else ()
         document = _run("search", *asked, "--study", study, *storage)

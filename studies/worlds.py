@@ -425,18 +425,16 @@ class PredictedWorld(MemoryModel):
         """See ``MemoryModel.prediction``."""
         world, line_bytes = self._world, self._world.ceiling.line_bytes
         reserved = int(world.peak_bytes(prediction_twin(candidate)) * self._factor)
-        told = {
-            "per_device_train_batch_size": candidate.per_device_train_batch_size,
-            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-            "accumulates": candidate.accumulates,
-            "peak_allocated_bytes": int(reserved / (1 + world.fragmentation)),
-            "peak_reserved_bytes": reserved,
-            "runs_out": reserved > world.ceiling.cap_bytes,
-            "fits": reserved <= line_bytes,
-            "anatomy": {},
-        }
-        names = {f.name: f for f in dataclasses.fields(MemoryPrediction)}
-        return MemoryPrediction(**{name: told.get(name, 0) for name in names})
+        return MemoryPrediction(
+            candidate.per_device_train_batch_size,
+            candidate.gradient_accumulation_steps,
+            micro_batch_bytes=0,
+            peak_allocated_bytes=int(reserved / (1 + world.fragmentation)),
+            peak_reserved_bytes=reserved,
+            runs_out=reserved > world.ceiling.cap_bytes,
+            fits=reserved <= line_bytes,
+            anatomy={},
+        )
 
     def largest_batch(self, arm: Arm) -> int | None:
         """See ``MemoryModel.largest_batch``."""

@@ -14,7 +14,7 @@ def main() -> None:
     settings = task.settings
     accelerator = Accelerator(mixed_precision="bf16" if settings.bf16 else "no", cpu=settings.device == "cpu")
 
-    @find_executable_batch_size(starting_batch_size=settings.start)
+    @find_executable_batch_size(starting_batch_size=settings.start)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> int:
         accelerator.free_memory()
         model = task.model()

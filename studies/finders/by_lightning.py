@@ -15,7 +15,7 @@ from shared import Sample, Task
 from torch.utils.data import DataLoader
 
 
-class Module(LightningModule):
+class Module(LightningModule):  # type: ignore[misc]
     """The classifier as Lightning wants it."""
 
     def __init__(self, task: Task) -> None:

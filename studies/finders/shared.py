@@ -78,7 +78,7 @@ class Task:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes), 0)
             return
         # oneDNN does not say that memory was wanting in words that the finders know.
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         data_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
         limit = data_kib * 1024 + cap_bytes
@@ -90,7 +90,8 @@ class Task:
         config = AutoConfig.for_model(facts.pop("model_type"), **facts)
         with torch.device(self.settings.device):
             model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        return model.train()
+        trained: torch.nn.Module = model.train()
+        return trained
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Fused AdamW."""

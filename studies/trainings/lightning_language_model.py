@@ -36,7 +36,7 @@ class Texts(Dataset[Sample]):
         return {"input_ids": text, "labels": text}
 
 
-class LanguageModel(pl.LightningModule):
+class LanguageModel(pl.LightningModule):  # type: ignore[misc]
     """GPT-2 with its own loss."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ class LanguageModel(pl.LightningModule):
         return DataLoader(Texts(self.args.max_length, self.args.texts), batch_size=self.batch_size, shuffle=True)
 
 
-class Speed(pl.Callback):
+class Speed(pl.Callback):  # type: ignore[misc]
     """Takes down how fast the steps after the first ones were."""
 
     def __init__(self, started: float | None) -> None:
