@@ -72,7 +72,7 @@ def advise(
     from autotune.devices.prices import read_prices
     from autotune.estimate.grades import Grades
     from autotune.space.space import Batches
-    from autotune.tuning.answers import AnswersBeside
+    from autotune.tuning.answer_cache import AnswersBeside
     from autotune.tuning.measured import measured_pools
 
     for count in gpu_counts:

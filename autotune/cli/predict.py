@@ -100,7 +100,7 @@ def predicted_document(
 ) -> tuple[dict[str, Any], AutotuneError | None]:
     """Return what ``--json`` prints, and why what was predicted could not be kept beside the studies, if so."""
     from autotune.results.predicted import PredictionDocument, RanksPredictionDocument
-    from autotune.tuning.answers import AnswersBeside
+    from autotune.tuning.answer_cache import AnswersBeside
 
     targets = _chips(gpu, options["memory_limit"], gpu_spec)
     with AnswersBeside(storage) as answers:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autotune.estimate.memory import MemoryModel, Question
     from autotune.execution import TrialServer
     from autotune.space.space import Space
-    from autotune.tuning.answers import AnswersBeside
+    from autotune.tuning.answer_cache import AnswersBeside
     from autotune.tuning.prepare import Prepared
     from autotune.tuning.request import SearchRequest
 
@@ -50,7 +50,7 @@ def predictions(
     from autotune.estimate.memory_jobs import Forecast, Target
     from autotune.execution import TrialServer
     from autotune.space.dataloader import usable_cores
-    from autotune.tuning.answers import KeptPredictions, inspection_key
+    from autotune.tuning.answer_cache import KeptPredictions, inspection_key
     from autotune.tuning.forecasting import most_predictions
     from autotune.tuning.options import build_workload
     from autotune.tuning.prepare import prepare

@@ -58,7 +58,7 @@ def _allocating(arm: Arm) -> Arm:
 
 
 class Kept(Protocol):
-    """Stores earlier predictions; see ``autotune.tuning.answers``."""
+    """Stores earlier predictions; see ``autotune.tuning.answer_cache``."""
 
     def find(self, identity: PredictionWork) -> PredictionAnswer | None:
         """Return the stored answer to a ``Question.identity``; ``None`` where there is none."""

@@ -66,8 +66,8 @@ class ServerProcess:
         self._children: dict[str, Started] = {}
 
     @property
-    def starts_by_itself(self) -> bool:
-        """Whether no caller waits for the start, so that it need not be reported before the first job."""
+    def starts_at_once(self) -> bool:
+        """Whether the process starts before it is needed; with ``on_start``, it starts when it is first needed."""
         return self._on_start is None
 
     @property

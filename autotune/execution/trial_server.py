@@ -88,7 +88,7 @@ class TrialServer:
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        if self._process.starts_by_itself:
+        if self._process.starts_at_once:
             self._process.start()
         return self
 

@@ -74,7 +74,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        searches.bell.attach()
+        searches.changes.attach()
         yield
         searches.is_closing = True
 

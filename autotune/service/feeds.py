@@ -16,11 +16,11 @@ from starlette.responses import StreamingResponse
 
 from autotune.core.candidate import Document
 from autotune.core.errors import ServiceError
-from autotune.service.bell import ANY_CHANGE, wait_for
+from autotune.service.change_events import ANY_CHANGE, wait_for
 from autotune.service.searches import Searches
 from autotune.store.queue import ENDED, JobEvent, JobRecord
 
-# After so long the database is asked anew, for what happened without a ring: another process's writes.
+# After so long the database is asked anew, for what happened without a notification: another process's writes.
 _POLL_SECONDS = 2.0
 _CHANGES_POLL_SECONDS = 5.0
 # A busy queue changes more often than anybody wants to look.
@@ -111,10 +111,10 @@ class _Changes(_Shared):
 
     async def _follow(self) -> None:
         while not self.searches.is_closing:
-            ticket = self.searches.bell.ticket(ANY_CHANGE)
+            changed = self.searches.changes.next_event(ANY_CHANGE)
             self._tell()
             await asyncio.sleep(_PAUSE_SECONDS)
-            await wait_for(ticket, _CHANGES_POLL_SECONDS)
+            await wait_for(changed, _CHANGES_POLL_SECONDS)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Yield what is sent to one who listens."""
@@ -136,7 +136,7 @@ class _Search(_Shared):
 
     async def _follow(self) -> None:
         while not self.searches.is_closing:
-            ticket = self.searches.bell.ticket(self.job_id)
+            changed = self.searches.changes.next_event(self.job_id)
             job, found = await run_in_threadpool(self._look)
             for event in found:
                 data = {**event.document, "at": event.created_at.isoformat()}
@@ -146,7 +146,7 @@ class _Search(_Shared):
                 return
             self._tell()
             if not found:
-                await wait_for(ticket, _POLL_SECONDS)
+                await wait_for(changed, _POLL_SECONDS)
 
     def _look(self) -> tuple[JobRecord, list[JobEvent]]:
         job = self.searches.job(self.job_id)

@@ -18,7 +18,7 @@ from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudy
 from autotune.core.units import format_rate
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
-from autotune.service.bell import ANY_CHANGE, NEW_JOB, Bell, wait_for
+from autotune.service.change_events import ANY_CHANGE, NEW_JOB, ChangeEvents, wait_for
 from autotune.service.listed_code import Listed
 from autotune.service.requests import (
     Submission,
@@ -81,7 +81,7 @@ class Searches:
     store: Store
     storage: str
     """Where the store is, as ``open_store`` takes it."""
-    bell: Bell = field(default_factory=Bell)
+    changes: ChangeEvents = field(default_factory=ChangeEvents)
     data_folders: tuple[Path, ...] = ()
     codes: Listed = field(default_factory=dict)
     """What may be searched by name."""
@@ -141,7 +141,7 @@ class Searches:
         if is_new:
             # What was accepted is not lost, whatever happens.
             self.store.sync()
-            self.bell.ring(NEW_JOB)
+            self.changes.notify(NEW_JOB)
         return job, is_new
 
     def _check_length(self) -> None:
@@ -283,7 +283,7 @@ class Searches:
         if job.state in ENDED:
             return job
         cancelled = self.store.queue.cancel(job.id)
-        self.bell.ring(job.id)
+        self.changes.notify(job.id)
         return cancelled or job
 
     def log_path(self, study: str, number: int) -> Path:
@@ -324,7 +324,7 @@ class Searches:
         self.store.queue.register(agent)
         self._refused.pop(agent.name, None)
         _note("agent connected", agent=agent.id, name=agent.name, device=device.name)
-        self.bell.ring(NEW_JOB)
+        self.changes.notify(NEW_JOB)
         return {"id": agent.id, "lease_seconds": LEASE_SECONDS}
 
     def refusals(self) -> dict[str, Refusal]:
@@ -342,7 +342,7 @@ class Searches:
         while len(self._refused) > _MOST_REFUSED:
             self._refused.pop(next(iter(self._refused)), None)
         _note("agent refused", name=name, version=version)
-        self.bell.ring(ANY_CHANGE)
+        self.changes.notify(ANY_CHANGE)
 
     async def claim(
         self, agent_id: str, wait_seconds: float, has_left: Callable[[], Awaitable[bool]] | None = None
@@ -359,12 +359,12 @@ class Searches:
         if offer is None:
             offer = await run_in_threadpool(self._offer, agent_id)
         while True:
-            ticket = self.bell.ticket(NEW_JOB)
+            event = self.changes.next_event(NEW_JOB)
             job = await run_in_threadpool(self.store.queue.claim, agent_id, offer)
             left = deadline - time.monotonic()
             if job is not None:
                 _note("search claimed", search=job.id, study=job.study, agent=agent_id, attempt=job.attempts)
-                self.bell.ring(job.id)
+                self.changes.notify(job.id)
                 return {
                     "job": {
                         "id": job.id,
@@ -376,7 +376,7 @@ class Searches:
                 }
             if left <= 0 or self.is_closing:
                 return {"job": None}
-            await wait_for(ticket, min(left, _CLAIM_POLL_SECONDS))
+            await wait_for(event, min(left, _CLAIM_POLL_SECONDS))
             if has_left is not None and await has_left():
                 return {"job": None}
 
@@ -410,7 +410,7 @@ class Searches:
         is_cancelled = self.store.queue.renew(job_id, _lease(document), status if isinstance(status, dict) else None)
         self._saw(agent_id)
         if status is not None:
-            self.bell.ring(job_id)
+            self.changes.notify(job_id)
         return {"cancel": is_cancelled}
 
     def say(self, agent_id: str, job_id: str, document: Document) -> Document:
@@ -425,7 +425,7 @@ class Searches:
                 take_in(connection, record, study)
         for number, text in logs.items():
             self._keep_log(study, number, text)
-        self.bell.ring(job_id)
+        self.changes.notify(job_id)
         return {}
 
     def _keep_log(self, study: str, number: Any, text: Any) -> None:
@@ -456,7 +456,7 @@ class Searches:
         if state == "queued":
             self.store.queue.put_back(job_id, lease, str(document.get("why") or "its agent ended")[:200])
             _note("search put back", search=job_id, agent=agent_id)
-            self.bell.ring(NEW_JOB)
+            self.changes.notify(NEW_JOB)
         elif state in ENDED:
             problem = document.get("problem")
             self.store.queue.end(job_id, lease, state, problem if isinstance(problem, dict) else None)
@@ -466,7 +466,7 @@ class Searches:
                 f"{state!r:.40} is not a state in which a search ends", f"send one of {', '.join(ENDED)}"
             )
         self.store.sync()
-        self.bell.ring(job_id)
+        self.changes.notify(job_id)
         return {}
 
     def sweep(self) -> None:
@@ -474,8 +474,8 @@ class Searches:
         for job_id, _ in self.store.queue.sweep():
             self.leases_lost += 1
             _note("lease lost", search=job_id)
-            self.bell.ring(job_id)
-            self.bell.ring(NEW_JOB)
+            self.changes.notify(job_id)
+            self.changes.notify(NEW_JOB)
 
 
 def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None) -> None:

@@ -205,7 +205,7 @@ async def _sweep(searches: Searches, server: _Server) -> None:
     while True:
         if server.should_exit:
             searches.is_closing = True
-            searches.bell.ring_all()
+            searches.changes.notify_all()
         if time.monotonic() - swept >= _SWEEP_SECONDS:
             swept = time.monotonic()
             try:

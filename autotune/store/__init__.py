@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
 
 if TYPE_CHECKING:
-    from autotune.store.answers import Answers
+    from autotune.store.answer_file import AnswerFile, open_answers
     from autotune.store.engine import LOCK_TIMEOUT_SECONDS, damaged, storage_errors
-    from autotune.store.finding import AnswerFile, open_answers
     from autotune.store.measured import MeasuredTrial, measured_trials
     from autotune.store.migrate import migrations_folder
     from autotune.store.opening import current_revision, open_store, upgrade
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         now,
     )
     from autotune.store.repository import Store
+    from autotune.store.stored_answers import Answers
 
 __all__ = [
     "DEFAULT_LOCATION",
@@ -68,9 +68,9 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "AnswerFile": "finding",
-    "AnswerKind": "answers",
-    "Answers": "answers",
+    "AnswerFile": "answer_file",
+    "AnswerKind": "stored_answers",
+    "Answers": "stored_answers",
     "LOCK_TIMEOUT_SECONDS": "engine",
     "MeasuredTrial": "measured",
     "measured_trials": "measured",
@@ -85,7 +85,7 @@ _MODULE_OF = {
     "damaged": "engine",
     "new_id": "records",
     "now": "records",
-    "open_answers": "finding",
+    "open_answers": "answer_file",
     "storage_errors": "engine",
     "Store": "repository",
     "close_optuna": "optuna_storage",

@@ -25,10 +25,10 @@ class Machine(Protocol):
         """Return what a measurement depends on; see ``describe_environment``."""
 
     def inspection_key(self, request: SearchRequest) -> str | None:
-        """Return the key of an inspection; see ``autotune.tuning.answers.inspection_key``."""
+        """Return the key of an inspection; see ``autotune.tuning.answer_cache.inspection_key``."""
 
     def prediction_key(self, identity: PredictionWork, workload: Workload) -> str:
-        """Return the key of a prediction; see ``autotune.tuning.answers.prediction_key``."""
+        """Return the key of a prediction; see ``autotune.tuning.answer_cache.prediction_key``."""
 
     def free_host_bytes(self) -> int | None:
         """Return the host's free memory; ``None`` where it is not known."""
@@ -45,13 +45,13 @@ class ThisMachine:
 
     def inspection_key(self, request: SearchRequest) -> str | None:
         """See ``Machine.inspection_key``."""
-        from autotune.tuning.answers import inspection_key
+        from autotune.tuning.answer_cache import inspection_key
 
         return inspection_key(request.device, request.workload, request.ranks)
 
     def prediction_key(self, identity: PredictionWork, workload: Workload) -> str:
         """See ``Machine.prediction_key``."""
-        from autotune.tuning.answers import prediction_key
+        from autotune.tuning.answer_cache import prediction_key
 
         return prediction_key(identity, workload)
 

@@ -257,7 +257,7 @@ def _search(
     folder: Path,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
-    from autotune.tuning.answers import KeptPredictions
+    from autotune.tuning.answer_cache import KeptPredictions
     from autotune.tuning.forecasting import forecast_of
     from autotune.tuning.loop import Search
 

@@ -16,7 +16,7 @@ from autotune.devices.gpus import chip_of_device
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.report import Report
-from autotune.tuning.answers import KeptPredictions, inspection_key
+from autotune.tuning.answer_cache import KeptPredictions, inspection_key
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import request_from_document

@@ -22,7 +22,7 @@ from autotune.estimate.memory import MemoryModel, Question, questions, reserved_
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
 from autotune.store import Store
-from autotune.tuning.answers import KeptPredictions
+from autotune.tuning.answer_cache import KeptPredictions
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import Prepared, prepare

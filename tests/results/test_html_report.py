@@ -36,7 +36,7 @@ from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
 from autotune.store import Store
-from autotune.tuning.answers import KeptPredictions, inspection_key
+from autotune.tuning.answer_cache import KeptPredictions, inspection_key
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.stored_predictions import stored_prediction, stored_step

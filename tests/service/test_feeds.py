@@ -10,7 +10,7 @@ from searching import write_empty_database
 
 from autotune.results.html.markup import Child
 from autotune.service import feeds
-from autotune.service.bell import Bell
+from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
 from autotune.service.pages.rendered import Rendered
 from autotune.service.searches import Searches
@@ -44,7 +44,7 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
 
     async def run() -> list[bytes]:
         searches = Searches(store, "a.db")
-        searches.bell.attach()
+        searches.changes.attach()
         job, _ = store.queue.submit("a", {}, Needs())
         feed = Feeds(searches)
         listeners = [asyncio.create_task(heard(feed, job.id, after)) for after in (*[0] * 50, 2)]
@@ -52,11 +52,11 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
         claimed = store.queue.claim("agent", Offer("cpu", "cpu", 1))
         assert claimed is not None
         token = str(claimed.lease_token)
-        searches.bell.ring(job.id)
+        searches.changes.notify(job.id)
         with store.queue.writing(job.id, token, [("line", {"text": "one"})]):
             pass
         store.queue.end(job.id, token, "finished")
-        searches.bell.ring(job.id)
+        searches.changes.notify(job.id)
         return await asyncio.gather(*listeners)
 
     told = asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
@@ -75,14 +75,14 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
 
     async def run() -> None:
         searches = Searches(store, "a.db")
-        searches.bell.attach()
+        searches.changes.attach()
         feed = Feeds(searches)
         first, second = feed.changes(), feed.changes()
         assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"
         await first.aclose()  # type: ignore[attr-defined]
         waiting = asyncio.ensure_future(anext(second))
         await asyncio.sleep(0)
-        searches.bell.ring("x")
+        searches.changes.notify("x")
         assert await waiting == b"event: changed\ndata: {}\n\n"
         await second.aclose()  # type: ignore[attr-defined]
 
@@ -91,18 +91,18 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
 
 
 def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before() -> None:
-    bell, renderings = Bell(), []
+    changes, renderings = ChangeEvents(), []
 
     def render() -> list[Child]:
-        renderings.append(bell.rings)
-        return [str(bell.rings)]
+        renderings.append(changes.count)
+        return [str(changes.count)]
 
     async def run() -> None:
-        rendered = Rendered(bell)
+        rendered = Rendered(changes)
         assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"0"}
         assert await rendered.get("home", render) == "0"
         assert len(renderings) == 1
-        bell.ring("x")
+        changes.notify("x")
         assert set(await asyncio.gather(*(rendered.get("home", render) for _ in range(20)))) == {"1"}
         assert renderings == [0, 1]
 

@@ -21,7 +21,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError
 from autotune.core.options import OPTIONS
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
-from autotune.service.bell import NEW_JOB
+from autotune.service.change_events import NEW_JOB
 from autotune.service.requests import OPTION_NAMES, search_request
 from autotune.service.searches import Searches
 from autotune.store import Store
@@ -136,7 +136,7 @@ def test_no_search_is_claimed_for_an_agent_that_has_left(
     queue.claim = look  # type: ignore[method-assign]
 
     async def leave_while_waiting() -> Document:
-        searches.bell.attach()
+        searches.changes.attach()
 
         async def has_left() -> bool:
             return True
@@ -144,7 +144,7 @@ def test_no_search_is_claimed_for_an_agent_that_has_left(
         claim = asyncio.create_task(searches.claim(agent.id, 20, has_left))
         await asyncio.to_thread(looked.wait, 10)
         queue.submit("a", {}, Needs())
-        searches.bell.ring(NEW_JOB)
+        searches.changes.notify(NEW_JOB)
         return await asyncio.wait_for(claim, 10)
 
     assert asyncio.run(leave_while_waiting()) == {"job": None}

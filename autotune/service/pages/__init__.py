@@ -13,7 +13,7 @@ from autotune.service.searches import Searches
 
 def add_pages(app: FastAPI) -> None:
     """Add the pages to the application, and show its errors to browsers as pages."""
-    app.state.rendered = Rendered(cast(Searches, app.state.searches).bell)
+    app.state.rendered = Rendered(cast(Searches, app.state.searches).changes)
     for module in (assets, session, home, listing, search, compare):
         app.include_router(module.router)
     frame.show_errors_as_pages(app)

@@ -12,9 +12,9 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from autotune.results.html.markup import Child, Markup, joined
-from autotune.service.bell import Bell
+from autotune.service.change_events import ChangeEvents
 
-# What changes without a ring of the bell, such as how long ago an agent was heard of, may be so old.
+# What changes without a notification, such as how long ago an agent was heard of, may be so old.
 _OLD_SECONDS = 1.0
 # However many ask, and however often the queue changes, rendering takes at most this share of a core.
 _SHARE = 0.2
@@ -26,28 +26,28 @@ class _Part:
     """A part as it was rendered last."""
 
     html: Markup = field(default_factory=Markup)
-    rings: int = -1
-    """What the bell counted when rendering began."""
+    count: int = -1
+    """The count of changes when rendering began."""
     began: float = 0.0
     cpu_seconds: float = 0.0
     """Processor time that rendering took."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def is_current(self, rings: int) -> bool:
-        """Return whether it shows every change up to this count of rings."""
-        return self.rings >= rings and time.monotonic() - self.began < _OLD_SECONDS
+    def is_current(self, count: int) -> bool:
+        """Return whether it shows every change up to this count."""
+        return self.count >= count and time.monotonic() - self.began < _OLD_SECONDS
 
 
 class Rendered:
     """The parts of pages that were asked for lately."""
 
-    def __init__(self, bell: Bell) -> None:
-        self._bell = bell
+    def __init__(self, changes: ChangeEvents) -> None:
+        self._changes = changes
         self._parts: dict[str, _Part] = {}
 
     async def get(self, key: str, render: Callable[[], list[Child]]) -> Markup:
         """Return a part that shows all that had happened when it was asked for."""
-        asked = self._bell.rings
+        asked = self._changes.count
         part = self._parts.setdefault(key, _Part())
         if not part.is_current(asked):
             async with part.turn:
@@ -62,9 +62,9 @@ class Rendered:
         pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
         if pause > 0:
             await asyncio.sleep(pause)
-        rings, began = self._bell.rings, time.monotonic()
+        count, began = self._changes.count, time.monotonic()
         html, cpu_seconds = await run_in_threadpool(_timed, render)
-        part.html, part.rings, part.began, part.cpu_seconds = html, rings, began, cpu_seconds
+        part.html, part.count, part.began, part.cpu_seconds = html, count, began, cpu_seconds
 
 
 def _timed(render: Callable[[], list[Child]]) -> tuple[Markup, float]:

@@ -34,7 +34,7 @@ from autotune.devices.presence import Presence
 from autotune.execution import Event, Executor, LocalExecutor, TrialJob, TrialServer
 from autotune.execution.gpu_monitor import SharedExecutor, WatchedExecutor
 from autotune.space.features import version_of
-from autotune.tuning.answers import PACKAGES, code_digest, inspection_key, prediction_key
+from autotune.tuning.answer_cache import PACKAGES, code_digest, inspection_key, prediction_key
 from autotune.tuning.environment import describe_environment
 from autotune.tuning.exclusive import take_turn
 from autotune.tuning.machine import ThisMachine

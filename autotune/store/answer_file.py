@@ -18,7 +18,7 @@ from autotune.core.schema import decode
 from autotune.store.location import plain_path
 
 if TYPE_CHECKING:
-    from autotune.store.answers import Answers
+    from autotune.store.stored_answers import Answers
 
 T = TypeVar("T", Inspection, PredictionAnswer)
 
@@ -90,9 +90,9 @@ def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Ans
 
 def _open_elsewhere(location: str, lock_timeout_seconds: float) -> Answers | None:
     """Return the answers in a database that SQLAlchemy finds."""
-    from autotune.store.answers import Answers
     from autotune.store.engine import build_engine, storage_errors
     from autotune.store.location import resolve_location
+    from autotune.store.stored_answers import Answers
 
     place = resolve_location(location)
     with storage_errors(place.label):

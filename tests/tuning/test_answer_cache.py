@@ -23,7 +23,13 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import Question
 from autotune.store import open_store
-from autotune.tuning.answers import PREDICTING_MODULES, AnswersBeside, KeptPredictions, inspection_key, prediction_key
+from autotune.tuning.answer_cache import (
+    PREDICTING_MODULES,
+    AnswersBeside,
+    KeptPredictions,
+    inspection_key,
+    prediction_key,
+)
 
 PACKAGE = Path(autotune.__file__).parent
 QUESTION = Question(Arm("bf16"), ((8, 2), (64, 1)), 8)
