@@ -56,7 +56,6 @@ _OLDER = {
         "trainable_parameters": 335_143_938,
         "attn_implementations": ["eager", "sdpa"],
         "gradient_checkpointing": True,
-        "num_labels": 2,
     },
     "environment": {"device_name": "NVIDIA H200", "device_memory_bytes": 140 * GIB, "device_capability": [9, 0]},
 }
@@ -333,8 +332,9 @@ def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared
 
 
 def _model_facts(recorded: Document) -> ModelFacts:
-    """The facts of a recorded model; the first recordings have its class under another name."""
+    """The facts of a recorded model; older recordings have its labels, too, and its class under another name."""
     told = {"class_name" if name == "class" else name: value for name, value in recorded.items()}
+    told.pop("num_labels", None)
     return decode(told, ModelFacts)
 
 

@@ -54,7 +54,6 @@ MODEL = ModelFacts(
     335_143_938,
     ("eager", "sdpa"),
     gradient_checkpointing=True,
-    num_labels=2,
 )
 FACTS = Inspection(
     Software("3.11.2", {"torch": "2.13.0", "transformers": "5.23.0"}, ("bf16", "fp16"), cuda="13.0"),

@@ -71,7 +71,6 @@ class ModelFacts:
     attn_implementations: tuple[str, ...]
     gradient_checkpointing: bool = False
     """Whether it can recompute activations."""
-    num_labels: int | None = None
     layer_classes: tuple[str, ...] = ()
     """The classes of the layers that FSDP shards one by one; none where it has none."""
     sharding_error: str | None = None

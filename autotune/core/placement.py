@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from autotune.core.device import Device, DeviceKind, Precision
+from autotune.core.device import Device, DeviceKind
 from autotune.core.errors import DeviceError
 
 
@@ -44,7 +44,6 @@ class Placement:
     One GPU is a placement of one rank. On a CPU several ranks share the one device there is.
     """
 
-    host: str
     devices: tuple[Device, ...]
 
     def __post_init__(self) -> None:
@@ -62,7 +61,7 @@ class Placement:
     @classmethod
     def of(cls, *devices: Device) -> Placement:
         """Return the placement on these devices of this host."""
-        return cls(this_host(), devices)
+        return cls(devices)
 
     @property
     def ranks(self) -> int:
@@ -98,11 +97,6 @@ class Placement:
     def name(self) -> str:
         """The product name of the devices."""
         return self.device.name
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """What the devices compute natively."""
-        return self.device.precisions
 
     @property
     def least_free_bytes(self) -> int:

@@ -14,10 +14,6 @@ from autotune.core.workload import Workload
 class Server(Protocol):
     """Answers the questions before the first trial, and predicts beside the trials; see ``TrialServer``."""
 
-    @property
-    def workload(self) -> Workload:
-        """The workload, with the facts of its data once that was read."""
-
     def start(self, *, inspects: bool = False) -> None:
         """Start the server in the background."""
 

@@ -19,7 +19,6 @@ Mark = Literal["best", "baseline"]
 class SpeedPoint:
     """A completed trial in the chart of speed against memory."""
 
-    number: int
     arm: int
     """Index of its arm in ``SpeedChart.arms``."""
     candidate: Candidate
@@ -38,7 +37,6 @@ class SpeedPoint:
 class OverPoint:
     """A candidate that ran out of device memory. It has no speed."""
 
-    number: int
     arm: int
     candidate: Candidate
     told: str
@@ -118,7 +116,7 @@ def speed_chart(report: Report) -> SpeedChart:
             points.append(_speed_point(report, trial, measured, arm))
         elif isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device":
             told = f"trial {trial.number}, {trial.candidate.describe()}: out of memory"
-            over[trial.candidate] = OverPoint(trial.number, arm, trial.candidate, told)
+            over[trial.candidate] = OverPoint(arm, trial.candidate, told)
     return SpeedChart(arms, tuple(points), tuple(over.values()), report.ceiling.cap_bytes, report.ceiling.line_bytes)
 
 
@@ -129,7 +127,6 @@ def _speed_point(report: Report, trial: TrialRecord, measured: Measurement, arm:
         f"peak {format_bytes(peak)}; {verdict(report, trial)}"
     )
     return SpeedPoint(
-        trial.number,
         arm,
         trial.candidate,
         peak,

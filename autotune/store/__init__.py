@@ -40,7 +40,6 @@ __all__ = [
     "LOCK_TIMEOUT_SECONDS",
     "TRIAL_ID_ATTRIBUTE",
     "AnswerFile",
-    "AnswerKind",
     "Answers",
     "MeasuredTrial",
     "PastTrial",
@@ -69,7 +68,6 @@ __all__ = [
 
 _MODULE_OF = {
     "AnswerFile": "answer_file",
-    "AnswerKind": "stored_answers",
     "Answers": "stored_answers",
     "LOCK_TIMEOUT_SECONDS": "engine",
     "MeasuredTrial": "measured",

@@ -171,7 +171,7 @@ def _on_nodes(request: SearchRequest, nodes: Nodes) -> Place:
         nodes.run_trials(context_bytes)
         return NodeExecutor(nodes, request.slots)
 
-    return Place([NodeServer(nodes, request.workload)], nodes, make_executor)
+    return Place([NodeServer(nodes)], nodes, make_executor)
 
 
 def _servers(

@@ -17,7 +17,7 @@ from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_implementations, modules_not_to_split, optimizer_names
 from autotune.worker.rendezvous import lacks_nccl
-from autotune.worker.trial.build import build_config, build_model, model_class
+from autotune.worker.trial.build import build_model, model_class
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 
@@ -77,7 +77,6 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         tuple(attentions),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
-        num_labels=getattr(build_config(workload), "num_labels", None),
         layer_classes=layers,
         sharding_error=sharding_error,
         after_step=seen,

@@ -57,7 +57,6 @@ FACTS = Inspection(
         4_000_000,
         ("eager", "sdpa"),
         gradient_checkpointing=True,
-        num_labels=2,
     ),
 )
 

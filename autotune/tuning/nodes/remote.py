@@ -183,9 +183,8 @@ class Nodes:
 class NodeServer:
     """The trial servers of nodes, as the search sees them; see ``autotune.execution.TrialServer``."""
 
-    def __init__(self, nodes: Nodes, workload: Workload) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self.workload = workload
         self._predicting: dict[str, int] = {}
         """Predictions under way, with the number of nodes that were lost before."""
 
@@ -196,8 +195,7 @@ class NodeServer:
 
     def read_data(self, folder: Path) -> Workload:
         """Have the node read the data into a folder of its own; return the workload with its facts."""
-        self.workload = self._nodes.read_data()
-        return self.workload
+        return self._nodes.read_data()
 
     def discard_data(self) -> None:
         """Do nothing: a node removes its data at the end."""
@@ -210,7 +208,6 @@ class NodeServer:
 
     def run_as_inspected(self, workload: Workload) -> None:
         """Hand trials the workload as its inspection has shown it."""
-        self.workload = workload
         self._nodes.run_as_inspected(workload)
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:

@@ -49,7 +49,6 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
         # Said only where the model names one.
         (attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa",),
         dataloader_num_workers=getattr(loader, "num_workers", 0),
-        num_labels=getattr(config, "num_labels", None),
         dtype=weight_dtype(model) if parameters else "float32",
         samples=length(getattr(loader, "dataset", None)),
         config=config_document(config),

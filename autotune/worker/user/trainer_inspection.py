@@ -245,7 +245,6 @@ def _model_facts(trainer: Any, interface: dict[str, Any]) -> ModelFacts:
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         (attention_of(config),),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
-        num_labels=getattr(config, "num_labels", None),
         layer_classes=tuple(layer_classes(model)) if without_fsdp2 is None else (),
         sharding_error=without_fsdp2,
         own=OwnSettings(
