@@ -82,13 +82,29 @@ def _as_asked(arm: Arm) -> Arm:
     return dataclasses.replace(plain, ddp_find_unused_parameters=looks)
 
 
+def arm_that_computes(arm: Arm) -> Arm:
+    """Return the arm whose trace has the operations of an arm.
+
+    A rank that keeps a part of the model computes what one with all of it does, so that under FSDP it is DDP's.
+    """
+    if not arm.is_sharded:
+        return arm
+    return dataclasses.replace(arm, strategy="ddp", transformer_layer_cls_to_wrap=None, sync_each_batch=False)
+
+
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
-    """Return the questions for arms and ``(batch, accumulation)`` pairs: one a memory class, in the arms' order."""
+    """Return the questions for arms and ``(batch, accumulation)`` pairs: one a memory class, in the arms' order.
+
+    Where FSDP is searched without DDP, each of DDP's classes whose operations are needed has a question of no batch.
+    """
     wanted = tuple(sorted(set(batches)))
-    first_of_class: dict[Arm, Arm] = {}
+    asked: dict[Arm, Question] = {}
     for arm in arms:
-        first_of_class.setdefault(prediction_class(arm), arm)
-    return [Question(arm, wanted, multiple) for arm in first_of_class.values()]
+        asked.setdefault(prediction_class(arm), Question(arm, wanted, multiple))
+    for arm in arms:
+        computing = arm_that_computes(arm)
+        asked.setdefault(prediction_class(computing), Question(computing, (), None))
+    return list(asked.values())
 
 
 # Relative error of predicted peaks of allocated bytes that is allowed for. On twelve models they were at most 4.9 % too
@@ -279,15 +295,11 @@ class MemoryModel:
     def operations(self, arm: Arm) -> Operations | None:
         """Return what a step of an arm consists of; ``None`` where that is not known or replaced by other kernels.
 
-        A rank that keeps a part of the model computes what one with all of it does. Under DeepSpeed nothing is known:
-        the model itself is in 16 bits there, and the CPU may update it.
+        Under DeepSpeed nothing is known: the model itself is in 16 bits there, and the CPU may update it.
         """
         if arm.zero_stage is not None or not is_predictable(arm):
             return None
-        if arm.is_sharded:
-            whole = {"strategy": "ddp", "transformer_layer_cls_to_wrap": None, "sync_each_batch": False}
-            arm = dataclasses.replace(arm, **whole)  # type: ignore[arg-type]
-        return self._operations.get(prediction_class(arm))
+        return self._operations.get(prediction_class(arm_that_computes(arm)))
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the uncorrected prediction for a candidate; ``None`` where there is none."""

@@ -15,7 +15,7 @@ from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
 from autotune.core.schema import decode
 from autotune.devices import Ceiling
-from autotune.estimate.memory import MemoryModel, Question, prediction_class
+from autotune.estimate.memory import MemoryModel, Question, arm_that_computes, prediction_class
 
 # Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
 _TIMEOUT_SECONDS = 180.0
@@ -86,7 +86,8 @@ class _Inquiry:
 
     def is_about(self, arm: Arm) -> bool:
         """Return whether the answer says what an arm needs."""
-        return any(prediction_class(question.arm) == prediction_class(arm) for _, question in self.askers)
+        needed = prediction_class(arm), prediction_class(arm_that_computes(arm))
+        return any(prediction_class(question.arm) in needed for _, question in self.askers)
 
 
 class Forecast:

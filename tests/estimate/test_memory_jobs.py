@@ -14,7 +14,7 @@ from searching import FACTS, RecordingObserver, new_store, request
 from autotune.core.candidate import Arm, Candidate, Strategy
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
-from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS
@@ -109,6 +109,24 @@ def test_twins_are_asked_once_and_accumulation_apart() -> None:
     asked = questions(arms, [(64, 1), (32, 2), (16, 4)], None)
     batches = ((16, 4), (32, 2), (64, 1))
     assert [(q.arm.precision, q.batches) for q in asked] == [("bf16", batches), ("tf32", batches)]
+
+
+def test_speed_under_fsdp_alone_is_predicted_from_the_operations_of_ddp() -> None:
+    fsdp = Arm("bf16", strategy="fsdp", ranks=2, transformer_layer_cls_to_wrap="BertLayer")
+    syncing = dataclasses.replace(fsdp, sync_each_batch=True)
+    alone = questions([fsdp, syncing], [(32, 1)], None)
+    assert [(q.arm.strategy, q.batches) for q in alone] == [("fsdp", ((32, 1),)), ("fsdp", ((32, 1),)), ("ddp", ())]
+    both = questions([Arm("bf16", strategy="ddp", ranks=2), fsdp], [(32, 1)], None)
+    assert [(q.arm.strategy, q.batches) for q in both] == [("ddp", ((32, 1),)), ("fsdp", ((32, 1),))]
+    answers = Answers()
+    forecast = Forecast(answers, [Target(CHIPS["h200"], prepared().ceiling, alone)], parallel=1)
+    # A search waits for both before the first trial of the arm.
+    forecast.settle(lambda: fsdp)
+    assert len(answers.submitted) == 2
+    model = forecast.model
+    counted = Operations((), {"forward": 1}, 1, 4)
+    model.add(alone[-1], PredictionAnswer((), None, counted))
+    assert model.operations(fsdp) is model.operations(syncing) is counted
 
 
 def test_only_so_many_are_asked_at_once_and_a_failure_is_gone_without() -> None:
