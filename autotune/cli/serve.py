@@ -130,7 +130,8 @@ def agent(
       AUTOTUNE_TOKEN=... autotune agent --server http://gpu-box:8321
     """
     from autotune.devices import find_device, find_gpus
-    from autotune.service.agent import Agent, end_with_parent, run_agents
+    from autotune.service.agent import Agent
+    from autotune.service.agent_processes import end_with_parent, run_agents
     from autotune.service.listed_code import read_listed_code
 
     client = _client(server)

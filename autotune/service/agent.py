@@ -13,8 +13,6 @@ import importlib
 import os
 import platform
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +24,10 @@ from autotune import __version__
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import AutotuneError, PromiseMissedError, ServiceError, StorageError, TrialServerError
 from autotune.core.messages import Progress
-from autotune.core.options import AGENT_STORAGE_VARIABLE
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.schema import encode
-from autotune.devices import Device, find_device, list_devices
+from autotune.devices import Device, find_device
 from autotune.estimate.history import History
 from autotune.execution import WarmServer
 from autotune.results.report import load_report
@@ -486,37 +483,3 @@ def _log_of(trial: TrialRecord | None) -> dict[str, str]:
     except OSError:
         return {}
     return {str(trial.number): text}
-
-
-def end_with_parent() -> None:
-    """End this process when the process at the other end of its standard input ends."""
-
-    def wait() -> None:
-        # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()
-
-
-def run_agents(server: str, storage: str, allow: Path | None = None) -> None:
-    """Run an agent for each GPU of this machine, or for its CPU, each in a process of its own, until told to stop."""
-    devices = list_devices()
-    chosen = [device for device in devices if device.kind == "cuda"] or devices[:1]
-    words = [sys.executable, "-m", "autotune", "agent", "--server", server, "--with-parent"]
-    words += ["--allow", str(allow)] if allow is not None else []
-    environment = {**os.environ, AGENT_STORAGE_VARIABLE: storage}
-    processes = [
-        subprocess.Popen([*words, "--device", device.uuid], stdin=subprocess.PIPE, env=environment) for device in chosen
-    ]
-
-    def stop(number: int, frame: object) -> None:
-        for process in processes:
-            process.terminate()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    for process in processes:
-        process.wait()

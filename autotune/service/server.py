@@ -11,9 +11,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,8 +20,7 @@ from pathlib import Path
 import uvicorn
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import AGENT_STORAGE_VARIABLE
-from autotune.devices import Device, list_devices
+from autotune.service import agent_processes
 from autotune.service.app import make_app, token_of_process
 from autotune.service.client import CERTIFICATE_VARIABLE, TOKEN_VARIABLE
 from autotune.service.dashboard import WithDashboard
@@ -193,7 +191,7 @@ async def _run(
     finally:
         asked.cancel()
         # As long as agents end, they put their searches back into the queue.
-        await asyncio.to_thread(stop_agents, agents)
+        await asyncio.to_thread(agent_processes.stop_agents, agents)
         server.should_exit = searches.is_closing = True
         await serving
         sweeping.cancel()
@@ -249,36 +247,13 @@ def _names(settings: Settings) -> list[str]:
 
 
 def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
-    """Start an agent for each GPU of this machine, or for its CPU where there is none."""
-    return [_start_agent(settings, token, device) for device in own_devices()]
-
-
-def own_devices() -> Sequence[Device]:
-    """Return the devices that this machine's agents run on: the GPUs, or else the CPU."""
-    devices = list_devices()
-    return [device for device in devices if device.kind == "cuda"] or devices[:1]
-
-
-def _start_agent(settings: Settings, token: str, device: Device) -> subprocess.Popen[bytes]:
-    words = ["agent", "--server", settings.url, "--device", device.uuid, "--shared", "--with-parent"]
-    words += ["--allow", str(settings.allow)] if settings.allow is not None else []
-    environment = {**os.environ, TOKEN_VARIABLE: token, AGENT_STORAGE_VARIABLE: settings.storage}
+    """Start an agent for each GPU of this machine, or for its CPU, with the service's own database."""
+    variables = {TOKEN_VARIABLE: token}
     if settings.certificate is not None:
-        environment[CERTIFICATE_VARIABLE] = str(settings.certificate.resolve())
-    return subprocess.Popen([sys.executable, "-m", "autotune", *words], stdin=subprocess.PIPE, env=environment)
-
-
-def stop_agents(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the agents; their searches go back to the queue."""
-    for agent in agents:
-        agent.terminate()
-    deadline = time.monotonic() + 20
-    for agent in agents:
-        try:
-            agent.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
+        variables[CERTIFICATE_VARIABLE] = str(settings.certificate.resolve())
+    return agent_processes.start_agents(
+        settings.url, settings.storage, settings.allow, is_shared=True, variables=variables
+    )
 
 
 class JsonLines(logging.Formatter):
