@@ -133,13 +133,13 @@ def _header_lines(report: Report) -> Markup:
 def _answer(report: Report, document: Document) -> Markup:
     """Show the best configuration, and the speed of its next run."""
     best, measured = report.best, report.pooled(report.best)
+    is_running = report.study.state == "running"
+    heading = element("h2", "Best so far" if is_running else "Best configuration")
     if best is None or measured is None:
         return element(
             "section",
-            element("h2", "Best so far" if report.study.state == "running" else "Best configuration"),
-            element(
-                "p", "none yet" if report.study.state == "running" else "none: no trial is feasible", class_="setting"
-            ),
+            heading,
+            element("p", "none yet" if is_running else "none: no trial is feasible", class_="setting"),
             element("p", f"{counts_line(report)}. The table below says what became of each trial.", class_="soft"),
             class_="answer",
         )
@@ -155,7 +155,7 @@ def _answer(report: Report, document: Document) -> Markup:
     details = detail_lines(report, best, measured)
     return element(
         "section",
-        element("h2", "Best so far" if report.study.state == "running" else "Best configuration"),
+        heading,
         element("p", setting, class_="setting"),
         element("dl", figures, class_="figures"),
         element("ul", [element("li", line) for line in details], class_="details soft") if details else None,
@@ -245,8 +245,12 @@ def _speed_section(report: Report) -> Markup | None:
     )
 
 
+def _icon(drawn: Markup) -> Markup:
+    return element("svg", drawn, width=16, height=16, viewBox="0 0 16 16", aria_hidden="true")
+
+
 def _legend_item(drawn: Markup, words: str) -> Markup:
-    return element("li", element("svg", drawn, width=16, height=16, viewBox="0 0 16 16", aria_hidden="true"), words)
+    return element("li", _icon(drawn), words)
 
 
 def _speed_legend(chart: SpeedChart) -> Markup:
@@ -396,16 +400,11 @@ def _time_section(report: Report, step: StepTime | None) -> Markup | None:
 def _cells(part: Part, total: float) -> list[Markup]:
     """Return a part's cells in the table below its bar: colour, name, size, share."""
     return [
-        element("td", _swatch(part.kind)),
+        element("td", _icon(_swatch(part.kind))),
         element("td", part.name),
         element("td", part.told, class_="number"),
         element("td", f"{part.size / total:.1%}", class_="number"),
     ]
-
-
-def _swatch(kind: str) -> Markup:
-    box = element("rect", class_=f"part {kind}", x=2, y=2, width=12, height=12)
-    return element("svg", box, width=16, height=16, viewBox="0 0 16 16", aria_hidden="true")
 
 
 def _limit_section(report: Report) -> Markup | None:
@@ -424,7 +423,7 @@ def _limit_section(report: Report) -> Markup | None:
             told = f"Waiting for data takes {limit.data_share:.1%} of a step; what limits the rest was not measured."
         return _section("What limits a step", element("p", told))
     whole = max(1.0, sum(part.size for part in parts))
-    legend = [_legend_item(_swatch_mark(part.kind), f"{part.name}: {part.told}") for part in parts]
+    legend = [_legend_item(_swatch(part.kind), f"{part.name}: {part.told}") for part in parts]
     return _section(
         "What limits a step",
         element("p", f"{line[:1].upper()}{line[1:]}."),
@@ -436,7 +435,7 @@ def _limit_section(report: Report) -> Markup | None:
     )
 
 
-def _swatch_mark(kind: str) -> Markup:
+def _swatch(kind: str) -> Markup:
     return element("rect", class_=f"part {kind}", x=2, y=2, width=12, height=12)
 
 
@@ -460,11 +459,6 @@ def _arm_names(names: Sequence[str]) -> Child:
         return "; ".join(names)
     first, others = names[:_MOST_ARM_NAMES], names[_MOST_ARM_NAMES:]
     return ["; ".join(first), element("details", element("summary", f"and {len(others)} more"), "; ".join(others))]
-
-
-def _scrolling(what: str, table: Markup) -> Markup:
-    """Wrap a table so that it scrolls on a narrow page, also with the keyboard."""
-    return element("div", table, class_="scroll", role="region", aria_label=what, tabindex=0)
 
 
 def _notes_section(document: Document) -> Markup | None:
@@ -497,7 +491,9 @@ def _trials_section(report: Report, log_link: Callable[[TrialRecord], Child] | N
         element("thead", element("tr", head)),
         element("tbody", [_trial_row(report, trial, log_link) for trial in report.trials]),
     )
-    return _section(f"All {plural(len(report.trials), 'trial')}", _scrolling("all trials", table))
+    # Scrolls on a narrow page, also with the keyboard.
+    scrolling = element("div", table, class_="scroll", role="region", aria_label="all trials", tabindex=0)
+    return _section(f"All {plural(len(report.trials), 'trial')}", scrolling)
 
 
 def _trial_row(report: Report, trial: TrialRecord, log_link: Callable[[TrialRecord], Child] | None) -> Markup:
