@@ -128,7 +128,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         return error.exit_code
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autotune"
-        message = error.format_message().rstrip(".")
+        message = _no_such_option(error) or error.format_message().rstrip(".")
         say_error(message[:1].lower() + message[1:], f"{command} --help says what can be given")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
@@ -142,6 +142,25 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
         _forget_output()
         return AutotuneError.exit_code
+
+
+def _no_such_option(error: click.ClickException) -> str | None:
+    """Return what to say of an option that only other commands have; ``None`` for another error."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return None
+    from autotune.core.options import OPTIONS
+
+    having = dict.fromkeys(
+        command
+        for option in OPTIONS
+        for command in option.commands
+        if option.parameter == error.option_name and command in _COMMANDS
+    )
+    if not having:
+        return None
+    *most, last = having
+    others = f"{', '.join(most)} and {last} have" if most else f"{last} has"
+    return f"{error.ctx.command_path} has no option {error.option_name}; autotune {others} it"
 
 
 def _forget_interrupt() -> None:

@@ -64,6 +64,9 @@ _ACCELERATE_OPTIONS = frozenset(
 )  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinity"})
 
+# Beginnings of its options that say how ranks share the model.
+_SHARING = ("use-fsdp", "fsdp", "use-deepspeed", "deepspeed", "zero", "offload", "use-megatron-lm", "megatron-lm")
+_ASK_FOR_FSDP = "ask for FSDP with --strategy ddp,fsdp and --gpus"
 # What accelerate's own configuration file may say where each process has all of the model (accelerate config).
 _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
@@ -92,10 +95,13 @@ class _Launch:
         if number == str(self.ranks) or (self.ranks > 1 and number in _AS_MANY_AS_GPUS):
             return
         if self.ranks == 1:
-            raise _several(self.command, said, left)
+            gpus = "all" if number in _AS_MANY_AS_GPUS else number if number.isdigit() else "2"
+            raise _several(self.command, said, left, f", or add --gpus {gpus} to measure them together")
         raise InvalidRequestError(
             f"{self.command[:80]!r} starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
-            "have both say the same",
+            f"use --gpus {number}, or have the launcher start {self.ranks}"
+            if number.isdigit() and number not in "01"
+            else f"leave --gpus out, or have the launcher start {self.ranks}",
         )
 
 
@@ -175,7 +181,7 @@ def _command_of(words: Sequence[str]) -> str | None:
 def _take_off_torchrun(words: list[str], launch: _Launch) -> list[str]:
     given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch.command)
     if given.get("nnodes", "1") not in ("1", "1:1"):
-        raise _several(launch.command, f"--nnodes {given['nnodes']}", left)
+        raise _several_hosts(launch.command, f"--nnodes {given['nnodes']}", left)
     if "nproc-per-node" in given:
         launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
     return left
@@ -194,18 +200,19 @@ def _take_off_accelerate_launch(words: list[str], launch: _Launch) -> list[str]:
     given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch.command)
     config, path = _accelerate_config(given.get("config-file"))
     if given.get("num-machines", "1") != "1":
-        raise _several(launch.command, f"--num-machines {given['num-machines']}", left)
+        raise _several_hosts(launch.command, f"--num-machines {given['num-machines']}", left)
     if "num-processes" in given:
         launch.check_number(given["num-processes"], f"--num-processes {given['num-processes']}", left)
     elif "num_processes" in config:
         launch.check_number(config["num_processes"], f"num_processes: {config['num_processes']} in {path}", left)
     if "num-machines" not in given and config.get("num_machines", "1") != "1":
-        raise _several(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
+        raise _several_hosts(launch.command, f"num_machines: {config['num_machines']} in {path}", left)
     kind = config.get("distributed_type", "NO").strip("'\"")
     if launch.ranks > 1 and kind not in _REPLICATED:
         raise InvalidRequestError(
-            f"{path} says distributed_type: {kind}, and code of your own is searched with DDP alone",
-            "use a configuration with MULTI_GPU, or give the script itself: -- " + shlex.join(_as_python(left)),
+            f"{path} says distributed_type: {kind}, and how ranks share the model is searched",
+            f"{_ASK_FOR_FSDP}; use a configuration with MULTI_GPU, or give the script itself: -- "
+            + shlex.join(_as_python(left)),
         )
     if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
         raise _several(launch.command, f"distributed_type: {config['distributed_type']} in {path}", left)
@@ -221,7 +228,12 @@ def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
     path = os.path.expanduser(given or os.path.join(home, "accelerate", "default_config.yaml"))
     try:
         lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError) as error:
+        if given is not None:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise InvalidRequestError(
+                f"accelerate's --config_file {given}: {why}", "name another, or leave it out"
+            ) from error
         return {}, path
     pairs = (line.partition(":") for line in lines if line and not line.startswith((" ", "#", "-")))
     return {name.strip().strip("\"'"): value.strip().rstrip(",") for name, colon, value in pairs if colon}, path
@@ -234,9 +246,15 @@ def _take_off_trl(words: list[str], launch: _Launch) -> list[str]:
             f"{launch.command[:80]!r} names no training", "give its module: -- python -m trl.scripts.sft …"
         )
     for place, word in enumerate(words):
-        if word.partition("=")[0] in ("--num_processes", "--accelerate_config"):
-            left = ["-m", f"trl.scripts.{words[0]}", *words[1:place], *words[place + ("=" not in word) + 1 :]]
+        name, _, value = word.partition("=")
+        if name not in ("--num_processes", "--accelerate_config"):
+            continue
+        left = ["-m", f"trl.scripts.{words[0]}", *words[1:place], *words[place + ("=" not in word) + 1 :]]
+        value = value or "".join(words[place + 1 : place + 2])
+        if name == "--accelerate_config":
             raise _several(launch.command, word, left)
+        launch.check_number(value, f"{name} {value}", left)
+        return left
     return ["-m", f"trl.scripts.{words[0]}", *words[1:]]
 
 
@@ -299,7 +317,12 @@ def _split(
             given[name] = value if equals else left.pop(0)
         elif name not in flags:
             rest = left[left.index(script) :] if (script := _first_script(left)) else []
-            raise _unknown(command, f"has the launcher's option {word}, of which it is not known what it does", rest)
+            if name.startswith(_SHARING):
+                raise InvalidRequestError(
+                    f"{command[:80]!r} says with {word} how ranks share the model, which is searched",
+                    f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_shown(rest)}",
+                )
+            raise _unknown(command, f"has the launcher's option {word}, which is not known here", rest)
     if not left:
         raise InvalidRequestError(f"{command[:80]!r} names no script", "give one after the launcher's options")
     return given, ["-m", *left] if is_module else left
@@ -317,16 +340,26 @@ def _as_python(words: Sequence[str]) -> list[str]:
     return ["python", *words] if is_script else list(words)
 
 
-def _several(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
+def _several(command: str, what: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
     return InvalidRequestError(
         f"{command[:80]!r} starts several processes ({what}), and a trial is one",
-        f"give the script itself, which is then measured on one device: -- {shlex.join(_as_python(left))}",
+        f"give the script itself, which is then measured on one device: -- {shlex.join(_as_python(left))}{instead}",
+    )
+
+
+def _several_hosts(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{command[:80]!r} starts processes on several hosts ({what}), and a trial runs on one",
+        f"give the script itself, with --gpus for the GPUs of this host: -- {shlex.join(_as_python(left))}",
     )
 
 
 def _unknown(command: str, what: str, left: Sequence[str]) -> InvalidRequestError:
-    shown = shlex.join(_as_python(left)) if left else "python train.py …"
     return InvalidRequestError(
-        f"{command[:80]!r} {what}, which cannot be measured from within",
-        f"give the script itself and its own options: -- {shown}",
+        f"{command[:80]!r} {what}, so that it cannot be measured from within",
+        f"give the script itself and its own options: -- {_shown(left)}",
     )
+
+
+def _shown(left: Sequence[str]) -> str:
+    return shlex.join(_as_python(left)) if left else "python train.py …"

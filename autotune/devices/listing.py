@@ -15,6 +15,10 @@ from autotune.devices.nvml import current_session, nvml_problem
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+_DEVICE = r"(?:cpu|cuda(?::\d+)?|(?:GPU|MIG)-[\w/-]+)"
+"""How a device is written, as a regular expression."""
+
+
 def list_devices() -> tuple[Device, ...]:
     """Return the GPUs that are visible to this process, then the CPU.
 
@@ -32,8 +36,9 @@ def find_device(text: str | None) -> Device:
     another form, and ``DeviceError`` where there is no such device.
     """
     wanted = None if text is None else text.strip()
-    if wanted is not None and not re.fullmatch(r"cpu|cuda(:\d+)?|(GPU|MIG)-[\w/-]+", wanted, flags=re.ASCII):
-        raise InvalidRequestError(f"{text!r} is not a device", "write cpu, cuda, cuda:N or the UUID of a GPU")
+    if wanted is not None and not re.fullmatch(_DEVICE, wanted, flags=re.ASCII):
+        several = "; several GPUs are named with --gpus, as in --gpus 0,1" if "," in wanted else ""
+        raise InvalidRequestError(f"{text!r} is not a device", f"write cpu, cuda, cuda:N or the UUID of a GPU{several}")
     devices = list_devices()
     if wanted is None:
         return devices[0]
@@ -87,7 +92,7 @@ def find_gpus(text: str) -> tuple[Device, ...]:
         return gpus[:count]
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     no_gpus = InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
-    if not names or any(name[0].isalpha() and not name.startswith(("cuda", "cpu", "GPU-", "MIG-")) for name in names):
+    if not names or not all(re.fullmatch(rf"\d+|{_DEVICE}", name, flags=re.ASCII) for name in names):
         raise no_gpus
     found = tuple(find_device(f"cuda:{name}" if name.isascii() and name.isdigit() else name) for name in names)
     if any(device.kind != "cuda" for device in found):

@@ -11,7 +11,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.inspection import GpuFacts, GpuWork, Inspection
 from autotune.core.placement import Placement
 from autotune.devices import device_used_bytes
-from autotune.execution.oneshot import OneShot
+from autotune.execution.oneshot import NoAnswerError, OneShot
 
 _MODULE = "autotune.worker.gpu_facts"
 # Importing torch and starting CUDA took 5 to 8 s on slow hosts (H200, 16 virtual cores).
@@ -60,8 +60,12 @@ class GpuInspection:
                 self.close()
                 self.begin(self._log_folder)
                 return self.finish()
+            what = "device" if self._placement.ranks == 1 else "devices"
+            hint = error.hint
+            if isinstance(error, NoAnswerError):
+                hint += "; if torch has no CUDA, install it as pytorch.org says, or choose --device cpu"
             raise TrialServerError(
-                f"the device {self._placement.label} could not be inspected: {error.message}", error.hint
+                f"the {what} {self._placement.label} could not be inspected: {error.message}", hint
             ) from error
         finally:
             self.close()

@@ -29,6 +29,10 @@ _SAME_VERSION = "see whether autotune was updated in the meantime, and start the
 T = TypeVar("T")
 
 
+class NoAnswerError(TrialServerError):
+    """The process ended without an answer."""
+
+
 class OneShot:
     """A worker process for one job. Entering starts it; leaving ends it, and removes every file of it."""
 
@@ -105,7 +109,7 @@ class OneShot:
             document = json.loads(said)
         except ValueError as error:
             last = tail(self._log_path, 1) or "it said nothing"
-            raise TrialServerError(f"the process ended without an answer: {last}", f"see {self._log_path}") from error
+            raise NoAnswerError(f"the process ended without an answer: {last}", f"see {self._log_path}") from error
         try:
             return decode(document, kind)
         except ValueError as error:

@@ -53,7 +53,8 @@ def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
     """Return the devices that are named, one for each rank."""
     gpus, device = options.get("gpus"), options["device"]
     if gpus is None and options.get("parallel"):
-        raise InvalidRequestError("--parallel runs trials on several GPUs, and none are named", "add --gpus all")
+        instead = "add --gpus all" if device is None else f"give --gpus all in place of --device {device}"
+        raise InvalidRequestError("--parallel runs trials on several GPUs, and none are named", instead)
     if gpus is None:
         return (find_device(device),)
     if device is not None:

@@ -129,6 +129,8 @@ def test_a_device_that_is_not_there(device: str, code: int, run: Run, folder: Pa
         (("db", "current"), 5, ("studies/autotune.db", "search")),
         (("db", "downgrade"), 2, ("downgrade", "autotune db --help")),
         (("db", "upgrade", "--storage", ""), 5, ("no name", "--storage")),
+        (("verify", "tiny", "--gpus", "2"), 2, ("autotune verify has no option --gpus;", "search", "resume")),
+        (("resume", "tiny", "--strategy", "ddp"), 2, ("no option --strategy; autotune search and predict have it",)),
         (("devices", "now"), 2, ("now", "autotune devices --help")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),

@@ -61,14 +61,22 @@ def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
             "several processes (--nproc-per-node 4)",
             "python train.py --x 1",
         ),
-        ("torchrun --nproc-per-node gpu train.py", "several processes", "-- python train.py"),
-        ("python -m torch.distributed.run --nnodes 2 train.py", "several processes", "-- python train.py"),
+        ("torchrun --nproc-per-node 4 train.py", "several processes", "or add --gpus 4 to measure them together"),
+        ("torchrun --nproc-per-node gpu train.py", "several processes", "-- python train.py, or add --gpus all"),
+        ("python -m torch.distributed.run --nnodes 2 train.py", "processes on several hosts", "-- python train.py"),
         ("torchrun --no-python train.sh", "the launcher's option --no-python", "-- python train.py …"),
         ("torchrun --nproc-per-node", "the launcher's option --nproc-per-node", "python"),
         ("accelerate launch --multi_gpu train.py", "the launcher's option --multi_gpu", "-- python train.py"),
         ("accelerate launch --num_processes=2 train.py", "several processes (--num-processes 2)", "-- python train.py"),
+        (
+            "accelerate launch --use_fsdp train.py",
+            "says with --use_fsdp how ranks share",
+            "ask for FSDP with --strategy",
+        ),
+        ("accelerate launch --config_file no.yaml train.py", "--config_file no.yaml: No such file", "name another"),
+        ("accelerate launch --x train.py", "option --x, which is not known here", "-- python train.py"),
         ("accelerate test", "starts no training", "-- python train.py"),
-        ("trl sft --num_processes 2 --x", "several processes (--num_processes)", "-- python -m trl.scripts.sft --x"),
+        ("trl sft --num_processes 2 --x", "several processes (--num_processes 2)", "-- python -m trl.scripts.sft --x"),
         ("trl --help", "names no training", "trl.scripts.sft"),
         ("deepspeed --num_gpus 2 train.py --x", "a process for each GPU", "-- python train.py --x"),
         ("uv run train.py --x", "another process", "uv run autotune search … -- python train.py --x"),
@@ -102,12 +110,14 @@ def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Pat
         "accelerate launch --multi_gpu --num_processes 2 train.py --lr 1",
         "accelerate launch --config_file two.yaml train.py --lr 1",
         "python train.py --lr 1",
+        "trl sft --num_processes 2 --lr 1",
     ],
 )
 def test_a_launcher_of_as_many_processes_as_a_trial_has_ranks_is_taken_off(folder: Path, command: str) -> None:
     (folder / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
     launched = take_launchers_off(command.split(), 2)
-    assert launched.words == ("train.py", "--lr", "1")
+    script = ("-m", "trl.scripts.sft") if command.startswith("trl") else ("train.py",)
+    assert launched.words == (*script, "--lr", "1")
     has_precision = "two.yaml" in command
     assert launched.variables == ((("ACCELERATE_MIXED_PRECISION", "bf16"),) if has_precision else ())
 
@@ -116,9 +126,12 @@ def test_a_launcher_of_as_many_processes_as_a_trial_has_ranks_is_taken_off(folde
     ("command", "message"),
     [
         ("torchrun --nproc_per_node 4 train.py", "--nproc-per-node 4) than --gpus names GPUs, 2"),
-        ("torchrun --nnodes 2 --nproc_per_node 2 train.py", "starts several processes (--nnodes 2)"),
+        ("torchrun --nnodes 2 --nproc_per_node 2 train.py", "starts processes on several hosts (--nnodes 2)"),
         ("accelerate launch --num_processes 1 train.py", "--num-processes 1) than --gpus names GPUs, 2"),
-        ("accelerate launch --config_file fsdp.yaml train.py", "distributed_type: FSDP, and code of your own is"),
+        (
+            "accelerate launch --config_file fsdp.yaml train.py",
+            "distributed_type: FSDP, and how ranks share the model is searched",
+        ),
     ],
 )
 def test_a_launcher_that_starts_something_else_than_the_ranks_is_refused(
