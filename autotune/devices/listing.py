@@ -15,7 +15,7 @@ from autotune.devices.nvml import current_session, nvml_problem
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-_DEVICE = r"(?:cpu|cuda(?::\d+)?|(?:GPU|MIG)-[\w/-]+)"
+_DEVICE = r"(?:cpu|cuda(?::\d{1,9})?|(?:GPU|MIG)-[\w/-]+)"
 """How a device is written, as a regular expression."""
 
 
@@ -69,7 +69,7 @@ def devices_of_ranks(environment: Mapping[str, Any], study: str) -> tuple[Device
         raise DeviceError(
             f"the study {study!r} was searched on {ranks} of {name}, and {len(alike) or 'none'} {verb} here"
             + (f": {' and '.join(gone)} {'is' if len(gone) == 1 else 'are'} missing" if gone else ""),
-            _with_problem("go on where they are, or search anew under another --study"),
+            _with_reasons("go on where they are, or search anew under another --study"),
         )
     return tuple(found)
 
@@ -81,18 +81,18 @@ def find_gpus(text: str) -> tuple[Device, ...]:
     """
     gpus = tuple(device for device in list_devices() if device.kind == "cuda")
     wanted = text.strip()
-    if wanted == "all" or (wanted.isascii() and wanted.isdigit()):
+    if wanted == "all" or re.fullmatch(r"[0-9]{1,9}", wanted):
         count = len(gpus) if wanted == "all" else int(wanted)
-        if wanted == "0":
+        if wanted != "all" and count == 0:
             raise InvalidRequestError("--gpus 0 leaves nothing to train on", "use 1 or more, or --device cpu")
         if not gpus or count > len(gpus):
             there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
-            hint = _what_there_is(list_devices()) if not gpus else _with_problem(f"use --gpus {len(gpus)} or fewer")
-            raise DeviceError(f"--gpus {wanted}: {there} here", hint)
+            hint = f"use --gpus {len(gpus)} or fewer" if gpus else "leave --gpus out to use the CPU"
+            raise DeviceError(f"--gpus {wanted}: {there} here", _with_reasons(hint))
         return gpus[:count]
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     no_gpus = InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
-    if not names or not all(re.fullmatch(rf"\d+|{_DEVICE}", name, flags=re.ASCII) for name in names):
+    if not names or not all(re.fullmatch(rf"\d{{1,9}}|{_DEVICE}", name, flags=re.ASCII) for name in names):
         raise no_gpus
     found = tuple(find_device(f"cuda:{name}" if name.isascii() and name.isdigit() else name) for name in names)
     if any(device.kind != "cuda" for device in found):
@@ -112,13 +112,12 @@ def _means(wanted: str, device: Device) -> bool:
 
 def _what_there_is(devices: tuple[Device, ...]) -> str:
     """Return the hint for a device that does not exist: those that do, and what may hide others."""
-    hint = "choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices)
+    return _with_reasons("choose from " + ", ".join(f"{device.label} ({device.name})" for device in devices))
+
+
+def _with_reasons(hint: str) -> str:
+    """Return a hint with why a GPU may be missing: it is hidden, or NVML cannot read it."""
     if VISIBLE in os.environ:
         hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
-    return _with_problem(hint)
-
-
-def _with_problem(hint: str) -> str:
-    """Return a hint with what NVML could not read, which may be the GPU that is missed."""
     problem = nvml_problem()
     return f"{hint}; {problem}" if problem else hint

@@ -130,6 +130,7 @@ def test_a_device_that_is_not_there(device: str, code: int, run: Run, folder: Pa
         (("db", "downgrade"), 2, ("downgrade", "autotune db --help")),
         (("db", "upgrade", "--storage", ""), 5, ("no name", "--storage")),
         (("verify", "tiny", "--gpus", "2"), 2, ("autotune verify has no option --gpus;", "search", "resume")),
+        (("search", "--effective-batch"), 2, ("requires an argument", "autotune search --help")),
         (("resume", "tiny", "--strategy", "ddp"), 2, ("no option --strategy; autotune search and predict have it",)),
         (("devices", "now"), 2, ("now", "autotune devices --help")),
     ],

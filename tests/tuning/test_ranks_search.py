@@ -174,6 +174,9 @@ def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
         ({"gpus": "cpu"}, "'cpu' names no GPUs"),
         ({"gpus": "two"}, "'two' names no GPUs"),
         ({"gpus": "-1"}, "'-1' names no GPUs"),
+        ({"gpus": "00"}, "--gpus 0 leaves nothing"),
+        ({"gpus": "9" * 5000}, "names no GPUs"),
+        ({"device": "cuda:" + "9" * 5000}, "is not a device"),
         ({"parallel": True, "device": "cuda:0"}, "--parallel runs trials on several GPUs, and none are named"),
         ({"device": "cuda:0,cuda:1"}, "'cuda:0,cuda:1' is not a device"),
         ({"gpus": "0,cuda:0"}, "--gpus 0,cuda:0 names cuda:0 more than once"),
@@ -216,6 +219,7 @@ def test_ranks_of_a_recorded_study_are_found_by_uuid_else_by_name() -> None:
 
 def test_a_machine_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch, cpu: Device) -> None:
     monkeypatch.setattr(listing, "list_devices", lambda: (cpu,))
-    with pytest.raises(DeviceError, match="--gpus 2: there are no GPUs here"):
+    with pytest.raises(DeviceError, match="--gpus 2: there are no GPUs here") as caught:
         find_gpus("2")
+    assert caught.value.hint.startswith("leave --gpus out to use the CPU")
     assert tuning_options.find_gpus is find_gpus
