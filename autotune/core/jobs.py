@@ -74,8 +74,19 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that do it together."""
-        return self.work.devices.ranks if isinstance(self.work, TrialWork) else 1
+        """The number of processes that do it together.
+
+        The user's own code is inspected on all ranks, since it may read its rank, or wait for the others. A function
+        of ``--loop`` is measured on one rank only.
+        """
+        source = self.workload.source
+        match self.work:
+            case TrialWork(devices=devices):
+                return devices.ranks
+            case InspectionWork(devices=devices) if source is not None and source.kind != "loop":
+                return devices.ranks
+            case _:
+                return 1
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""

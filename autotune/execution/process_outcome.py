@@ -41,6 +41,7 @@ def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path:
     else:
         message = f"{name} ended its process before it trained"
         hint = "it has to train in the process that it is started as, not in one in the background"
+    log_path = Path(rank_log(str(log_path), answer.rank or 0))
     last = tail(log_path)
     where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
     raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))

@@ -184,7 +184,8 @@ def _own_batch_notes(report: Report) -> list[str]:
     baseline, request = report.baseline, report.study.request
     if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
         return []
-    own = baseline.candidate.samples_per_step * request["world_size"]
+    candidate = baseline.candidate
+    own = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * request["world_size"]
     if own == request["effective_batch"]:
         return []
     return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]

@@ -57,6 +57,11 @@ def in_fork(kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -
     os.close(reader.fd)
     if lines:
         return decode(json.loads(lines[0]), kind)
+    _end_as(status)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as its child ended, by the child's wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         # The parent of this process sees the child's signal.
@@ -69,12 +74,15 @@ def in_fork(kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -
 class Beside(Generic[W]):
     """A forked child that runs beside this process, and sends one result of a type.
 
-    It gets a function that sends the result and ends the child, as with ``in_fork``.
+    It gets a function that sends the result and ends the child, as with ``in_fork``. A child that ``stays`` then waits
+    for ``end``.
     """
 
-    def __init__(self, kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> None:
+    def __init__(
+        self, kind: type[W], run: Callable[[Callable[[W], NoReturn]], NoReturn], *, stays: bool = False
+    ) -> None:
         self._kind = kind
-        self._pid, self._reader = _fork(run)
+        self._pid, self._reader = _fork(run, stays=stays)
 
     def result(self, limit_seconds: float) -> W | None:
         """Wait for the result; ``None`` where the child ended without one, or has not sent it within the limit."""
@@ -85,6 +93,20 @@ class Beside(Generic[W]):
             lines = self._reader.read()
         self.end()
         return decode(json.loads(lines[0]), self._kind) if lines else None
+
+    def result_before(self, is_over: Callable[[], bool]) -> W | None:
+        """Wait for the result of a child that stays; ``None`` as soon as ``is_over`` says so.
+
+        End as the child ended where there is none.
+        """
+        while not is_over():
+            wait_until_ready([self._reader.fd], timeout_seconds=_LOOK_SECONDS)
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if lines := self._reader.read():
+                return decode(json.loads(lines[0]), self._kind)
+            if pid == self._pid:
+                _end_as(status)
+        return None
 
     def end(self) -> None:
         """Kill the child unless it has ended, and reap it."""
@@ -126,8 +148,8 @@ def in_forks(
     return results
 
 
-def _fork(run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> tuple[int, LineReader]:
-    """Start a child that calls ``run``; return its process id, and what it writes."""
+def _fork(run: Callable[[Callable[[W], NoReturn]], NoReturn], *, stays: bool = False) -> tuple[int, LineReader]:
+    """Start a child that calls ``run``; return its process id, and what it writes. Where it ``stays``, it is killed."""
     read_fd, write_fd = os.pipe()
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
@@ -136,7 +158,7 @@ def _fork(run: Callable[[Callable[[W], NoReturn]], NoReturn]) -> tuple[int, Line
     if pid == 0:
         os.close(read_fd)
         die_with(parent)
-        _run_in_child(run, write_fd)
+        _run_in_child(run, write_fd, stays=stays)
     os.close(write_fd)
     return pid, LineReader(read_fd)
 
@@ -165,10 +187,14 @@ def _await_child(pid: int, reader: LineReader) -> tuple[list[bytes], int]:
     return lines, os.waitpid(pid, 0)[1]
 
 
-def _run_in_child(run: Callable[[Callable[[W], NoReturn]], NoReturn], result_fd: int) -> NoReturn:
+def _run_in_child(
+    run: Callable[[Callable[[W], NoReturn]], NoReturn], result_fd: int, *, stays: bool = False
+) -> NoReturn:
     def finish(result: W) -> NoReturn:
         with os.fdopen(result_fd, "wb") as stream:
             stream.write(json.dumps(encode(result)).encode() + b"\n")
+        while stays:
+            signal.pause()
         leave(0)
 
     try:

@@ -100,6 +100,7 @@ class Ranks:
         self.count = count
         self._store = store
         self._exchanges = 0
+        self._later_stores: list[Any] = []
 
     @classmethod
     def join(cls, rank: int, count: int, timeout_seconds: float) -> Ranks:
@@ -119,3 +120,22 @@ class Ranks:
         self._exchanges += 1
         self._store.set(f"{self._exchanges}/{self.rank}", json.dumps(value))
         return [json.loads(self._store.get(f"{self._exchanges}/{rank}")) for rank in range(self.count)]
+
+    def open_store_anew(self) -> None:
+        """Have the user's code, run once more, find its ranks in a new store; every rank calls this.
+
+        The old one still has the addresses of the processes that ran it before.
+        """
+        if self.rank == 0:
+            self._later_stores.append(open_store())
+        ports = self.gather(self._later_stores[-1].port if self.rank == 0 else None)
+        os.environ["MASTER_PORT"] = str(ports[0])
+
+    def announce(self, word: str) -> None:
+        """Let all ranks know a word; nobody waits."""
+        if self._store is not None:
+            self._store.set(word, "")
+
+    def was_announced(self, word: str) -> bool:
+        """Return whether any rank has announced this word."""
+        return self._store is not None and bool(self._store.check([word]))

@@ -18,9 +18,9 @@ A ready server that runs nothing can be told another workload, with ``log_path``
 on. It imports that model's class, so that no trial has to, and answers ``adopted``. A server without a workload has
 imported for any; one that is also told that it ``is_plain``, for those without a dataset and adapters.
 
-A job with ``ranks`` above one is that many processes in one process group. The first rank that fails ends the job: the
-others are killed at once, and the job's result is that rank's, which ``ended`` names as ``rank``. Otherwise the job has
-the result of rank 0 once every rank has one.
+A job with ``ranks`` above one, a trial or an inspection of the user's own code, is that many processes in one process
+group. The first rank that fails ends the job: the others are killed at once, and the job's result is that rank's, which
+``ended`` names as ``rank``. Otherwise the job has the result of rank 0 once every rank has one.
 
 The server itself only imports. A tensor operation or a ``torch.cuda`` call before a fork would leave children with
 dead thread pools or an unusable CUDA.
@@ -104,8 +104,12 @@ class _Rank:
 
     @property
     def state(self) -> Any:
-        """The state of the outcome that it answered."""
-        return self.result.get("state") if isinstance(self.result, dict) else None
+        """The state of the outcome that it answered; an inspection completed where it met no problem."""
+        if not isinstance(self.result, dict):
+            return None
+        if "problem" in self.result:
+            return "completed" if self.result["problem"] is None else "failed"
+        return self.result.get("state")
 
     @property
     def has_failed(self) -> bool:
@@ -345,8 +349,8 @@ class Server:
         is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
         if rank.answer is not None and is_whole:
             result = rank.result
-            if job.culprit is not None and isinstance(result, dict) and isinstance(result.get("message"), str):
-                result = {**result, "message": f"rank {rank.number}: {result['message']}"}
+            if job.culprit is not None and isinstance(result, dict):
+                result = _of_rank(rank.number, result)
             job.has_result = True
             self.report(ResultLine(result, id=job.id))
         elif rank.malformed is not None:
@@ -395,6 +399,14 @@ class Server:
     def _forward_line(self, message: dict[str, Any], job: _RunningJob) -> None:
         said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
         self._put({**said, "id": job.id})
+
+
+def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a rank that failed, with its number before the message."""
+    if isinstance(problem := result.get("problem"), dict):
+        return {**result, "problem": _of_rank(number, problem)}
+    message = result.get("message")
+    return {**result, "message": f"rank {number}: {message}"} if isinstance(message, str) else result
 
 
 def _become_child(
@@ -461,8 +473,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case work if job.workload.source is not None:
             from autotune.worker.user.run import run_own
 
-            joined = Ranks.join(rank, job.ranks, job.timeout_seconds) if isinstance(work, TrialWork) else None
-            run_own(job.workload, work, scratch, send, joined)
+            run_own(job.workload, work, scratch, send, Ranks.join(rank, job.ranks, job.timeout_seconds))
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

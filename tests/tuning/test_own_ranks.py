@@ -15,6 +15,7 @@ from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.results.export import make_export, render
+from autotune.results.warnings import notes
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
@@ -66,6 +67,8 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
     assert best.candidate.samples_per_step == 32
     # As it trains without us: its own batch on each rank.
     assert baseline.candidate.per_device_train_batch_size == (4 if kind == "script" else 8)
+    batch = 2 * baseline.candidate.per_device_train_batch_size
+    assert f"your own settings train at effective batch {batch}, not 32" in notes(report)
     arguments = json.loads(render(make_export(report), "json"))
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 16
 

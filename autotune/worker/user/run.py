@@ -33,7 +33,7 @@ def run_own(
     work: TrialWork | InspectionWork,
     scratch: Scratch,
     send: SendMessage,
-    ranks: Ranks | None = None,
+    ranks: Ranks,
 ) -> NoReturn:
     """Run a trial or an inspection, send its result with ``send``, end the process."""
     source = workload.source
@@ -41,6 +41,9 @@ def run_own(
 
     def finish(answer: InspectionAnswer) -> NoReturn:
         if answer.inspection is not None:
+            # So that no rank loses another one while it still waits for it.
+            ranks.gather(True)
+        if answer.inspection is not None and ranks.rank == 0:
             # The trials may read it; of code that cannot be searched it is removed now.
             answer = InspectionAnswer(dataclasses.replace(answer.inspection, made=scratch.take_made()))
         send("result", answer)
@@ -57,4 +60,4 @@ def run_own(
     elif source.kind == "loop":
         loop_trial.inspect(source, work, scratch, finish)
     else:
-        trainer_inspection.inspect(source, work, scratch, finish)
+        trainer_inspection.inspect(source, work, scratch, finish, ranks)

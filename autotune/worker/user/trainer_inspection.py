@@ -25,6 +25,7 @@ from autotune.worker.facts import inspect_environment, layer_classes
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.process import Beside, in_fork
+from autotune.worker.rendezvous import Ranks
 from autotune.worker.user.accelerate_inspection import AccelerateInspection
 from autotune.worker.user.code import UserCodeError, enter
 from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, leave_large_weights_unset, with_memory
@@ -39,17 +40,26 @@ from autotune.worker.user.written_files import WrittenFiles
 # predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
 _LEAST_WAIT_SECONDS = 20.0
 
+_PROBING_FAILED = "probing failed"
+"""What a rank announces whose code raised an error with another batch than the user's."""
+
 
 def inspect(
-    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
+    source: TrainingSource,
+    work: InspectionWork,
+    scratch: Scratch,
+    finish: Callable[[InspectionAnswer], NoReturn],
+    ranks: Ranks,
 ) -> NoReturn:
     """Find out the facts of the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does.
 
     A function that builds a ``Trainer`` is called twice, to see whether it uses what it is given. Each call has a
     process of its own: two models at once may be more than the device holds. Memory is traced in another process,
-    without a GPU, at the same time.
+    without a GPU, at the same time; not that of several ranks.
     """
     plain = dataclasses.replace(work, arms=None)
+    if ranks.count > 1:
+        _inspect_on_ranks(source, plain, scratch, finish, ranks)
     began = time.monotonic()
     tracing = _begin_tracing(source, work, scratch)
     inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
@@ -74,6 +84,43 @@ def inspect(
     if source.kind == "script" or found is None:
         finish(inspected.answer)
     _Inspection(source, plain, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+
+
+def _inspect_on_ranks(
+    source: TrainingSource,
+    work: InspectionWork,
+    scratch: Scratch,
+    finish: Callable[[InspectionAnswer], NoReturn],
+    ranks: Ranks,
+) -> NoReturn:
+    """Inspect code that runs on several ranks, in the process of one of them.
+
+    The code may read its rank, or wait for the others. So each rank runs it as often as the others do.
+    """
+
+    def run(*, is_probing: bool) -> _Seen | None:
+        """Run it for this time; ``None`` where it failed on a rank, perhaps for the other batch that was tried."""
+        inspection = functools.partial(_Inspection, source, work, scratch, is_probing=is_probing)
+        process = Beside(_Seen, lambda send: inspection(send).describe(), stays=True)
+        # Until one has failed, which the others may wait for.
+        seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
+        if seen is not None and seen.failed_probing:
+            ranks.announce(_PROBING_FAILED)
+        elif seen is not None and seen.answer.problem is not None:
+            # The trial server ends the other ranks.
+            finish(seen.answer)
+        # No process ends before the others are done: they may still be connecting to it.
+        has_failed = ranks.gather(seen is None or seen.failed_probing)
+        process.end()
+        ranks.open_store_anew()
+        return None if any(has_failed) else seen
+
+    seen = run(is_probing=True) or run(is_probing=False)
+    assert seen is not None
+    found = seen.answer.inspection
+    if source.kind == "script" or found is None:
+        finish(seen.answer)
+    _Inspection(source, work, scratch, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
 
 
 def _begin_tracing(source: TrainingSource, work: InspectionWork, scratch: Scratch) -> Beside[_Seen] | None:

@@ -19,7 +19,7 @@ from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
-from autotune.worker.user.overlay import Overlay, known_fields
+from autotune.worker.user.overlay import Overlay, known_fields, own_batch
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.trainer_code import checkpoints, ignored_message, intercept, run_source
 
@@ -117,6 +117,13 @@ class TrainerTrial(OwnTrial):
             )
         if ignored := self._overlay.ignored(trainer.args, self._wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
+        inspected = (self._candidate.per_device_train_batch_size, self._candidate.gradient_accumulation_steps)
+        if self._is_unmodified and (found := own_batch(trainer.args)) != inspected:
+            # What is measured would be counted as another number of samples.
+            raise UserCodeError(
+                f"{self._source.name} trains with {found[0]} × {found[1]} samples here, and trained with "
+                f"{inspected[0]} × {inspected[1]} when it was looked at"
+            )
         if not self._is_unmodified and not self._candidate.arm.gradient_checkpointing and checkpoints(trainer.model):
             raise UserCodeError(
                 f"the model of {self._source.name} checkpoints, though gradient_checkpointing is false",
