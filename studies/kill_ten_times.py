@@ -1,7 +1,9 @@
 """Kills a search ten times at random moments, its controller and its trials in turn, and resumes it each time.
 
-    python studies/kill_ten_times.py --model bert-large-uncased --effective-batch 64 --memory-limit 24GiB \
-        --output studies/runs/bert-large-uncased_killed.json
+    python studies/kill_ten_times.py --output FILE --model bert-large-uncased --effective-batch 64 --memory-limit 24GiB
+    python studies/kill_ten_times.py --kills 2 --model bert-tiny --seq-len 16 --effective-batch 16 --device cpu
+
+Options other than ``--kills``, ``--seed`` and ``--output`` are those of ``autotune search``.
 
 First the same search is run undisturbed. Then one is killed with SIGKILL and taken up with ``autotune resume`` until
 the kills are spent; one that ends before that is followed by another. The record says of each kill what it met and how

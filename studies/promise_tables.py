@@ -1,7 +1,6 @@
 """Read what ``studies/promises.py`` recorded, and print it as tables.
 
-Whole documents of ``autotune verify`` are in the records, and the tables read them anew: from versions that tell an
-interval of samples/s or a ``±``, and a verdict or only whether all was kept.
+Whole documents of ``autotune verify`` are in the records, and the tables read them anew.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pathlib import Path
 from autotune.core.candidate import Candidate, Document
 from autotune.core.units import plural
 
-MISSED_EXIT_CODE = 11
-ANSWERED = (0, MISSED_EXIT_CODE)
+ANSWERED = (0, 11)
 """Exit codes of a command that gave an answer: ``verify`` ends with 11 where a promise was not kept."""
 
 
@@ -64,59 +62,23 @@ def _tried(trial: Document) -> Document:
     return {"candidate": Candidate.from_parameters(trial).describe(), **{name: trial.get(name) for name in names}}
 
 
-# Names under which a version of ``autotune verify`` may tell an interval of samples/s: two numbers, or a dictionary.
-_INTERVALS = ("samples_per_second_interval", "next_run_interval", "next_run", "interval")
-_BOUNDS = (
-    ("samples_per_second_low", "samples_per_second_high"),
-    ("low", "high"),
-    ("lower", "upper"),
-    ("least", "most"),
-)
-
-
 def read_interval(part: Document) -> tuple[float, float] | None:
-    """Read an interval of samples/s from the part ``promised`` or ``obtained`` of a verification, old or new."""
-    for name in _INTERVALS:
-        if (found := _bounds(part.get(name))) is not None:
-            return found
-    if (found := _bounds(part)) is not None:
-        return found
-    speed = part.get("samples_per_second_with_new_lengths", part.get("samples_per_second"))
-    spread = part.get("relative_spread")
-    return (speed * (1 - spread), speed * (1 + spread)) if speed is not None and spread is not None else None
+    """Read the interval of samples/s from the part ``promised`` or ``obtained`` of a verification."""
+    low, high = part.get("samples_per_second_low"), part.get("samples_per_second_high")
+    return None if low is None or high is None else (float(low), float(high))
 
 
-def _bounds(value: object) -> tuple[float, float] | None:
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(bound, int | float) for bound in value):
-        return float(value[0]), float(value[1])
-    if isinstance(value, dict):
-        for low, high in _BOUNDS:
-            if value.get(low) is not None and value.get(high) is not None:
-                return float(value[low]), float(value[high])
-    return None
-
-
-def read_verification(document: Document, exit_code: int | None) -> Document:
-    """Select what is recorded of the JSON document of ``autotune verify``, old or new."""
+def read_verification(document: Document) -> Document:
+    """Select what is recorded of the JSON document of ``autotune verify``."""
     promised, obtained = document.get("promised", {}), document.get("obtained", {})
     return {
         "promised_samples_per_second": promised.get("samples_per_second"),
         "promised_interval": read_interval(promised),
         "obtained_samples_per_second": obtained.get("samples_per_second"),
         "obtained_interval": read_interval(obtained),
-        "verdict": _verdict(document, exit_code),
+        "verdict": str(document.get("verdict")).replace("_", " "),
         "misses": document.get("misses", []),
     }
-
-
-def _verdict(document: Document, exit_code: int | None) -> str:
-    """Return ``kept``, ``missed`` or what else the document says, such as ``cannot tell``."""
-    if exit_code == MISSED_EXIT_CODE:
-        return "missed"
-    told = document.get("verdict")
-    if isinstance(told, str):
-        return told.replace("_", " ")
-    return "kept" if document.get("kept") else "missed"
 
 
 # Tables
@@ -173,7 +135,7 @@ def _told(record: Document) -> Document | None:
     document = record.get("verification")
     if document is None or record.get("verify_exit_code") not in ANSWERED:
         return None
-    return read_verification(document, record["verify_exit_code"])
+    return read_verification(document)
 
 
 def _machine(record: Document) -> str:

@@ -283,7 +283,7 @@ def keep_promise(bench: Bench, case: Case, index: int, folder: Path) -> Document
     verified = bench.autotune(ROOT, folder, "verify", case.name, *words)
     record |= {"verify_exit_code": verified.exit_code, "verify_wall_seconds": verified.seconds}
     if verified.document is not None:
-        record |= read_verification(verified.document, verified.exit_code)
+        record |= read_verification(verified.document)
         record["verification"] = verified.document
     if verified.error is not None:
         record |= {"error": f"verify: {verified.error}", "cut_off": bench.seconds_left <= 0}

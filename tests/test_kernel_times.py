@@ -29,6 +29,7 @@ def test_each_round_has_every_model_and_the_first_ones_are_the_most_informative(
         assert {cell.arm for cell in of_round} == {Arm(precision)}  # type: ignore[arg-type]
 
 
+@pytest.mark.whole
 def test_cells_are_recorded_and_one_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_failure_is_shown_beside_the_others(capsys: pytest.CaptureFixture[str]
     assert "it broke" in shown["Trainer"]
 
 
+@pytest.mark.whole
 def test_a_finder_tells_its_answer(tmp_path: Path) -> None:
     """A real process; the others need what the project does not depend on, or more time."""
     settings = {"config": resolve_model("bert-tiny").config, "seq_len": 16, "device": "cpu", "bf16": False}

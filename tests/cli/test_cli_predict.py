@@ -127,7 +127,7 @@ def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> No
     told = run_process(*asked, "--strategy", "ddp", folder=tmp_path)
     assert "on 2 × rtx-4090" in told.stdout
     assert "What fits: ddp up to 8 a GPU." in told.stdout
-    assert "57 of 58 steps" in told.stderr
+    assert "62 of 63 steps" in told.stderr
     assert "Choose bf16, ddp × 2 at 8 × 1" in told.stdout
     refused = run_process(*asked, "--gpus", "0,1", folder=tmp_path)
     assert (refused.code, "--gpus 0,1 is not a number of GPUs" in refused.stderr) == (2, True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promise_tables import read_interval, read_records, read_search, read_verification, table
+from promise_tables import read_records, read_search, read_verification, table
 from promises import PROMISES, RECORDED, environment_of, run, schedule
 
 from autotune.core.candidate import Arm, Candidate
@@ -16,11 +16,11 @@ from autotune.core.workload import TASKS
 from autotune.models import catalog
 
 WINNER = Candidate(Arm("bf16", cpu_affinity=True), 32)
-OLD_VERIFICATION = {
-    "kept": False,
+MISSED = {
+    "verdict": "missed",
     "misses": ["77.8 samples/s are 12.3% below the promised 88.7"],
-    "promised": {"samples_per_second": 88.0, "relative_spread": 0.25},
-    "obtained": {"samples_per_second": 77.0, "relative_spread": 0.5},
+    "promised": {"samples_per_second": 88.0, "samples_per_second_low": 66.0, "samples_per_second_high": 110.0},
+    "obtained": {"samples_per_second": 77.0, "samples_per_second_low": 70.0, "samples_per_second_high": 84.0},
 }
 
 
@@ -29,7 +29,7 @@ def promise(workload: str, machine: str, **changes: Any) -> dict[str, Any]:
     record = {"kind": "promise", "workload": workload, "round": 0, "date": "2026-11-22T10:00:00", "facts": facts}
     record |= {"python_loop_seconds": 1.3, "winner": "32 × 1  bf16", "trials": 4, "gpu_busy_share": 0.46}
     record |= {"search_wall_seconds": 14.0, "verify_wall_seconds": 11.0, "verify_exit_code": 0}
-    return {**record, "verification": {**OLD_VERIFICATION, "kept": True, "misses": []}, **changes}
+    return {**record, "verification": {**MISSED, "verdict": "kept", "misses": []}, **changes}
 
 
 @pytest.mark.parametrize("case", [*PROMISES, *RECORDED], ids=lambda case: case.name)
@@ -72,17 +72,11 @@ class TestRun:
 
 
 class TestReading:
-    def test_an_interval_under_old_and_new_names(self) -> None:
-        assert read_interval(OLD_VERIFICATION["promised"]) == (66.0, 110.0)  # type: ignore[arg-type]
-        assert read_interval({"samples_per_second": 10.0, "samples_per_second_interval": [9, 11]}) == (9.0, 11.0)
-        assert read_interval({"interval": {"low": 9, "high": 11}}) == (9.0, 11.0)
-        assert read_interval({"samples_per_second_low": 9, "samples_per_second_high": 11}) == (9.0, 11.0)
-        assert read_interval({"samples_per_second": None, "relative_spread": None}) is None
-
-    def test_a_verdict_of_old_and_new_documents(self) -> None:
-        assert read_verification(OLD_VERIFICATION, 11)["verdict"] == "missed"
-        assert read_verification({**OLD_VERIFICATION, "kept": True}, 0)["verdict"] == "kept"
-        assert read_verification({**OLD_VERIFICATION, "verdict": "cannot_tell"}, 0)["verdict"] == "cannot tell"
+    def test_an_interval_and_a_verdict(self) -> None:
+        told = read_verification({**MISSED, "verdict": "cannot_tell", "obtained": {"samples_per_second_low": None}})
+        assert told["promised_interval"] == (66.0, 110.0)
+        assert told["obtained_interval"] is None
+        assert told["verdict"] == "cannot tell"
 
     def test_the_winners_busy_share_may_be_that_of_another_trial_of_it(self) -> None:
         best = {**WINNER.parameters(), "samples_per_second": 1200.0, "gpu_busy_share": None, "cpu_core": 3}
@@ -94,7 +88,7 @@ class TestReading:
 
 class TestTable:
     def test_refuted_promises_and_machines_are_counted(self) -> None:
-        missed = promise("qwen", "GPU-b", verify_exit_code=11, verification=OLD_VERIFICATION)
+        missed = promise("qwen", "GPU-b", verify_exit_code=11, verification=MISSED)
         broken = {**promise("vit-large", "GPU-b"), "verification": None, "error": "search: exit code 6\nnothing fits"}
         text = table([promise("bert-base", "GPU-a"), promise("bert-base", "GPU-b"), missed, broken])
         assert "1 of 3 promises refuted on 2 machines (2 kept, 1 missed); 1 without a verdict" in text
