@@ -94,15 +94,18 @@ def test_a_promise_that_is_missed_has_its_exit_code(doctored: Doctor, tmp_path: 
 
 
 def test_out_of_memory_is_a_promise_missed(doctored: Doctor, tmp_path: Path) -> None:
-    """Under the cap that the study is said to have emulated: real memory runs out."""
-    storage = doctored("autotune_studies.ceiling", lambda ceiling: ceiling.update({"limit_bytes": 4 * MIB}))
+    """Under the cap that the study is said to have emulated: real memory runs out.
+
+    It does so while the model is built. Where 4 MiB are left, oneDNN may be the first to want more, and crashes.
+    """
+    storage = doctored("autotune_studies.ceiling", lambda ceiling: ceiling.update({"limit_bytes": MIB}))
     ran = run_process("verify", "tiny", "--steps", "20", "--storage", storage, "--json", folder=tmp_path)
     assert ran.code == 11, ran.stderr
     assert "memory ran out during training" in ran.stderr
     document = json.loads(ran.stdout)
     assert document["obtained"]["state"] == "out_of_memory"
     assert document["measured_again"] is document["not_measured_again"] is None
-    assert document["cap_bytes"] == 4 * MIB
+    assert document["cap_bytes"] == MIB
 
 
 def test_the_evaluation_fits_as_it_is_exported(tmp_path: Path) -> None:

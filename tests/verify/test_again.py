@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from autotune.devices.lock import FOLDER_VARIABLE, Lock
 from autotune.verify import again as module
 from autotune.verify import throughput
 from autotune.verify.again import Again, Finding, NotMeasured, find, measure_again
-from autotune.verify.comparison import Interval, Verdict
+from autotune.verify.comparison import Interval, Verdict, compare
 from autotune.verify.json_document import verification_document
 from autotune.verify.text import verification_lines
 from autotune.verify.throughput import Verification, verify
@@ -53,6 +55,36 @@ def test_a_repeated_trial_tells_a_slower_machine_from_a_slower_run(
 ) -> None:
     assert find(promise, run, again) == finding
     assert find(promise.scaled(3), run.scaled(3), again.scaled(3)) == finding
+
+
+@pytest.mark.parametrize(
+    ("run", "again", "finding", "wrong"),
+    [
+        pytest.param(0.8, 0.8, "machine_slower", "run_differs", id="the machine is 20 % slower"),
+        pytest.param(0.8, 1.0, "run_differs", "machine_slower", id="the run alone is 20 % slower"),
+    ],
+)
+@pytest.mark.parametrize(("deviation", "least_found"), [(0.01, 0.95), (0.03, 0.95), (0.06, 0.5)])
+def test_a_cause_is_hardly_ever_taken_for_the_other(
+    run: float, again: float, finding: Finding, wrong: Finding, deviation: float, least_found: float
+) -> None:
+    """Processes differ by up to 6 %, as those of host-bound steps; the promise comes from two of them."""
+    generator = random.Random(3)
+
+    def process(speed: float) -> float:
+        return speed * math.exp(generator.gauss(0, deviation))
+
+    found: list[Finding] = []
+    for _ in range(1000):
+        promised = 100 * math.exp(generator.gauss(0, deviation / math.sqrt(2)))
+        # Student's t of the few processes whose deviation a search knows, about 2.6.
+        width = 2.6 * deviation * math.sqrt(1.5)
+        promise = Interval(promised, promised * math.exp(-width), promised * math.exp(width))
+        obtained = around(process(100 * run), 0.03)
+        if compare(promise, obtained) != "kept":
+            found.append(find(promise, obtained, around(process(100 * again), 0.01)))
+    assert found.count(finding) / len(found) > least_found
+    assert found.count(wrong) / len(found) < 0.02
 
 
 PAUSES = {"evaluate": 1.0, "save": 2.0}
