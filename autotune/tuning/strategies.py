@@ -8,9 +8,13 @@ from dataclasses import replace
 from autotune.core.candidate import STRATEGIES, Arm, Strategy
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
+from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
 from autotune.tuning.request import SearchRequest, check_optims_shard
+
+_LARGE_COPY = 0.01
+"""Share of a GPU's memory above which a second copy of the gradients is avoided. Predictions keep as much free."""
 
 
 def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Arm, ...]:
@@ -26,7 +30,7 @@ def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts
     # Of DeepSpeed's stages the first never does so, and the others always.
     variants += [(strategy, True) for strategy in strategies if Arm(strategy=strategy).is_sharded and accumulates]
     return tuple(
-        _shared(arm, strategy, syncs, request.ranks, model)
+        _shared(arm, strategy, syncs, request, model)
         for strategy, syncs in variants
         for arm in arms
         if strategy == "ddp" or (shards_with(arm.optim) and not (is_zero(strategy) and arm.torch_compile))
@@ -124,21 +128,35 @@ def _may_need_sharding(request: SearchRequest, state_bytes: int) -> bool:
     return request.workload.peft is None or 2 * state_bytes > request.reachable_bytes
 
 
-def _shared(arm: Arm, strategy: Strategy, syncs: bool, ranks: int, model: ModelFacts) -> Arm:
+def _shared(arm: Arm, strategy: Strategy, syncs: bool, request: SearchRequest, model: ModelFacts) -> Arm:
     """Return the arm as several ranks train it.
 
-    Where every parameter was seen to get a gradient, DDP has none to look for in each step; where no buffer was seen to
-    change, rank 0 has none to send. Neither changes a value.
+    Where every parameter was seen to get a gradient, DDP need not look for unused ones in each step; where no buffer
+    was seen to change, rank 0 has none to send. Neither changes a value.
     """
+    ranks = request.ranks
     if strategy == "ddp":
+        uses_all = model.after_step.unused_parameters == ()
         return replace(
             arm,
             strategy=strategy,
             ranks=ranks,
-            ddp_find_unused_parameters=False if model.after_step.unused_parameters == () else None,
+            ddp_find_unused_parameters=_is_copy_large(request, model) if uses_all else None,
             ddp_broadcast_buffers=False if model.after_step.changed_buffers == () else None,
         )
     if is_zero(strategy):
         return replace(arm, strategy=strategy, ranks=ranks)
     layers = ",".join(model.layer_classes)
     return replace(arm, strategy=strategy, ranks=ranks, transformer_layer_cls_to_wrap=layers, sync_each_batch=syncs)
+
+
+def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
+    """Return whether a second copy of DDP's buckets would keep batches from fitting, see ``Arm.rebuilds_buckets``.
+
+    DDP that looks for unused parameters keeps its buckets. The search for them took no measurable time in steps of 65
+    and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
+    """
+    if request.device.kind != "cuda":
+        return False
+    copy_bytes = model.trainable_parameters * BYTES_PER_ELEMENT[request.workload.dtype]
+    return copy_bytes > _LARGE_COPY * request.reachable_bytes

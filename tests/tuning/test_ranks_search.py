@@ -125,7 +125,8 @@ def test_a_torch_without_nccl_is_told_before_a_trial() -> None:
 
 def test_unused_parameters_are_left_to_ddp_where_there_are_some() -> None:
     for unused, expected in (([], False), (["bert.pooler.weight"], None), (None, None)):
-        given = facts(after_step=AfterStep(None if unused is None else tuple(unused), ()))
+        after_step = AfterStep(None if unused is None else tuple(unused), ())
+        given = facts(trainable_parameters=110_000_000, after_step=after_step)
         prepared = prepare(of_two(), given)
         assert {arm.ddp_find_unused_parameters for arm in prepared.space.arms} == {expected}
         assert {(arm.strategy, arm.ranks) for arm in prepared.space.arms} == {("ddp", 2)}
