@@ -39,8 +39,9 @@ from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report, measurement
 from autotune.results.text import summary_lines
 from autotune.results.wording import verdict
-from autotune.store import Stage, StudyRecord, TrialRecord, open_store
 from autotune.store.location import resolve_location, shown_location
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared

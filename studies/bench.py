@@ -59,7 +59,9 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.history import History
-from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.optuna_study import over_line_gib

@@ -39,7 +39,7 @@ def probe(arguments: list[str]) -> None:
     from autotune.estimate.memory_jobs import Forecast
     from autotune.execution import TrialJob
     from autotune.execution.trial_server import TrialServer
-    from autotune.store import TrialRecord
+    from autotune.store.records import TrialRecord
     from autotune.tuning.loop import Search
 
     asked: dict[str, float] = {}

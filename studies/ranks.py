@@ -57,7 +57,8 @@ from autotune.estimate.memory_jobs import Forecast
 from autotune.execution import Event, LocalExecutor, TrialJob, TrialServer
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
-from autotune.store import Stage, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest

@@ -40,7 +40,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.estimate.memory import MemoryModel, prediction_class
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared, prepare

@@ -234,7 +234,7 @@ class PostgresServer:
 
     def make_template(self) -> None:
         """Make the database with all tables that others are copied from."""
-        from autotune.store import open_store
+        from autotune.store.opening import open_store
 
         self.execute(f"CREATE DATABASE {_TEMPLATE}")
         open_store(self.url(_TEMPLATE)).close()

@@ -14,7 +14,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Ceiling
 from autotune.results.report import Report
 from autotune.space.training_arguments import TF32_UNSET_REVISION
-from autotune.store import Stage, StudyRecord, TrialRecord, now
+from autotune.store.records import Stage, StudyRecord, TrialRecord, now
 
 OLD_FIELDS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu")
 

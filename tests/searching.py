@@ -21,7 +21,9 @@ from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
 from autotune.space.space import choose_arms
-from autotune.store import Stage, Store, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import Prepared, prepare

@@ -16,7 +16,7 @@ from searching import new_store
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort
-from autotune.store import Store
+from autotune.store.repository import Store
 from autotune.tuning.forecasting import forecast_of
 
 ROOT = Path(__file__).resolve().parents[1]

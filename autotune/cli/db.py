@@ -20,7 +20,7 @@ def db(ctx: click.Context) -> None:
 @table_options("db")
 def current(storage: str) -> None:
     """Print the schema's revision and the newest one."""
-    from autotune.store import current_revision
+    from autotune.store.opening import current_revision
 
     revision, head = current_revision(storage)
     click.echo(f"{revision or 'none'} (newest: {head})")
@@ -30,9 +30,9 @@ def current(storage: str) -> None:
 @table_options("db")
 def upgrade(storage: str) -> None:
     """Upgrade the schema to the newest revision; a missing file is created."""
-    from autotune import store
+    from autotune.store import opening
 
-    before, after = store.upgrade(storage)
+    before, after = opening.upgrade(storage)
     click.echo(f"{after}, as before" if before == after else f"{before or 'none'} -> {after}")
 
 

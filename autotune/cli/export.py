@@ -32,7 +32,7 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     """
     from autotune.results.export import FORMATS, LAUNCH_FORMATS, beside_lines, make_export, render, render_launch
     from autotune.results.report import load_report
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
         made = make_export(load_report(store, study))

@@ -26,7 +26,7 @@ def report(study: str, page: Path | None, storage: str) -> None:
     from autotune.cli.studies import print_report
     from autotune.results.html.page import html_page
     from autotune.results.report import load_report
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
     from autotune.tuning.stored_predictions import stored_prediction, stored_step
 
     with open_store(storage, create=False) as store:

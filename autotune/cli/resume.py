@@ -39,7 +39,7 @@ def resume(
       autotune resume STUDY --gpus 4 --parallel
     """
     from autotune.cli.search import say, search_and_print
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 

@@ -217,7 +217,7 @@ def token() -> None:
 def add(name: str, role: str, storage: str) -> None:
     """Make a token and print it; it is not shown again."""
     from autotune.service.tokens import add_token
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     # Also before the first start, so that a service under systemd prints no token into a log.
     with open_store(storage) as store:
@@ -228,7 +228,7 @@ def add(name: str, role: str, storage: str) -> None:
 @table_options("token")
 def list_tokens(storage: str) -> None:
     """List the tokens' names and roles."""
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
         rows = [(t.name, t.role, f"{t.created_at:%Y-%m-%d %H:%M}") for t in store.queue.tokens()]
@@ -240,7 +240,7 @@ def list_tokens(storage: str) -> None:
 @table_options("token")
 def remove(name: str, storage: str) -> None:
     """Remove a token; whoever has it is refused from then on."""
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
         if not store.queue.remove_token(name):

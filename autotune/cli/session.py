@@ -14,7 +14,7 @@ from autotune.tuning.run import run_search as run_observed_search
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
-    from autotune.store import StudyRecord
+    from autotune.store.records import StudyRecord
     from autotune.tuning.nodes.remote import Nodes
 
 

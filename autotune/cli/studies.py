@@ -23,7 +23,7 @@ def show(study: str, storage: str, as_json: bool) -> None:
     """Show a study: its winner and every trial."""
     from autotune.results.json_document import report_document
     from autotune.results.report import load_report
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
         report = load_report(store, study)
@@ -72,8 +72,8 @@ def studies(storage: str, as_json: bool) -> None:
     """List the studies, newest first."""
     from autotune.core.units import format_rate
     from autotune.results.report import winners_speeds
-    from autotune.store import open_store
     from autotune.store.location import shown_location
+    from autotune.store.opening import open_store
 
     with open_store(storage, create=False) as store:
         found = store.studies()

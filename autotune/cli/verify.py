@@ -57,7 +57,7 @@ def verify(
             raise InvalidRequestError("--same-loss cannot be used with --server", "leave one of them out")
         verify_remotely(server, study or study_or_file, steps, again=again, as_json=as_json)
         return
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
     from autotune.verify.json_document import verification_document
     from autotune.verify.text import verification_lines
 
@@ -76,7 +76,7 @@ def verify(
 
 def _target(store: object, study_or_file: str, study: str | None) -> Target:
     from autotune.results.report import load_report
-    from autotune.store import Store
+    from autotune.store.repository import Store
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 
     assert isinstance(store, Store)

@@ -9,7 +9,7 @@ from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread
 
 if TYPE_CHECKING:
-    from autotune.store import TrialRecord
+    from autotune.store.records import TrialRecord
 
 
 def batch_cell(candidate: Candidate) -> str:

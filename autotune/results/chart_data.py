@@ -10,7 +10,7 @@ from autotune.core.outcome import Measurement, OutOfMemory
 from autotune.core.units import format_bytes, format_rate, format_seconds
 from autotune.results.report import Report, measurement
 from autotune.results.wording import verdict
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 Mark = Literal["best", "baseline"]
 

@@ -20,19 +20,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
 from autotune.results.dashboard_private import show_constraints
-from autotune.store import (
-    LOCK_TIMEOUT_SECONDS,
-    TRIAL_ID_ATTRIBUTE,
-    Store,
-    StudyRecord,
-    close_optuna,
-    open_store,
-    optuna_arguments,
-    refuse_writes,
-    resolve_location,
-)
+from autotune.store.engine import LOCK_TIMEOUT_SECONDS
+from autotune.store.location import resolve_location
+from autotune.store.opening import open_store
 from autotune.store.optuna_private import METRIC_NAMES_KEY, HookedStorage, id_of_study
-from autotune.store.records import OBJECTIVE_NAMES
+from autotune.store.optuna_storage import close_optuna, optuna_arguments, refuse_writes
+from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, StudyRecord
+from autotune.store.repository import Store
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -14,7 +14,7 @@ from autotune.core.stop import LeftOut, StopReason
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.store import Stage, StudyState, TrialRecord, TrialState
+from autotune.store.records import Stage, StudyState, TrialRecord, TrialState
 
 # The fields of a measurement that are printed under their own names.
 _MEASURED = (

@@ -17,8 +17,10 @@ from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.pooling import Pool, Speed, Tried
-from autotune.store import Store, StudyRecord, StudySummary, TrialRecord, damaged
+from autotune.store.engine import damaged
+from autotune.store.records import StudyRecord, StudySummary, TrialRecord
 from autotune.store.repeats import Repeats
+from autotune.store.repository import Store
 
 
 @dataclass(frozen=True)

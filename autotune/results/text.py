@@ -10,7 +10,7 @@ from autotune.results.report import Report, data_facts
 from autotune.results.warnings import notes
 from autotune.results.wording import verdict
 from autotune.space.dataloader import LOADER_BOUND, waits_for_data
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1

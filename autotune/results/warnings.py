@@ -12,7 +12,7 @@ from autotune.core.stop import StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
 _WIDE_PROMISE = 0.1

@@ -8,7 +8,7 @@ from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
 from autotune.results.report import Report, measurement
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:

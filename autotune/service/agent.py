@@ -36,7 +36,8 @@ from autotune.service.listed_code import Listed
 from autotune.service.problems import problem_of
 from autotune.service.requests import search_request
 from autotune.service.verifications import VERIFIES
-from autotune.store import Stage, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.transfer import make_way, read_study, take_in_all, take_in_study
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.prepare import Prepared

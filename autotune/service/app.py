@@ -21,8 +21,8 @@ from autotune.service.problems import MEDIA_TYPE, problem_document
 from autotune.service.routes import agents, health, predictions, verifications
 from autotune.service.routes import searches as searches_routes
 from autotune.service.searches import Searches
-from autotune.store import now
 from autotune.store.queue import LeaseLostError, TokenRecord
+from autotune.store.records import now
 
 
 def problem_response(error: AutotuneError) -> JSONResponse:

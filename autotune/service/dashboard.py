@@ -14,7 +14,7 @@ from autotune.core.errors import ServiceError
 from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.service.access import access_of
 from autotune.service.app import problem_response
-from autotune.store import Store
+from autotune.store.repository import Store
 
 PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 """What the dashboard's own page asks for, from the root."""

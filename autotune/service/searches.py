@@ -36,8 +36,9 @@ from autotune.service.verifications import (
     needs_of_study,
     read_verification,
 )
-from autotune.store import Store, new_id
 from autotune.store.queue import ENDED, LEASE_SECONDS, AgentRecord, JobRecord, Needs, Offer
+from autotune.store.records import new_id
+from autotune.store.repository import Store
 from autotune.store.transfer import read_study, related_studies, take_in
 from autotune.tuning.run import log_folder
 

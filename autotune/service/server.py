@@ -29,8 +29,10 @@ from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token, digest, new_token
-from autotune.store import Store, now, open_store
 from autotune.store.engine import leave_syncing_to_checkpoints
+from autotune.store.opening import open_store
+from autotune.store.records import now
+from autotune.store.repository import Store
 
 DEFAULT_PORT = 8321
 _SWEEP_SECONDS = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import TRANSIENT, Completed, Failed, OutOfMemory
-from autotune.store import Stage, TrialRecord
+from autotune.store.records import Stage, TrialRecord
 
 # An interruption is hardly ever caused by the candidate. One that crashes the machine must not be repeated forever.
 _MOST_INTERRUPTIONS = 10

@@ -28,11 +28,13 @@ from autotune.core.prediction import PredictionAnswer, PredictionWork
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.store import open_answers
+from autotune.store.answer_file import open_answers
 from autotune.tuning.environment import library_versions
 
 if TYPE_CHECKING:
-    from autotune.store import AnswerFile, Answers, Store
+    from autotune.store.answer_file import AnswerFile
+    from autotune.store.repository import Store
+    from autotune.store.stored_answers import Answers
 
 T = TypeVar("T", Inspection, PredictionAnswer)
 
@@ -232,7 +234,7 @@ class AnswersBeside:
         if self.problem is not None:
             return
         # Imports Alembic and Optuna, which reading does not need.
-        from autotune.store import open_store
+        from autotune.store.opening import open_store
 
         try:
             self._store = self._store or open_store(self._storage, lock_timeout_seconds=_LOCK_TIMEOUT_SECONDS)

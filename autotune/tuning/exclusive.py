@@ -18,7 +18,7 @@ from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 
 if TYPE_CHECKING:
     # Loads SQLAlchemy and Optuna, which a search that is refused at once does without.
-    from autotune.store import Store
+    from autotune.store.repository import Store
 
 _POLL_SECONDS = 0.5
 

@@ -21,7 +21,8 @@ from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds
 from autotune.execution import Event, Executor, TrialJob
-from autotune.store import Stage, Store, StudyRecord, TrialRecord
+from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look_ahead import LookAhead
 from autotune.tuning.no_result import no_result

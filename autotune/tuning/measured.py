@@ -6,7 +6,7 @@ from autotune.core.errors import StorageError
 from autotune.core.workload import Workload
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.pooling import Pool, Tried
-from autotune.store import measured_trials
+from autotune.store.measured import measured_trials
 
 _LOCK_TIMEOUT_SECONDS = 5.0
 

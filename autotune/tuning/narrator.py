@@ -14,7 +14,7 @@ from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 
 if TYPE_CHECKING:
     from autotune.estimate.history import History, Tried
-    from autotune.store import Stage, StudyRecord, TrialRecord
+    from autotune.store.records import Stage, StudyRecord, TrialRecord
     from autotune.tuning.prepare import Prepared
 
 # Eighty columns hold a line of the widest default arm.

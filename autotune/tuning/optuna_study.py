@@ -19,9 +19,10 @@ from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
 from autotune.core.units import GIB
 from autotune.devices import Ceiling
-from autotune.store import TRIAL_ID_ATTRIBUTE, Stage, Store, TrialRecord, new_id, storage_errors
+from autotune.store.engine import storage_errors
 from autotune.store.optuna_private import create_trial, id_of_study
-from autotune.store.records import OBJECTIVE_NAMES
+from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, TrialRecord, new_id
+from autotune.store.repository import Store
 from autotune.tuning.sampler import PolicySampler, params_of
 
 # The constraint: GiB above the line of a feasible trial; 0 or less is feasible.

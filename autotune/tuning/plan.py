@@ -17,7 +17,7 @@ from autotune.core.units import format_seconds, plural
 from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
-from autotune.store import Stage, TrialRecord
+from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared

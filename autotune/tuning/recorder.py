@@ -8,7 +8,8 @@ from dataclasses import replace
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Outcome
 from autotune.core.stop import LeftOut, Stop, StopReason
-from autotune.store import Stage, Store, StudyRecord, TrialRecord, now
+from autotune.store.records import Stage, StudyRecord, TrialRecord, now
+from autotune.store.repository import Store
 from autotune.tuning.optuna_study import Asked, OptunaStudy
 
 

@@ -18,7 +18,7 @@ from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.dataloader import patience
 from autotune.space.features import compiles
-from autotune.store import Stage
+from autotune.store.records import Stage
 from autotune.tuning.request import SearchRequest
 
 # Target half-width of the baseline: a speed-up need not be exact, and the defaults are often the slowest trial.

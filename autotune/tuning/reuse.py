@@ -27,7 +27,7 @@ from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOf
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
-from autotune.store import PastTrial
+from autotune.store.records import PastTrial
 
 # Tolerance with which the seconds of a trial's steps are recomputed where micro-steps were added.
 _SECONDS_KNOWN_TO = 0.95

@@ -37,7 +37,8 @@ from autotune.tuning.request import SearchRequest
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
-    from autotune.store import Store, StudyRecord
+    from autotune.store.records import StudyRecord
+    from autotune.store.repository import Store
     from autotune.tuning.loop import Observer
     from autotune.tuning.machine import Machine
     from autotune.tuning.nodes.remote import Nodes
@@ -277,7 +278,7 @@ def _search(
 
 
 def _opened(stack: contextlib.ExitStack, storage: str) -> Store:
-    from autotune.store import open_store
+    from autotune.store.opening import open_store
 
     return stack.enter_context(open_store(storage))
 

@@ -19,7 +19,8 @@ from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, list_devices
 from autotune.models.dataset_files import check_unchanged
-from autotune.store import Store, StudyRecord, TrialRecord
+from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.changes import changes_since
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest, request_from_document

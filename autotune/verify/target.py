@@ -15,7 +15,8 @@ from autotune.core.workload import Workload
 from autotune.devices import devices_of_ranks, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
-from autotune.store import Store, TrialRecord
+from autotune.store.records import TrialRecord
+from autotune.store.repository import Store
 from autotune.verify.comparison import Interval
 
 

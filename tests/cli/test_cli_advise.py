@@ -16,7 +16,8 @@ from autotune.core.outcome import Completed
 from autotune.core.schema import decode
 from autotune.devices.prices import EXAMPLES, read_prices
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument, PricesDocument
-from autotune.store import StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import StudyRecord, TrialRecord
 
 _SMALL = (
     "advise",

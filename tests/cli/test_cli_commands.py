@@ -10,8 +10,7 @@ import pytest
 from command_line import TINY_MODEL, Run, Studied
 
 from autotune.core.units import format_rate
-from autotune.store import migrations_folder
-from autotune.store.migrate import head_revision
+from autotune.store.migrate import head_revision, migrations_folder
 
 HEAD = head_revision(migrations_folder())
 

@@ -13,7 +13,7 @@ import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
 
 from autotune.devices import find_device
-from autotune.store import open_store
+from autotune.store.opening import open_store
 
 BERT = ("search", "--model", "bert-tiny", "--device", "cpu")
 

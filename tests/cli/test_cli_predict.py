@@ -28,7 +28,7 @@ from autotune.results.predicted import (
     arm_prediction_type,
     best_prediction_type,
 )
-from autotune.store import open_store
+from autotune.store.opening import open_store
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 

@@ -19,7 +19,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device
 from autotune.estimate.history import History, Tried
 from autotune.space.space import Space, choose_arms
-from autotune.store import Stage, StudyRecord, TrialRecord
+from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest
 

@@ -20,7 +20,7 @@ from autotune.devices.presence import Presence, had_company
 from autotune.execution import Event, TrialJob
 from autotune.execution.executor import run_to_end
 from autotune.execution.gpu_monitor import SharedExecutor
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.store.repeats import Repeats
 
 CANDIDATE = Candidate(Arm("bf16"), 8)

@@ -15,7 +15,7 @@ from autotune.results.json_document import trial_document
 from autotune.results.report import Report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.replace(BF16, cpu_affinity=True)
 

@@ -21,7 +21,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.estimate.memory_jobs import Forecast, Target
 from autotune.execution.executor import TrialJob
-from autotune.store import Store
+from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search

@@ -27,7 +27,9 @@ from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.options import Objective
 from autotune.devices import Ceiling
 from autotune.results.dashboard import dashboard_app, dashboard_server, serve
-from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord
+from autotune.store.repository import Store
 from autotune.tuning.optuna_study import OptunaStudy
 
 SPACE: dict[str, optuna.distributions.BaseDistribution] = {"batch": optuna.distributions.IntDistribution(1, 64)}

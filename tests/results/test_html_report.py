@@ -35,7 +35,7 @@ from autotune.results.html.page import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
-from autotune.store import Store
+from autotune.store.repository import Store
 from autotune.tuning.answer_cache import KeptPredictions, inspection_key
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.prepare import Prepared, prepare

@@ -21,7 +21,8 @@ from autotune.results.report import Report, load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, times, verdict
-from autotune.store import Store, open_store
+from autotune.store.opening import open_store
+from autotune.store.repository import Store
 
 
 def test_verdicts() -> None:

@@ -15,7 +15,8 @@ from autotune.service.app import make_app
 from autotune.service.pages import add_pages
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
-from autotune.store import Store, open_store
+from autotune.store.opening import open_store
+from autotune.store.repository import Store
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from autotune.devices import find_device  # noqa: E402
 from autotune.service.app import make_app  # noqa: E402
 from autotune.service.searches import Searches  # noqa: E402
 from autotune.service.tokens import add_token  # noqa: E402
-from autotune.store import open_store  # noqa: E402
+from autotune.store.opening import open_store  # noqa: E402
 
 ASKED = {"model": "bert-tiny", "effective_batch": 16}
 ANSWERED = {"model": "bert-large-uncased", "effective_batch": 64}

@@ -29,7 +29,7 @@ from autotune import __version__  # noqa: E402
 from autotune.service.app import make_app  # noqa: E402
 from autotune.service.searches import Searches  # noqa: E402
 from autotune.service.tokens import add_token  # noqa: E402
-from autotune.store import open_store  # noqa: E402
+from autotune.store.opening import open_store  # noqa: E402
 
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64, "memory_limit": "23.5GiB"}
 WIDE = (1000, 860)

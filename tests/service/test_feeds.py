@@ -14,8 +14,9 @@ from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
 from autotune.service.pages.rendered import Rendered
 from autotune.service.searches import Searches
-from autotune.store import Store, open_store
+from autotune.store.opening import open_store
 from autotune.store.queue import JobEvent, Needs, Offer
+from autotune.store.repository import Store
 
 LIMIT_SECONDS = 20
 

@@ -24,9 +24,9 @@ from autotune.results.export import FORMATS, LAUNCH_FORMATS
 from autotune.service.change_events import NEW_JOB
 from autotune.service.requests import OPTION_NAMES, search_request
 from autotune.service.searches import Searches
-from autotune.store import Store
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction
 from autotune.store.queue import LEASE_SECONDS, JobRecord, Needs
+from autotune.store.repository import Store
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64}

@@ -32,7 +32,7 @@ from autotune.service import server
 from autotune.service.app import make_app
 from autotune.service.searches import Searches
 from autotune.service.server import JsonLines, Settings
-from autotune.store import open_store
+from autotune.store.opening import open_store
 
 FILES = ROOT / "docs" / "how-to" / "service"
 

@@ -18,8 +18,8 @@ from autotune.core.errors import ServiceError, StorageError
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
-from autotune.store import Store
 from autotune.store.queue import Needs
+from autotune.store.repository import Store
 
 LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
 

@@ -17,7 +17,7 @@ from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
 from autotune.service.server import Settings
 from autotune.service.tokens import add_token, digest, new_token
-from autotune.store import Store
+from autotune.store.repository import Store
 
 JSON = {"Content-Type": "application/json"}
 TINY = {"model": "bert-tiny", "effective_batch": 16}

@@ -9,7 +9,7 @@ from pathlib import Path
 from autotune.service.app import make_app
 from autotune.service.pages import add_pages
 from autotune.service.searches import Searches
-from autotune.store import open_store
+from autotune.store.opening import open_store
 
 
 def main() -> None:

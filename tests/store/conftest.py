@@ -9,7 +9,9 @@ import pytest
 from searching import write_empty_database
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.store import Store, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.repository import Store
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 from autotune.core.errors import StorageError
 from autotune.core.outcome import OutOfMemory
 from autotune.core.owner import Owner, this_owner
-from autotune.store import Store, StudyRecord, TrialRecord, now
 from autotune.store.leases import LEASE_SECONDS, Leases, name_of_study
+from autotune.store.records import StudyRecord, TrialRecord, now
+from autotune.store.repository import Store
 
 OTHERS = Owner("ada", "gpu-2", "gpu-2 boot pid:[1]", 71, "12345")
 LATER = timedelta(seconds=LEASE_SECONDS + 1)

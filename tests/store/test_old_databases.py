@@ -21,8 +21,8 @@ from autotune.core.outcome import Failed
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
-from autotune.store import current_revision, migrations_folder, open_store
-from autotune.store.migrate import head_revision
+from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.opening import current_revision, open_store
 from autotune.tuning.environment import _FIRST_VARIABLES
 
 FROZEN = sorted((Path(__file__).parent / "recorded_searches").glob("search_*.sql"))

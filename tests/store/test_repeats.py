@@ -13,8 +13,9 @@ from searching import new_store, search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory, outcome_document, outcome_from_document
 from autotune.estimate.history import History, Tried
-from autotune.store import Store, TrialRecord
+from autotune.store.records import TrialRecord
 from autotune.store.repeats import Repeats
+from autotune.store.repository import Store
 
 BEST = Candidate(Arm("bf16"), 32, 2)
 OTHER = Candidate(Arm("bf16"), 16, 4)

@@ -13,8 +13,10 @@ from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
-from autotune.store import AnswerFile, Store, open_answers, open_store
+from autotune.store.answer_file import AnswerFile, open_answers
 from autotune.store.location import plain_path, resolve_location
+from autotune.store.opening import open_store
+from autotune.store.repository import Store
 
 PREDICTED = PredictionAnswer((), 64)
 
@@ -125,7 +127,8 @@ def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
 def test_looking_up_in_a_file_imports_no_library_of_databases(store: Store) -> None:
     store.answers.keep("0123", PREDICTED)
     program = (
-        "import sys; from autotune.core.prediction import PredictionAnswer; from autotune.store import open_answers; "
+        "import sys; from autotune.core.prediction import PredictionAnswer; "
+        "from autotune.store.answer_file import open_answers; "
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "
         "*{'optuna', 'alembic', 'sqlalchemy'} & sys.modules.keys())"
     )

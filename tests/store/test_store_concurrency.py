@@ -17,7 +17,9 @@ from processes import receive
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import AutotuneError
 from autotune.core.outcome import OutOfMemory
-from autotune.store import Store, StudyRecord, TrialRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.repository import Store
 
 NewStudy = Callable[[str], StudyRecord]
 NewTrial = Callable[[StudyRecord, int], TrialRecord]

@@ -21,10 +21,12 @@ from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudy
 from autotune.core.owner import this_owner
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
-from autotune.store import Store, StudyRecord, TrialRecord, open_store
 from autotune.store.copies import copy_studies
 from autotune.store.leases import name_of_study
+from autotune.store.opening import open_store
 from autotune.store.queue import Needs, Offer
+from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.repository import Store
 
 
 @pytest.fixture

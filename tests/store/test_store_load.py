@@ -23,9 +23,11 @@ from searching import search
 from sqlalchemy import insert
 
 from autotune.core.errors import StorageError
-from autotune.store import Store, now, open_store
 from autotune.store.leases import Leases
+from autotune.store.opening import open_store
 from autotune.store.queue import JobRecord, LeaseLostError, Needs, Offer, Queue
+from autotune.store.records import now
+from autotune.store.repository import Store
 from autotune.store.tables import JobRow
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]

@@ -8,8 +8,8 @@ import optuna
 import pytest
 
 from autotune.core.errors import StorageError
-from autotune.store import open_store, resolve_location
-from autotune.store.location import on_network_file_system
+from autotune.store.location import on_network_file_system, resolve_location
+from autotune.store.opening import open_store
 
 
 def test_a_relative_path_becomes_absolute_and_keeps_its_name_in_messages(

@@ -23,11 +23,12 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.stop import LeftOut, StopReason
-from autotune.store import StudyRecord, TrialRecord, migrations_folder, open_store
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
-from autotune.store.migrate import head_revision
+from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.opening import open_store
 from autotune.store.queue import Offer
+from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 ROOT = Path(__file__).parents[2]
@@ -272,7 +273,10 @@ def test_an_installation_finds_its_own_migrations(tmp_path: Path) -> None:
     shutil.copytree(package, site / "autotune", ignore=shutil.ignore_patterns("__pycache__", "_migrations"))
     # The library lies beside an installed package under the very name of the checkout's folder.
     (site / "alembic" / "versions").mkdir(parents=True)
-    look = "import autotune.store as store; print(store.migrations_folder()); store.open_store('new.db').close()"
+    look = (
+        "from autotune.store import migrate, opening; "
+        "print(migrate.migrations_folder()); opening.open_store('new.db').close()"
+    )
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

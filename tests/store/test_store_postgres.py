@@ -25,21 +25,13 @@ from autotune.cli.main import cli
 from autotune.core.errors import StorageError
 from autotune.core.owner import this_owner
 from autotune.results.dashboard import DashboardStorage, dashboard_app
-from autotune.store import (
-    LOCK_TIMEOUT_SECONDS,
-    Store,
-    current_revision,
-    measured_trials,
-    migrations_folder,
-    open_store,
-    resolve_location,
-    storage_errors,
-    upgrade,
-)
-from autotune.store.engine import build_engine, transaction
+from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, storage_errors, transaction
 from autotune.store.leases import name_of_study
-from autotune.store.location import shown_location
-from autotune.store.migrate import head_revision
+from autotune.store.location import resolve_location, shown_location
+from autotune.store.measured import measured_trials
+from autotune.store.migrate import head_revision, migrations_folder
+from autotune.store.opening import current_revision, open_store, upgrade
+from autotune.store.repository import Store
 from autotune.store.strict_json import read_strict_json, write_strict_json
 
 HEAD = head_revision(migrations_folder())

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from autotune.store import Store
 from autotune.store.queue import (
     LEASE_SECONDS,
     MOST_ATTEMPTS,
@@ -18,6 +17,7 @@ from autotune.store.queue import (
     Offer,
     Queue,
 )
+from autotune.store.repository import Store
 from autotune.store.tables import PLACES_PER_PRIORITY
 
 CPU = Offer("cpu", "EPYC", 64 * 2**30)

@@ -22,7 +22,9 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, LeftOut
-from autotune.store import TRIAL_ID_ATTRIBUTE, Store, StudyRecord, TrialRecord, new_id, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import TRIAL_ID_ATTRIBUTE, StudyRecord, TrialRecord, new_id
+from autotune.store.repository import Store
 
 NewStudy = Callable[[str], StudyRecord]
 NewTrial = Callable[[StudyRecord, int], TrialRecord]

@@ -14,8 +14,9 @@ from sqlalchemy import event
 
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, StorageError
-from autotune.store import Store, open_store
 from autotune.store.engine import transaction
+from autotune.store.opening import open_store
+from autotune.store.repository import Store
 from autotune.store.transfer import make_way, read_study, related_studies, take_in, take_in_all, take_in_study
 
 

@@ -22,7 +22,7 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import Question
-from autotune.store import open_store
+from autotune.store.opening import open_store
 from autotune.tuning.answer_cache import (
     PREDICTING_MODULES,
     AnswersBeside,

@@ -17,7 +17,7 @@ from autotune.core.errors import AutotuneError, DeviceError
 from autotune.core.outcome import Failed
 from autotune.devices.lock import Lock
 from autotune.execution import gpu_monitor
-from autotune.store import open_store
+from autotune.store.opening import open_store
 from autotune.store.leases import name_of_study
 from autotune.tuning import run
 from autotune.tuning.machine import ThisMachine

@@ -16,7 +16,8 @@ from sqlalchemy import event
 from autotune.core.units import GIB
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
-from autotune.store import Store, open_store
+from autotune.store.opening import open_store
+from autotune.store.repository import Store
 from autotune.tuning.prepare import Prepared
 
 STUDY = "many"

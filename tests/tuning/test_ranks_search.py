@@ -22,7 +22,8 @@ from autotune.core.units import GIB
 from autotune.devices import Device, devices_of_ranks, find_gpus, listing
 from autotune.results.export import make_export, render, render_launch
 from autotune.results.report import Report
-from autotune.store import StudyRecord, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import StudyRecord
 from autotune.tuning import options as tuning_options
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import prepare

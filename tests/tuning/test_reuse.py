@@ -36,7 +36,8 @@ from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
-from autotune.store import PastTrial, Store, TrialRecord
+from autotune.store.records import PastTrial, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.request import MAX_BATCH_EFFORT
 from autotune.tuning.reuse import Library, derive, holds_under
 

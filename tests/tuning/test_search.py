@@ -15,7 +15,7 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, MIB
-from autotune.store import Store
+from autotune.store.repository import Store
 
 
 @pytest.fixture

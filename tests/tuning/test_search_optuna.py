@@ -22,7 +22,8 @@ from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.execution import Event, TrialJob
-from autotune.store import TRIAL_ID_ATTRIBUTE, Store, TrialRecord
+from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.tuning.prepare import prepare
 from autotune.tuning.sampler import distributions, params_of

@@ -35,7 +35,9 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.units import GIB, MIB
-from autotune.store import TRIAL_ID_ATTRIBUTE, Store, open_store
+from autotune.store.opening import open_store
+from autotune.store.records import TRIAL_ID_ATTRIBUTE
+from autotune.store.repository import Store
 from autotune.tuning.optuna_study import OptunaStudy
 from autotune.tuning.prepare import Prepared, prepare
 

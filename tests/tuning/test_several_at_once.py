@@ -20,7 +20,7 @@ from searching import new_store, search
 from autotune.core.errors import AutotuneError
 from autotune.results.dashboard import serve
 from autotune.results.report import load_report
-from autotune.store import open_store
+from autotune.store.opening import open_store
 
 forks = multiprocessing.get_context("fork")
 Answers = Any

@@ -18,7 +18,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.estimate.history import History
-from autotune.store import Stage, Store, TrialRecord
+from autotune.store.records import Stage, TrialRecord
+from autotune.store.repository import Store
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.plan import Company, Plan

@@ -24,8 +24,10 @@ from autotune.core.owner import Owner
 from autotune.core.placement import this_host
 from autotune.devices import Device
 from autotune.devices.lock import FOLDER_VARIABLE
-from autotune.store import Stage, Store, now, open_store
 from autotune.store.leases import LEASE_SECONDS, Leases, name_of_study
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, now
+from autotune.store.repository import Store
 from autotune.tuning.exclusive import hold_lease
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
@@ -33,7 +35,8 @@ from autotune.tuning.run import run_search
 HOLD = """
 import platform, sys
 platform.node = lambda: sys.argv[2]
-from autotune.store import leases, open_store
+from autotune.store import leases
+from autotune.store.opening import open_store
 leases.LEASE_SECONDS = float(sys.argv[3])
 take = leases.Leases.take
 leases.Leases.take = lambda *arguments: take(*arguments, leases.LEASE_SECONDS)

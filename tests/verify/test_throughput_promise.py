@@ -19,7 +19,7 @@ from autotune.core.verification import LossCurve, PeakBytes, StockResult, Stretc
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
-from autotune.store import StudyRecord, TrialRecord
+from autotune.store.records import StudyRecord, TrialRecord
 from autotune.verify.comparison import Interval, Verdict
 from autotune.verify.json_document import comparison_document, verification_document
 from autotune.verify.loss import LossComparison, reference_of

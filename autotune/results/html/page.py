@@ -32,7 +32,7 @@ from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
 from autotune.results.text import counts_line, detail_lines
 from autotune.results.wording import describe_data, times, verdict
-from autotune.store import TrialRecord
+from autotune.store.records import TrialRecord
 
 # Widths in pixels of the page's column and of a phone; the style sheet shows one of the two drawings.
 _WIDTHS = (("wide", 920.0), ("narrow", 358.0))

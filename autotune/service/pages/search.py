@@ -20,8 +20,8 @@ from autotune.service.pages.rendered import rendered_of
 from autotune.service.searches import Searches
 from autotune.service.tokens import may_write
 from autotune.service.verifications import VERIFIES
-from autotune.store import TrialRecord
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
+from autotune.store.records import TrialRecord
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
 
