@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class Export:
     """How the user's own code takes its settings; empty for a model by name, and in studies that did not look."""
     is_script: bool = False
     """Whether the user's own code is a script, which takes options, rather than a function."""
+    command: tuple[str, ...] = ("train.py",)
+    """What a launcher starts: the user's own script with its own options, or the file of their function."""
     world_size: int = 1
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
@@ -130,9 +133,20 @@ def make_export(report: Report) -> Export:
         interface=interface,
         on_cpu=environment["device_kind"] == "cpu",
         is_script=is_script(report.workload),
+        command=_command(report.workload.get("source") or {}),
         world_size=int(report.study.request.get("world_size") or 1),
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
+
+
+def _command(source: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a launcher starts, as it is called in the folder that the search was started in."""
+    if (file := source.get("file")) is None:
+        return ("train.py",)
+    if (module := source.get("module")) is not None:
+        return ("-m", module, *source.get("argv", ()))
+    within = os.path.relpath(file, source.get("cwd", "/"))
+    return (file if within.startswith(os.pardir) else within, *source.get("argv", ()))
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any]) -> str | None:
@@ -214,7 +228,9 @@ def _zero(export: Export) -> list[str]:
 def _over(export: Export) -> str:
     """Return how the arguments get to the user's script or function."""
     if not export.is_script:
-        return f"hand them to {export.model} as its overrides"
+        # A launcher's command line is without them.
+        form = " (--format json)" if export.ranks > 1 else ""
+        return f"hand them to {export.model} as its overrides{form}"
     place = export.interface.get("place") or "its file of settings"
     match export.interface.get("from"):
         case "file":
@@ -286,8 +302,9 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
 def _torchrun(export: Export) -> str:
     variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    words += ["torchrun", "--standalone", "--nproc_per_node", str(export.ranks), "train.py"]
-    return " ".join([*words, render(export, "cli")])
+    words += ["torchrun", "--standalone", "--nproc_per_node", str(export.ranks), shlex.join(export.command)]
+    takes_flags = export.task != "own" or (export.is_script and export.interface.get("from", "flags") == "flags")
+    return " ".join([*words, *(_flags(export) if takes_flags else [])]) + "\n"
 
 
 def _accelerate_config(export: Export) -> str:

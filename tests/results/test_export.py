@@ -303,3 +303,25 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
 def test_other_code_in_one_process_needs_no_launcher() -> None:
     with pytest.raises(InvalidRequestError, match="this study measured one"):
         render_launch(own_export("lightning"), "accelerate")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"file": "/home/ada/train.py", "argv": ["--name", "a b"]}, "train.py --name 'a b'"),
+        ({"file": "/home/ada/code/train.py", "argv": []}, "code/train.py"),
+        ({"file": "/opt/train.py", "argv": []}, "/opt/train.py"),
+        ({"file": "/opt/package/train.py", "module": "package.train", "argv": ["--fast"]}, "-m package.train --fast"),
+        # What it reads its settings from has to be changed, flags are not read.
+        ({"file": "/home/ada/train.py", "argv": ["a.yaml"], "interface": {"from": "file"}}, "train.py a.yaml"),
+        ({"file": "/home/ada/train.py", "kind": "build", "function": "build"}, "train.py"),
+    ],
+)
+def test_the_users_own_script_is_launched_with_its_own_options(source: dict[str, Any], expected: str) -> None:
+    made = report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 2), "cpu", ("bf16",))
+    source = {"kind": "script", "cwd": "/home/ada", "interface": {"from": "flags"}, **source}
+    export = make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
+    line = render_launch(export, "torchrun")
+    start = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 {expected}"
+    takes_flags = source["kind"] == "script" and source["interface"]["from"] == "flags"
+    assert line == (f"{start} {render(export, 'cli')}" if takes_flags else f"{start}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from autotune.core.outcome import Completed
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload
 from autotune.devices import Device
-from autotune.results.export import make_export, render
+from autotune.results.export import make_export, render, render_launch
 from autotune.results.warnings import notes
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
@@ -69,7 +70,13 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
     assert baseline.candidate.per_device_train_batch_size == (4 if kind == "script" else 8)
     batch = 2 * baseline.candidate.per_device_train_batch_size
     assert f"your own settings train at effective batch {batch}, not 32" in notes(report)
-    arguments = json.loads(render(make_export(report), "json"))
+    export = make_export(report)
+    words = shlex.split(render_launch(export, "torchrun"))
+    started = words[words.index("--nproc_per_node") + 2 :]
+    own = ["train.py", "--output_dir", "out", "--per_device_train_batch_size", "4", "--use_cpu"]
+    # A function has no command line to take flags from.
+    assert started == ([*own, *shlex.split(render(export, "cli"))] if kind == "script" else ["train.py"])
+    arguments = json.loads(render(export, "json"))
     assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 16
 
 
