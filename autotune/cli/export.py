@@ -37,14 +37,11 @@ def export(study: str, form: str, output: Path | None, storage: str) -> None:
     with open_store(storage, create=False) as store:
         made = make_export(load_report(store, study))
     launch = next((known for known in LAUNCH_FORMATS if known == form), None)
-    text = (
-        render_launch(made, launch)
-        if launch is not None
-        else render(made, next(known for known in FORMATS if known == form))
-    )
+    plain = next((known for known in FORMATS if known == form), FORMATS[0])
+    text = render_launch(made, launch) if launch is not None else render(made, plain)
     if output is None:
         click.echo(text, nl=False)
     else:
         write_text(output, text)
-    for line in beside_lines(made):
+    for line in beside_lines(made, launch or plain):
         click.echo(line, err=True)

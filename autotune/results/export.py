@@ -83,6 +83,18 @@ class Export:
         return self.candidate.arm.ranks
 
     @property
+    def processes(self) -> int:
+        """Processes of the training: one for each rank, or for each device of ``--world-size``."""
+        return max(self.ranks, self.world_size)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """All environment variables that a launcher does not set as they were measured by itself."""
+        # torchrun and accelerate set it to 1.
+        threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
+        return {**self.environment, **threads}
+
+    @property
     def measured_arguments(self) -> dict[str, Any]:
         """The arguments that speed and memory were measured with: all but the evaluation's batch size."""
         return {name: value for name, value in self.arguments.items() if name != EVALUATION_BATCH}
@@ -101,6 +113,7 @@ def make_export(report: Report) -> Export:
     fields = environment["training_arguments_fields"]
     data = report.workload.get("data")
     is_own = report.workload["task"] == "own"
+    world_size = int(report.study.request.get("world_size") or 1)
     arguments = data_arguments(decode(data, DataSpec)) if data else {}
     revision = environment.get("measurement_revision", 1)
     interface = (report.workload.get("source") or {}).get("interface", {})
@@ -129,12 +142,12 @@ def make_export(report: Report) -> Export:
         quantize=report.workload.get("quantize"),
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
-        omp_threads=_omp_threads(best.candidate.arm, environment),
+        omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
         interface=interface,
         on_cpu=environment["device_kind"] == "cpu",
         is_script=is_script(report.workload),
         command=_command(report.workload.get("source") or {}),
-        world_size=int(report.study.request.get("world_size") or 1),
+        world_size=world_size,
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
 
@@ -149,11 +162,11 @@ def _command(source: dict[str, Any]) -> tuple[str, ...]:
     return (file if within.startswith(os.pardir) else within, *source.get("argv", ()))
 
 
-def _omp_threads(arm: Arm, environment: dict[str, Any]) -> str | None:
-    """Return the threads of each rank that were measured."""
+def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
+    """Return the threads of each rank that were measured; those of an optimizer on the CPU share the cores."""
     cores = (environment.get("host") or {}).get("usable_cores")
     if arm.offloads_optimizer and cores:
-        return str(offloading_threads(int(cores), arm.ranks))
+        return str(offloading_threads(int(cores), max(arm.ranks, world_size)))
     return environment.get("variables", {}).get("OMP_NUM_THREADS", "1") if "ranks" in environment else None
 
 
@@ -173,17 +186,13 @@ def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
     return {allocator_variable(torch_version): "expandable_segments:True"}
 
 
-def beside_lines(export: Export) -> list[str]:
-    """Return what the export cannot contain since it is no field of ``TrainingArguments``."""
-    return [in_one_line(line) for line in _beside(export)]
+def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
+    """Return what the export, in a form, cannot contain since it is no field of ``TrainingArguments``."""
+    return [in_one_line(line) for line in _beside(export, form)]
 
 
-def _beside(export: Export) -> list[str]:
-    several = (
-        [f"start {export.world_size} processes: this is the batch of each (torchrun --nproc-per-node …)"]
-        if export.world_size > 1
-        else []
-    )
+def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    several = [*_processes(export, form), *_set_variables(export, form)]
     if export.task == "own":
         if kind_of_code(export.interface) != "trainer":
             lines = hand_over(export.interface, export.model, export.arguments, export.candidate)
@@ -203,21 +212,38 @@ def _beside(export: Export) -> list[str]:
         options += f", quantization_config={_bits(export)}"
     return [
         *several,
-        *(f"start the training with {name}={value} in its environment" for name, value in export.environment.items()),
         *_placement(export),
-        *([f"start {export.ranks} processes of it, as --format torchrun does"] if export.ranks > 1 else []),
-        *_zero(export),
+        *_zero(export, form),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
     ]
 
 
-def _zero(export: Export) -> list[str]:
+def _processes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    """Say how many processes to start, where the form does not do that."""
+    count = export.processes
+    if form == "accelerate" and export.on_cpu and count > 1:
+        return [f"on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node {count}"]
+    if count == 1 or form in LAUNCH_FORMATS:
+        return []
+    how = "as --format torchrun does" if export.ranks > 1 else "torchrun --nproc_per_node …"
+    return [f"start {count} processes: this is the batch of each ({how})"]
+
+
+def _set_variables(export: Export, form: Format | LaunchFormat | None) -> list[str]:
+    """Say which environment variables to set, where the form does not do that."""
+    if form == "torchrun":
+        return []
+    return [f"start the training with {name}={value} in its environment" for name, value in export.variables.items()]
+
+
+def _zero(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     """Say what a training with DeepSpeed needs besides its arguments."""
     if export.candidate.arm.zero_stage is None:
         return []
-    alone = ["start it by torchrun --nproc_per_node 1, as --format torchrun does"] if export.ranks == 1 else []
+    is_alone = export.processes == 1 and form not in LAUNCH_FORMATS
+    alone = ["start it by torchrun --nproc_per_node 1, as --format torchrun does"] if is_alone else []
     return [
         *alone,
         "it needs DeepSpeed: pip install deepspeed",
@@ -271,7 +297,7 @@ def render(export: Export, form: Format) -> str:
         case "json":
             return json.dumps(export.arguments, indent=2) + "\n"
         case "yaml":
-            comments = "".join(f"# {line}\n" for line in beside_lines(export))
+            comments = "".join(f"# {line}\n" for line in beside_lines(export, form))
             # JSON values are valid YAML, so nothing needs quoting.
             return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in export.arguments.items())
         case "cli":
@@ -280,7 +306,7 @@ def render(export: Export, form: Format) -> str:
         case "python":
             return _python(export)
         case "env":
-            return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.environment.items())
+            return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.variables.items())
 
 
 def render_launch(export: Export, form: LaunchFormat) -> str:
@@ -302,7 +328,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
 def _torchrun(export: Export) -> str:
     variables = {**export.environment, "OMP_NUM_THREADS": export.omp_threads or "1"}
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    words += ["torchrun", "--standalone", "--nproc_per_node", str(export.ranks), shlex.join(export.command)]
+    words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
     takes_flags = export.task != "own" or (export.is_script and export.interface.get("from", "flags") == "flags")
     return " ".join([*words, *(_flags(export) if takes_flags else [])]) + "\n"
 
@@ -311,7 +337,7 @@ def _accelerate_config(export: Export) -> str:
     """Return the file that ``accelerate config`` would write; the training itself gets the exported arguments."""
     on_cpu = export.on_cpu
     arm = export.candidate.arm
-    processes = max(export.ranks, export.world_size)
+    processes = export.processes
     one_kind = "MULTI_CPU" if on_cpu else "MULTI_GPU"
     precision = export.candidate.arm.precision
     config: dict[str, Any] = {
@@ -334,7 +360,7 @@ def _accelerate_config(export: Export) -> str:
         # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.
         config["deepspeed_config"] = {"zero3_init_flag": arm.zero_stage == 3}
         del config["mixed_precision"]
-    comments = "".join(f"# {line}\n" for line in beside_lines(export))
+    comments = "".join(f"# {line}\n" for line in beside_lines(export, "accelerate"))
     return comments + "".join(f"{name}: {json.dumps(value)}\n" for name, value in config.items())
 
 
@@ -399,7 +425,7 @@ def _python(export: Export) -> str:
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
-    variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.environment.items())
+    variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
     variables += _pinning_lines(export)
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
     bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"

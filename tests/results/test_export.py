@@ -300,6 +300,50 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
     assert script.index("TrainingArguments(") < script.index("from_pretrained(")
 
 
+def test_processes_and_threads_are_said_once_and_where_the_form_does_not_start_them(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm("bf16", strategy="zero2-offload", ranks=2), 4, 2), "cuda", fields)
+    report.environment.update(host={"usable_cores": 16}, ranks={"world_size": 2})
+    report.study.request["world_size"] = 2
+    made = make_export(report)
+    variable = "start the training with OMP_NUM_THREADS=8 in its environment"
+    start = "start 2 processes: this is the batch of each (as --format torchrun does)"
+
+    def about(form: Any) -> list[str]:
+        return [
+            line for line in beside_lines(made, form) if "processes" in line or "OMP" in line or "_per_node" in line
+        ]
+
+    assert about("json") == about("cli") == [start, variable]
+    # accelerate launch starts the processes, each with one thread unless the variable says otherwise.
+    assert about("accelerate") == [variable]
+    assert f"# {variable}\n" in render_launch(made, "accelerate")
+    assert about("torchrun") == []
+    assert render(made, "env") == "OMP_NUM_THREADS=8\n"
+    assert "os.environ['OMP_NUM_THREADS'] = '8'" in render(made, "python")
+
+
+def test_an_offloading_winner_for_several_devices_is_started_on_all_of_them(fields: tuple[str, ...]) -> None:
+    report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
+    report.environment["host"] = {"usable_cores": 16}
+    report.study.request["world_size"] = 4
+    words = shlex.split(render_launch(make_export(report), "torchrun"))
+    assert (words[0], words[words.index("--nproc_per_node") + 1]) == ("OMP_NUM_THREADS=4", "4")
+
+
+def test_accelerate_starts_one_process_on_a_cpu_which_is_said(fields: tuple[str, ...]) -> None:
+    made = make_export(report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 4), "cpu", fields))
+    told = "on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node 2"
+    assert f"# {told}\n" in render_launch(made, "accelerate")
+
+
+def test_code_of_ones_own_is_told_the_allocators_variable(fields: tuple[str, ...]) -> None:
+    own = tiny_workload("bert-tiny", task="own", model="train.py:build")
+    made = make_export(report_of(Candidate(Arm("bf16", expandable_segments=True), 4), "cuda", fields, own))
+    assert "start the training with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment" in beside_lines(
+        made
+    )
+
+
 def test_other_code_in_one_process_needs_no_launcher() -> None:
     with pytest.raises(InvalidRequestError, match="this study measured one"):
         render_launch(own_export("lightning"), "accelerate")

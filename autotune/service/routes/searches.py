@@ -139,7 +139,7 @@ def export(
     """Return the best trial as ``TrainingArguments``; what has to be said beside is in the header Autotune-Note."""
     made = make_export(searches.report(searches.job(search)))
     text = render_launch(made, form) if form == "torchrun" or form == "accelerate" else render(made, form)
-    notes = {"Autotune-Note": " | ".join(beside_lines(made)).encode("ascii", "replace").decode()}
+    notes = {"Autotune-Note": " | ".join(beside_lines(made, form)).encode("ascii", "replace").decode()}
     return PlainTextResponse(text, headers=notes)
 
 
