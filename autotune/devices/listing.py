@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.core.device import Device
@@ -51,14 +51,18 @@ def find_device(text: str | None) -> Device:
     return matches[0]
 
 
-def devices_of_ranks(environment: Mapping[str, Any], study: str) -> tuple[Device, ...]:
-    """Return a device of this machine for each rank of a recorded study: the same ones, else others of their name.
+def devices_of_ranks(
+    environment: Mapping[str, Any], study: str, among: Sequence[Device] | None = None
+) -> tuple[Device, ...]:
+    """Return a device for each rank of a recorded study: the same ones, else others of their name.
 
+    They are this machine's, or ``among`` those that are given.
     Raises ``DeviceError`` where there are too few. On a CPU all ranks share it.
     """
     ranks: int = environment["ranks"]["world_size"]
+    here = list_devices() if among is None else among
     name, uuids = environment["device_name"], environment["device_uuids"]
-    alike = [device for device in list_devices() if device.name == name and device.kind == environment["device_kind"]]
+    alike = [device for device in here if device.name == name and device.kind == environment["device_kind"]]
     if alike and alike[0].kind == "cpu":
         return (alike[0],) * ranks
     same = [device for uuid in uuids for device in alike if device.uuid == uuid]

@@ -418,7 +418,8 @@ class Agent:
                 make_way(store.engine, study, found["own"])
                 take_in_study(store.engine, found["own"])
             report = load_report(store, study)
-        target = target_of(report, placement_of(report))
+        # Other devices of this machine are those of other agents.
+        target = target_of(report, placement_of(report, [find_device(device.uuid) for device in self._devices]))
 
         def say(text: str) -> None:
             lease.send("line", {"text": text, "style": None})
@@ -427,7 +428,7 @@ class Agent:
         log_path = log_folder(self._storage, study) / "verify.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         again = bool(job["options"].get("again"))
-        verification = verify(target, int(job["options"]["steps"]), log_path, again=again, note=say)
+        verification = verify(target, int(job["options"]["steps"]), log_path, again=again, wait=True, note=say)
         missed = None
         try:
             verification.check()

@@ -66,14 +66,14 @@ def take_turn(
 
 
 @contextlib.contextmanager
-def take_devices(devices: Sequence[Device], study: str, *, note: Note) -> Iterator[None]:
-    """Hold the devices alone for as long as the block lasts, for a trial of a study that is not searched.
+def take_devices(devices: Sequence[Device], study: str, *, wait: bool = False, note: Note) -> Iterator[None]:
+    """Hold the devices alone for as long as the block lasts, to measure again what a search has found.
 
-    A GPU that a search holds is a ``DeviceError``.
+    Without ``wait`` a GPU that a search holds is a ``DeviceError``.
     """
     with contextlib.ExitStack() as stack:
         try:
-            _hold_devices(stack, devices, study, wait=False, note=note)
+            _hold_devices(stack, devices, study, wait=wait, note=note, hint="verify again when that has ended")
         except LockError as error:
             _say_without_lock(error, note)
         yield
@@ -83,14 +83,23 @@ def _say_without_lock(error: LockError, note: Note) -> None:
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
+_BUSY_HINT = "add --wait to wait for its end, or choose another GPU"
+
+
 def _hold_devices(
-    stack: contextlib.ExitStack, devices: Sequence[Device], study: str, *, wait: bool, note: Note
+    stack: contextlib.ExitStack,
+    devices: Sequence[Device],
+    study: str,
+    *,
+    wait: bool,
+    note: Note,
+    hint: str = _BUSY_HINT,
 ) -> bool:
     """Take the locks of all devices; whether that took waiting."""
     has_waited = False
     # In one order everywhere, so that no two searches wait for each other. Ranks may share the CPU.
     for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
-        has_waited |= _hold_device(stack, device, study, wait=wait, note=note)
+        has_waited |= _hold_device(stack, device, study, wait=wait, note=note, hint=hint)
     return has_waited
 
 
@@ -130,7 +139,7 @@ def _study_lock(study: str, database: str) -> Lock:
     return Lock(f"study {database} {study}")
 
 
-def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wait: bool, note: Note) -> bool:
+def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wait: bool, note: Note, hint: str) -> bool:
     """Take the lock of the device, after that of the study, so that no two wait for each other; whether it waited."""
     label = f"{device.label} ({device.name})"
     lock = stack.enter_context(Lock(device.uuid))
@@ -138,7 +147,7 @@ def _hold_device(stack: contextlib.ExitStack, device: Device, study: str, *, wai
         return _wait_for(lock, study, label, note)
     holder = lock.acquire(study)
     if holder is not None and device.kind == "cuda":
-        raise _device_is_taken(label, holder)
+        raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
     if holder is not None:
         note(f"{holder.describe()} searches on this CPU, too: both will measure slower trials than alone")
     return False
@@ -154,12 +163,6 @@ def _wait_for(lock: Lock, study: str, what: str, note: Note) -> bool:
 
     lock.wait(study, on_wait)
     return bool(holders)
-
-
-def _device_is_taken(label: str, holder: Holder) -> AutotuneError:
-    return DeviceError(
-        f"{label} is in use by {holder.describe()}", "add --wait to wait for its end, or choose another GPU"
-    )
 
 
 def _study_is_taken(study: str, holder: str) -> AutotuneError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from autotune.core.outcome import Measurement
 from autotune.core.placement import Placement
 from autotune.core.verification import StockWork
 from autotune.core.workload import Workload
-from autotune.devices import devices_of_ranks, list_devices
+from autotune.devices import Device, devices_of_ranks, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
 from autotune.store.records import TrialRecord
@@ -179,16 +180,18 @@ def find_exported(store: Store, arguments: Document) -> Report:
     return found[0]
 
 
-def placement_of(report: Report) -> Placement:
-    """Return the placement of this machine that a study was measured on, by UUID, or by name and memory size.
+def placement_of(report: Report, among: Sequence[Device] | None = None) -> Placement:
+    """Return the placement that a study was measured on, by UUID, or by name and memory size.
+
+    It is one of this machine's devices, or ``among`` those that are given.
 
     Raises ``DeviceError`` where there is none, since the promise holds for no other.
     """
     measured = report.environment
+    devices = list_devices() if among is None else tuple(among)
     if "ranks" in measured:
-        devices = devices_of_ranks(measured, report.study.name)
-        return Placement.of(*devices)
-    here = [device for device in list_devices() if device.kind == measured["device_kind"]]
+        return Placement.of(*devices_of_ranks(measured, report.study.name, devices))
+    here = [device for device in devices if device.kind == measured["device_kind"]]
     for device in here:
         if device.uuid == measured["device_uuid"] and device.name == measured["device_name"]:
             return Placement.of(device)
@@ -196,7 +199,7 @@ def placement_of(report: Report) -> Placement:
         same_size = device.memory_total_bytes == measured["device_memory_bytes"]
         if device.name == measured["device_name"] and (same_size or device.kind == "cpu"):
             return Placement.of(device)
-    names = ", ".join(f"{device.label} ({device.name})" for device in list_devices())
+    names = ", ".join(f"{device.label} ({device.name})" for device in devices)
     raise DeviceError(
         f"the study {report.study.name!r} was measured on {measured['device_name']}; this machine has {names}",
         "verify it on that machine, or search again on this one",

@@ -19,6 +19,7 @@ from autotune.estimate.bottleneck import what_limits
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh
 from autotune.space.training_arguments import EVALUATION_BATCH
+from autotune.tuning.exclusive import take_devices
 from autotune.verify.again import Again, Finding, NotMeasured, conclusion, find, hint_of, measure_again
 from autotune.verify.comparison import (
     Interval,
@@ -334,12 +335,14 @@ def verify(
     log_path: Path,
     *,
     again: bool = False,
+    wait: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
     """Run the stock process; raises ``TrialServerError`` where it fails for a reason other than memory.
 
-    Where its speed is not kept, or with ``again``, the winner's trial is then measured once more: that tells a machine
-    that has become slower from a run that differs. ``note`` is told when that begins.
+    A GPU on which a search runs is a ``DeviceError``; with ``wait`` its end is waited for. Where the speed is not kept,
+    or with ``again``, the winner's trial is then measured once more: that tells a machine that has become slower from a
+    run that differs. ``note`` is told when that begins.
     """
     check_steps(steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
@@ -347,16 +350,17 @@ def verify(
     work = target.work(steps, evaluates=True, data_folder=folder)
     # Several ranks are started by torchrun itself, as a user will, not by the trial server.
     module = "autotune.worker.verify.stock" if target.placement.ranks == 1 else "autotune.worker.verify.torchrun"
-    obtained = run_fresh(
-        module,
-        work,
-        StockResult,
-        target.placement,
-        log_path,
-        timeout_seconds,
-        offline=work.workload.weights is None,
-        variables=target.variables,
-    )
+    with take_devices(target.placement.devices, target.report.study.name, wait=wait, note=note):
+        obtained = run_fresh(
+            module,
+            work,
+            StockResult,
+            target.placement,
+            log_path,
+            timeout_seconds,
+            offline=work.workload.weights is None,
+            variables=target.variables,
+        )
     if obtained.state == "failed":
         raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
     verification = Verification(target, steps, obtained)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_throughput_promise import GPU, obtained, stretches, target
 
-from autotune.core.errors import PromiseMissedError, TrialServerError
+from autotune.core.errors import DeviceError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.schema import encode
 from autotune.core.units import GIB
@@ -235,8 +235,11 @@ def test_a_gpu_that_a_search_holds_is_left_to_it(tmp_path: Path, monkeypatch: py
     with Lock(GPU.uuid) as lock:
         assert lock.acquire("other") is None
         again = measure_again(target(), tmp_path / "mine" / "verify.log", lambda text: None)
+        with pytest.raises(DeviceError, match=r"is in use by process .*study other, since ") as caught:
+            verify(target(), 100, tmp_path / "mine" / "verify.log")
     assert isinstance(again, NotMeasured)
     assert again.why.startswith("cuda:0 (NVIDIA H200) is in use by process ")
+    assert caught.value.hint == "verify again when that has ended"
     assert "study other" in again.why
     assert not (tmp_path / "mine").exists()
 
