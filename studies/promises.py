@@ -3,13 +3,15 @@
     python studies/promises.py --json FILE [--rounds 3] [--seconds S] [--only NAME,…] [--skip-first K]
     python studies/promises.py --compare OLD_TREE --json FILE [--rounds 1] [--seconds S]
     python studies/promises.py --summarize FILE…
+    python studies/promises.py --try --json FILE
 
 The first form runs ``autotune search … --fresh --json`` and then ``autotune verify STUDY --steps 100 --json``: one
 round of all workloads, then the second round. A JSON line is appended after each pair. ``--skip-first`` leaves out the
 first pairs of that order, so that a second machine can continue where the first one ended.
 
 The second form searches five workloads in alternation with this checkout and with the one in ``OLD_TREE``, and compares
-the seconds of the whole processes. The third form prints the tables from files of several machines.
+the seconds of the whole processes. The third form prints the tables from files of several machines. With ``--try``
+the first two take tiny models on the CPU, to see that everything works before a GPU is used.
 
 Databases, logs and checkpoints go to a temporary folder. Before anything is timed, the libraries are imported once and
 a tiny model is searched, so that no run pays for a cold disk. A process that fails or takes too long is recorded with
@@ -403,8 +405,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--commit", help="what is recorded as the commit [default: git's answer]")
     parser.add_argument("--old-commit", help="the same for OLD_TREE")
-    # Tiny models on the CPU, to see that everything works before a GPU is used.
-    parser.add_argument("--try", dest="tries", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--try", dest="tries", action="store_true", help="tiny models on the CPU")
     options = parser.parse_args(words)
     if options.tries:
         options.device, options.memory_limit, options.steps = "cpu", "4GiB", 20

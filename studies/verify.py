@@ -1,6 +1,7 @@
 """Search, verify with a stock ``Trainer``, compare losses with the baseline: six families, one document each.
 
     python studies/verify.py FOLDER [--only bert-large-uncased,…] [--memory-limit 24GiB] [--steps 100] [--seq-len N]
+    python studies/verify.py FOLDER --only bert-tiny --memory-limit 2GiB --steps 20 --seq-len 16 --device cpu
 
 Writes ``FOLDER/MODEL_verified.json`` (the study, ``verification``, ``same_loss``) and prints a line a model. A workload
 whose file is there already is left out, so that the command can be repeated where it was cut short.
