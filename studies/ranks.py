@@ -20,7 +20,7 @@ Parts, in the order in which they run:
 
 ``FOLDER/ranks.json`` has what came of each part and is written again after each, so that a run that is cut short keeps
 what it has. A part that fails says so there, and the others go on. With ``--cpu`` the same parts run with tiny models
-on two ranks of the CPU.
+on two ranks of the CPU. ``python studies/ranks_report.py FOLDER`` prints what was recorded.
 """
 
 from __future__ import annotations

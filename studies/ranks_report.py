@@ -1,6 +1,8 @@
 """Print what ``studies/ranks.py`` recorded: the best cells, predicted against measured, what searches found, faults.
 
-python studies/ranks_report.py FOLDER
+    python studies/ranks_report.py FOLDER
+
+``FOLDER`` is the one that ``ranks.py`` was given.
 """
 
 from __future__ import annotations
