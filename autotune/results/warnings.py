@@ -47,7 +47,7 @@ def notes(report: Report) -> list[str]:
         )
     found += _failed_again(report)
     if best is not None and measured and request["objective"] == "throughput":
-        found += _faster_ones(report, best)
+        found += [*_ddp_notes(report, best), *_faster_ones(report, best)]
     found += compiled_notes(report)
     if best is not None and measured:
         found += _host_notes(report, best, measured)
@@ -233,8 +233,31 @@ def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
     if fastest.candidate == best.candidate or gain <= 0:
         return []
     if report.baseline is not None and fastest.candidate == report.baseline.candidate:
+        if _besides_ddp(fastest.candidate) == _besides_ddp(best.candidate):
+            return [f"the baseline was faster, by {gain:.1%}, which is noise: the winner only leaves out work of DDP"]
         return [f"the baseline was faster, by {gain:.1%}, but the options exclude it from the search"]
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
+
+
+_OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
+
+
+def _besides_ddp(candidate: Candidate) -> Candidate:
+    """Return a candidate without what DDP does besides exchanging gradients; a row of the table does not show that."""
+    arm = dataclasses.replace(candidate.arm, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
+    return dataclasses.replace(candidate, arm=arm)
+
+
+def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
+    """Say what sets the winner apart from a baseline that is shown with the same words."""
+    baseline = report.baseline
+    if baseline is None or best.candidate == baseline.candidate:
+        return []
+    if _besides_ddp(best.candidate) != _besides_ddp(baseline.candidate):
+        return []
+    arms = best.candidate.arm, baseline.candidate.arm
+    changed = [f"{name}={getattr(arms[0], name)}" for name in _OF_DDP if len({getattr(arm, name) for arm in arms}) > 1]
+    return [f"the winner differs from the baseline in {' and '.join(changed)} alone, which changes no value"]
 
 
 def _why_no_multiple_of_8(report: Report) -> str:

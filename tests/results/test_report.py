@@ -22,6 +22,7 @@ from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, times, verdict
 from autotune.store.opening import open_store
+from autotune.store.records import Stage, TrialRecord
 from autotune.store.repository import Store
 
 
@@ -100,6 +101,24 @@ def test_the_summary_of_a_search_for_the_largest_batch() -> None:
     assert "batch 40 does not fit: low headroom" in text
     assert "TrainingArguments defaults" not in text
     assert "no larger batch was tried" in "\n".join(summary_lines(report(WINNER, **options)))
+
+
+def test_a_baseline_that_differs_in_what_ddp_does_besides_is_told_apart() -> None:
+    default = Arm("bf16", strategy="ddp", ranks=2)
+    lean = dataclasses.replace(default, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False)
+
+    def of_two(number: int, arm: Arm, batch: int, rate: float, stage: Stage) -> TrialRecord:
+        made = trial(number, arm, batch, completed(rate), stage)
+        return dataclasses.replace(made, candidate=Candidate(arm, batch, 32 // batch))
+
+    baseline = of_two(0, default, 8, 310.0, "baseline")
+    slower = report(baseline, of_two(1, lean, 8, 300.0, "search"))
+    told = " ".join(summary_lines(slower))
+    assert "differs from the baseline in ddp_find_unused_parameters=False and ddp_broadcast_buffers=False alone" in told
+    assert "the baseline was faster, by 3.3%, which is noise" in told
+    assert "options exclude" not in told
+    other = report(baseline, of_two(1, lean, 32, 300.0, "search"))
+    assert "differs from the baseline" not in " ".join(summary_lines(other))
 
 
 def test_the_summary_without_a_baseline() -> None:
