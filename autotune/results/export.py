@@ -66,6 +66,8 @@ class Export:
     """Whether the user's own code is a script, which takes options, rather than a function."""
     command: tuple[str, ...] = ("train.py",)
     """What a launcher starts: the user's own script with its own options, or the file of their function."""
+    launched_precision: str | None = None
+    """The precision that ``accelerate launch`` set for the user's own script; ``None`` where it set none."""
     world_size: int = 1
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
@@ -147,6 +149,9 @@ def make_export(report: Report) -> Export:
         on_cpu=environment["device_kind"] == "cpu",
         is_script=is_script(report.workload),
         command=_command(report.workload.get("source") or {}),
+        launched_precision=dict((report.workload.get("source") or {}).get("variables", ())).get(
+            "ACCELERATE_MIXED_PRECISION"
+        ),
         world_size=world_size,
         has_reentrant_off=_version(packages["transformers"]) >= _REENTRANT_OFF,
     )
@@ -199,8 +204,14 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
         batch = export.candidate.per_device_train_batch_size
         unset = [name for name, value in export.arguments.items() if value is None]
+        is_overruled = export.launched_precision is not None and export.candidate.arm.precision in ("fp32", "tf32")
         return [
             _over(export),
+            *(
+                [f"start it without --mixed_precision {export.launched_precision}, which it was not measured with"]
+                if is_overruled
+                else []
+            ),
             *several,
             *_placement(export),
             *(f"leave {name} at its default, as it was measured" for name in unset),

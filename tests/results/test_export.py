@@ -349,6 +349,16 @@ def test_other_code_in_one_process_needs_no_launcher() -> None:
         render_launch(own_export("lightning"), "accelerate")
 
 
+@pytest.mark.parametrize(("precision", "is_told"), [("fp32", True), ("bf16", False)])
+def test_a_launchers_precision_that_was_not_measured_is_left_out(precision: Any, is_told: bool) -> None:
+    made = report_of(Candidate(Arm(precision), 8, 2), "cpu", ("bf16",))
+    source = {"kind": "script", "file": "/home/ada/train.py", "variables": [["ACCELERATE_MIXED_PRECISION", "bf16"]]}
+    lines = beside_lines(
+        make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
+    )
+    assert ("start it without --mixed_precision bf16, which it was not measured with" in lines) is is_told
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -516,3 +516,24 @@ def test_a_loss_that_compares_the_samples_of_a_batch_is_named(trial_server: Serv
     text = "class MultipleNegativesRankingLoss: ...\nt = trainer()\nt.loss = MultipleNegativesRankingLoss()\nt.train()"
     model = trial_server.model(inline(folder, text))
     assert model.in_batch_loss == "MultipleNegativesRankingLoss"
+
+
+def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    (folder / "run.py").write_text(
+        TRAINS
+        + "def look(*_):\n"
+        + "    assert not torch.is_autocast_enabled('cpu'), 'autocast'\n"
+        + "made = trainer(use_cpu=True)\n"
+        + "made.model.bert.register_forward_pre_hook(look)\n"
+        + "made.train()\n"
+    )
+    workload = script("accelerate", "launch", "--num_processes", "1", "--mixed_precision", "bf16", "run.py")
+    own = trial_server.model(workload).own
+    assert own is not None
+    assert own.precision == "bf16"
+    assert trial_server.trial(workload, Candidate(Arm("fp32"), 4, 1)).completed
+    outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).outcome
+    assert isinstance(outcome, Failed)
+    assert "autocast" in outcome.message

@@ -32,7 +32,7 @@ from autotune.worker.user.fake_steps import Memory, TrainerStep, add_memory, lea
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_inspection import LightningInspection
-from autotune.worker.user.overlay import Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
 from autotune.worker.user.trainer_code import build_trainer, checkpoints, ignored_message, intercept, run_source
 from autotune.worker.user.written_files import WrittenFiles
 
@@ -331,5 +331,10 @@ def _in_batch_loss(trainer: Any) -> str | None:
 
 
 def _precision(args: Any) -> Precision:
-    named: dict[Precision, Any] = {"bf16": args.bf16, "fp16": args.fp16, "tf32": args.tf32}
+    launched = os.environ.get(LAUNCHED_PRECISION)
+    named: dict[Precision, Any] = {
+        "bf16": args.bf16 or (launched == "bf16" and not args.fp16),
+        "fp16": args.fp16 or launched == "fp16",
+        "tf32": args.tf32,
+    }
     return next((name for name, is_on in named.items() if is_on), "fp32")
