@@ -45,6 +45,7 @@ def predictions(
     They are for every batch that so many ranks could have.
     """
     from autotune.core.inspection import Inspection
+    from autotune.core.placement import Placement
     from autotune.devices import find_device
     from autotune.devices.gpus import TYPICAL_CONTEXT_BYTES
     from autotune.estimate.memory_jobs import Forecast, Target
@@ -62,11 +63,13 @@ def predictions(
     for request in requests:
         request.check()
     cpu = find_device("cpu")
-    key = inspection_key(cpu, workload)
+    # Of several ranks the inspection also says whether the model can be sharded, and what DDP need not do.
+    placement = Placement.of(*[cpu] * max(request.ranks for request in requests))
+    key = inspection_key(cpu, workload, placement.ranks)
     assert key is not None
     with (
         tempfile.TemporaryDirectory(prefix="autotune-predict-") as logs,
-        TrialServer(cpu, workload, Path(logs), on_start=lambda: None) as runner,
+        TrialServer(placement, workload, Path(logs), on_start=lambda: None) as runner,
     ):
         remembered = answers.find(key, Inspection)
         if remembered is None:

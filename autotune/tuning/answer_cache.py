@@ -75,7 +75,7 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
             # Folders from which other builds of cuDNN and cuBLAS may be loaded.
             "searched": [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")],
             **_installed(PACKAGES),
-            **({"ranks": ranks} if ranks > 1 else {}),
+            **({"ranks": ranks, "fake": code_digest("worker/fake/*.py")} if ranks > 1 else {}),
         }
     )
 

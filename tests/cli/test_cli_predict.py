@@ -115,6 +115,8 @@ def test_predict_tells_which_strategy_fits_on_several_gpus(tmp_path: Path) -> No
     check_types(document, RanksPredictionDocument)
     found = {(arm["strategy"], arm["sync_each_batch"]): arm for arm in document["arms"]}
     assert list(found) == [("ddp", False), ("fsdp", False), ("fsdp", True)]
+    # As in a search: every parameter of the model gets a gradient, for which DDP need not look.
+    assert found["ddp", False]["ddp_find_unused_parameters"] is found["ddp", False]["ddp_broadcast_buffers"] is False
     for (strategy, syncs), arm in found.items():
         assert arm["ranks"] == 2
         for row in arm["batches"]:
