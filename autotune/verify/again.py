@@ -95,9 +95,14 @@ def conclusion(finding: Finding, where: str, *, has_changed: bool = False) -> tu
             return "", f"too little to tell whether {where} is slower now or the run differs"
 
 
-def hint_of(finding: Finding, where: str) -> str | None:
-    """Return what to do where the stock run was too slow; ``None`` where the repeated trial does not say."""
+def hint_of(finding: Finding, where: str, *, has_changed: bool = False) -> str | None:
+    """Return what to do where the stock run was too slow; ``None`` where the repeated trial does not say.
+
+    ``has_changed`` says that libraries have other versions than in the search.
+    """
     match finding:
+        case "machine_slower" if has_changed:
+            return "search again with these versions of the libraries, or verify with those of the search"
         case "machine_slower":
             return (
                 f"{where} is slower than at the time of the search, and the settings are as good as a new search on it "

@@ -304,9 +304,10 @@ class Verification:
         if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
             return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
         finding = self.finding
-        told = hint_of(finding, self._where) if finding is not None and misses == self._too_slow() else None
-        if told is not None:
-            return told
+        if finding is not None and misses == self._too_slow():
+            told = hint_of(finding, self._where, has_changed=bool(self.changed_packages()))
+            if told is not None:
+                return told
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
         return f"search again {how}; autotune devices shows other processes"
 

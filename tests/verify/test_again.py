@@ -144,6 +144,7 @@ def test_where_the_host_limits_the_step_the_host_is_slower() -> None:
 def test_other_libraries_may_be_what_is_slower() -> None:
     found = verified(250.0, 253.0, packages={"torch": "2.14.0"})
     assert f"{SLOWER}: this machine is slower now, or its other versions of libraries are" in found.again_lines()
+    assert hint(found).startswith("search again with these versions of the libraries")
 
 
 def test_a_run_that_differs_from_its_trial_is_told() -> None:
