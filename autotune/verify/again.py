@@ -30,7 +30,7 @@ from autotune.verify.target import Target
 Finding = Literal["agrees", "machine_slower", "run_differs", "machine_varies", "between"]
 """What the repeated trial shows.
 
-``agrees``: its interval is compatible with the promise and with the stock run. ``machine_slower``: it is below the
+``agrees``: it is not below the promise, and is compatible with the stock run. ``machine_slower``: it is below the
 promise, as the stock run is. ``run_differs``: it is as fast as promised, and the stock run is slower.
 ``machine_varies``: it is compatible with neither. ``between``: the stock run missed the promise, and the trial is
 compatible with both of them.

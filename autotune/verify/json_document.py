@@ -29,6 +29,9 @@ class PromisedDocument:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     joules_per_sample: float | None
+    bucket_copy_bytes: int | None = None
+    """By how much the peak may be higher in one step, in which DDP holds its gradient buckets twice; ``None`` where it
+    never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,8 @@ class MeasuredAgainDocument:
     disturbed: list[str]
     """What disturbed it from outside."""
     finding: Finding
-    """``agrees``: it is compatible with the promise and with the stock run. ``machine_slower``: it is below the
-    promise, as the stock run is. ``run_differs``: it is as fast as promised, and the stock run is slower.
+    """``agrees``: it is not below the promise, and is compatible with the stock run. ``machine_slower``: it is below
+    the promise, as the stock run is. ``run_differs``: it is as fast as promised, and the stock run is slower.
     ``machine_varies``: it is compatible with neither. ``between``: the stock run missed the promise, and it is
     compatible with both."""
 
@@ -170,6 +173,7 @@ def verification_document(verification: Verification) -> VerificationDocument:
             peak_allocated_bytes=promised.peak_allocated_bytes,
             peak_reserved_bytes=promised.peak_reserved_bytes,
             joules_per_sample=promised.joules_per_sample,
+            bucket_copy_bytes=promised.bucket_copy_bytes,
         ),
         obtained=ObtainedDocument(
             state=obtained.state,

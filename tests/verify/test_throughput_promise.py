@@ -168,6 +168,7 @@ def test_a_second_copy_of_ddps_buckets_keeps_the_promise(copy_gib: float | None,
     assert (found.misses() == []) == kept
     told = "in one step DDP may hold the 1.5 GiB of its gradient buckets twice"
     assert (told in notes(found)) == kept
+    assert verification_document(found).promised.bucket_copy_bytes == copy_bytes
 
 
 def test_where_segments_expand_what_is_allocated_counts() -> None:
