@@ -185,12 +185,9 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
             predicted = model.prediction(candidate)
             if predicted is None:
                 continue
-            needed = predicted.peak_reserved_bytes
-            if count > 1:
-                # DDP holds every gradient a second time, in its buckets. In one step it may do so a third time, which
-                # may use up the headroom.
-                once = predicted.peak_allocated_bytes + 2 * operations.gradient_bytes - ceiling.headroom_bytes
-                needed = max(needed + operations.gradient_bytes, once)
+            # DDP holds every gradient a second time, in its buckets. A search keeps it from a third copy where that
+            # would matter, see autotune.tuning.strategies.
+            needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
             least = min(needed, least or needed)
             if needed <= fits_below:
                 known.append(speeds.predict(operations, _of_ranks(candidate, count)))

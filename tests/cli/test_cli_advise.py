@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import COLD, Run, run_process
 from recorded import measurement
 from recorded_steps import Subject
 
+from autotune.cli.advise import _fitting_steps
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed
+from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
 from autotune.core.schema import decode
+from autotune.core.units import GIB
+from autotune.devices.gpus import CHIPS
 from autotune.devices.prices import EXAMPLES, read_prices
+from autotune.estimate.memory import MemoryModel, Question
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument, PricesDocument
+from autotune.space.space import Batches, Space
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord, TrialRecord
 
@@ -88,6 +97,22 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     assert two["candidate"]["per_device_train_batch_size"] <= 32
     assert two["price_per_hour"] == pytest.approx(1.4)
     assert two["samples_per_second_interval"][1] / two["samples_per_second_interval"][0] > 2.5
+
+
+def test_several_gpus_have_room_for_ddps_buckets_once() -> None:
+    """20 GiB and gradients of 2 GiB need 22 on each of two; a search leaves out a third copy of them."""
+    ceiling, arm = Ceiling(None, 24 * GIB, 0, Headroom(size_bytes=GIB)), Arm("bf16")
+    predicted = MemoryPrediction(8, 1, 0, 20 * GIB, 20 * GIB, False, True, {})
+    counted = Operations((), {"forward": 1, "backward": 1, "recomputation": 0}, 1, 2 * GIB)
+    model = MemoryModel(ceiling)
+    model.add(Question(arm, ((8, 1),), None), PredictionAnswer((predicted,), None, counted))
+    job: Any = SimpleNamespace(
+        prepared=SimpleNamespace(space=Space((arm,), Batches(16, multiple=8))), models={True: model}
+    )
+    known, _ = _fitting_steps(CHIPS["rtx-4090"], 2, job, ceiling)
+    assert [step.candidate.per_device_train_batch_size for step in known] == [8]
+    tight = Ceiling(None, 23 * GIB, 0, Headroom(size_bytes=GIB))
+    assert _fitting_steps(CHIPS["rtx-4090"], 2, job, tight) == ([], 22 * GIB)
 
 
 def test_the_prices_of_others_are_said_to_be_examples() -> None:
