@@ -81,7 +81,7 @@ def _bucket_copy_lines(measured: Measurement) -> list[str]:
     if reserved_bytes is None or copy_bytes is None:
         return []
     return [
-        f"its second step reserved {format_bytes(reserved_bytes)}: DDP held the {format_bytes(copy_bytes)} of its "
+        f"one step reserved {format_bytes(reserved_bytes)}: DDP held the {format_bytes(copy_bytes)} of its "
         "gradient buckets twice there, which happens at most once in a training"
     ]
 

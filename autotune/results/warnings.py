@@ -234,7 +234,7 @@ def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
         return []
     if report.baseline is not None and fastest.candidate == report.baseline.candidate:
         if _besides_ddp(fastest.candidate) == _besides_ddp(best.candidate):
-            return [f"the baseline was faster, by {gain:.1%}, which is noise: the winner only leaves out work of DDP"]
+            return [f"the baseline was faster, by {gain:.1%}, which is noise: they differ in settings of DDP alone"]
         return [f"the baseline was faster, by {gain:.1%}, but the options exclude it from the search"]
     return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
 
