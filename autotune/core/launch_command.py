@@ -96,7 +96,7 @@ class _Launch:
             return
         if self.ranks == 1:
             gpus = "all" if number in _AS_MANY_AS_GPUS else number if number.isdigit() else "2"
-            raise _several(self.command, said, left, f", or add --gpus {gpus} to measure them together")
+            raise _several(self.command, said, left, f", or measure them together: --gpus {gpus} without --parallel")
         raise InvalidRequestError(
             f"{self.command[:80]!r} starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
             f"use --gpus {number}, or have the launcher start {self.ranks}"

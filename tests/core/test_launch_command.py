@@ -61,8 +61,16 @@ def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
             "several processes (--nproc-per-node 4)",
             "python train.py --x 1",
         ),
-        ("torchrun --nproc-per-node 4 train.py", "several processes", "or add --gpus 4 to measure them together"),
-        ("torchrun --nproc-per-node gpu train.py", "several processes", "-- python train.py, or add --gpus all"),
+        (
+            "torchrun --nproc-per-node 4 train.py",
+            "several processes",
+            "measure them together: --gpus 4 without --parallel",
+        ),
+        (
+            "torchrun --nproc-per-node gpu train.py",
+            "several processes",
+            "-- python train.py, or measure them together: --gpus all",
+        ),
         ("python -m torch.distributed.run --nnodes 2 train.py", "processes on several hosts", "-- python train.py"),
         ("torchrun --no-python train.sh", "the launcher's option --no-python", "-- python train.py …"),
         ("torchrun --nproc-per-node", "the launcher's option --nproc-per-node", "python"),
