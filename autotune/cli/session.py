@@ -44,6 +44,8 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
         takes_options = is_script(report.workload)
         file = "settings.json" if report.is_loop else "training_arguments.json"
         form = "--format cli" if takes_options else f"> {file}"
+        if report.best.candidate.arm.needs_launcher and (takes_options or report.workload["task"] != "own"):
+            form = "--format torchrun"
         click.echo(f"  autotune export {name}{where} {form}")
     if report.study.state != "finished":
         click.echo(f"  autotune resume {name}{where}")

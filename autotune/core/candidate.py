@@ -90,6 +90,11 @@ class Arm:
         """Whether the optimizer state is in the host's memory."""
         return self.strategy == "zero2-offload"
 
+    @property
+    def needs_launcher(self) -> bool:
+        """Whether a training is started by a launcher: of several ranks, or with DeepSpeed also of one."""
+        return self.ranks > 1 or self.zero_stage is not None
+
     def describe(self) -> str:
         """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
         words: list[str] = [self.precision]

@@ -327,8 +327,7 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
     """
     # Code with an Accelerator gets its precision from that file, also in one process.
     is_accelerate = kind_of_code(export.interface) == "accelerate" and form == "accelerate"
-    # DeepSpeed needs a launcher for one process as well.
-    if export.ranks == 1 and not is_accelerate and export.candidate.arm.zero_stage is None:
+    if not export.candidate.arm.needs_launcher and not is_accelerate:
         raise InvalidRequestError(
             f"--format {form} starts several processes, and this study measured one",
             "use --format cli, or search with --gpus 2",

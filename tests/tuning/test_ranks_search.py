@@ -13,6 +13,7 @@ import yaml
 from searching import BERT_LARGE, FACTS, H200, RecordingObserver, facts
 from tiny import tiny_workload
 
+from autotune.cli.session import print_result
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
@@ -99,6 +100,11 @@ def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> Non
             recorded_request(store, "two", devices=(cpu, cpu, cpu))
         with pytest.raises(DeviceError, match="which are not run side by side"):
             recorded_request(store, "two", devices=(cpu, cpu), parallel=True)
+
+
+def test_the_command_that_starts_all_ranks_comes_next(searched: Searched, capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(searched.report, as_json=False, storage=None)
+    assert "\n\nNext:\n  autotune export two --format torchrun\n" in capsys.readouterr().out
 
 
 @pytest.mark.whole
