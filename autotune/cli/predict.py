@@ -36,12 +36,17 @@ SPEED_ACCURACY = (
     "were not measured"
 )
 # python studies/rank_memory.py and studies/several_gpus.py
-RANKS_ACCURACY = (
-    "bytes are those of each GPU; of 62 peaks of four models on two H200 (DDP, FSDP2) the allocated bytes were "
-    "predicted within 0.2 % but for one, 10 % too low; reserved bytes under ZeRO were 5 % more than predicted; what "
-    "NCCL keeps for itself is not counted; 62 of 63 steps of four models with DDP and FSDP2 were in their interval, "
-    "half of them predicted within 29 %, on hosts of different speed; speed under ZeRO is not predicted"
+RANKS_NOTES = (
+    "bytes are those of each GPU",
+    "of 62 peaks of four models on two H200 (DDP, FSDP2) the allocated bytes were predicted within 0.2 % but for one, "
+    "10 % too low",
+    "reserved bytes under ZeRO were 5 % more than predicted",
+    "what NCCL keeps for itself is not counted",
+    "62 of 63 steps of four models with DDP and FSDP2 were in their interval, half of them predicted within 29 %, on "
+    "hosts of different speed",
+    "speed under ZeRO is not predicted",
 )
+RANKS_ACCURACY = "; ".join(RANKS_NOTES)
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces", "communication")
 
 
@@ -90,7 +95,7 @@ def predict(
         _compare(documents)
     click.echo(f"Predicted, not measured: {ACCURACY}.", err=True)
     if "ranks_accuracy" in predicted:
-        click.echo(f"Several GPUs: {RANKS_ACCURACY}.", err=True)
+        click.echo("\n".join(["Several GPUs:", *(f"  {note}" for note in RANKS_NOTES)]), err=True)
     if any(document["best"] is not None for document in documents):
         click.echo(f"Speed: {SPEED_ACCURACY}.", err=True)
 

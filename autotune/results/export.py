@@ -105,6 +105,11 @@ class Export:
 def make_export(report: Report) -> Export:
     """Return the export of a study's best trial; raises ``NoResultError`` where it has none."""
     best = report.best
+    if best is None and report.study.state == "running":
+        raise NoResultError(
+            f"the search of the study {report.study.name!r} has not ended, so there is no answer to export",
+            f"wait for its end; if it was killed, autotune resume {report.study.name} continues it",
+        )
     if best is None or measurement(best) is None:
         raise NoResultError(
             f"the study {report.study.name!r} has no feasible trial to export",

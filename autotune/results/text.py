@@ -21,7 +21,8 @@ def summary_lines(report: Report) -> list[str]:
     best, measured, speed = report.best, report.pooled(report.best), report.speed(report.best)
     request = report.study.request
     if best is None or measured is None or speed is None:
-        return [f"No feasible trial in the study {report.study.name}: {counts_line(report)}", *_note_lines(report)]
+        told = "No answer yet" if report.study.state == "running" else "No feasible trial"
+        return [f"{told} in the study {report.study.name}: {counts_line(report)}", *_note_lines(report)]
     lines = [
         f"Best: per-device batch {best.candidate.per_device_train_batch_size} × accumulation "
         f"{best.candidate.gradient_accumulation_steps}"

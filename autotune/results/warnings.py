@@ -58,8 +58,11 @@ def notes(report: Report) -> list[str]:
     if request["world_size"] > request.get("ranks", 1):
         found.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
     found += _disturbances(report)
-    if report.study.state != "finished":
-        found.append(f"the search is {report.study.state}: autotune resume {report.study.name} continues it")
+    if report.study.state == "interrupted":
+        found.append(f"the search is interrupted: autotune resume {report.study.name} continues it")
+    if report.study.state == "running":
+        # A search that was killed could not record its end.
+        found.append(f"the search is running; if it was killed, autotune resume {report.study.name} continues it")
     return found
 
 

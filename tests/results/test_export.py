@@ -245,9 +245,13 @@ def test_the_script_quotes_whatever_the_model_is_called(fields: tuple[str, ...])
 
 def test_a_study_without_a_winner_has_nothing_to_export(fields: tuple[str, ...]) -> None:
     report = report_of(Candidate(Arm(), 8), "cpu", fields)
-    unfinished = dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=None))
+    without = dataclasses.replace(report.study, best_trial_id=None, state="finished")
+    unfinished = dataclasses.replace(report, study=without)
     with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
         make_export(unfinished)
+    running = dataclasses.replace(unfinished, study=dataclasses.replace(without, state="running"))
+    with pytest.raises(NoResultError, match="'a study' has not ended"):
+        make_export(running)
     failed = dataclasses.replace(report.trials[0], outcome=Failed("error", "no"))
     with pytest.raises(NoResultError, match="'a study' has no feasible trial"):
         make_export(dataclasses.replace(report, trials=(failed,)))

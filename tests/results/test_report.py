@@ -140,6 +140,15 @@ def test_the_summary_without_a_result() -> None:
     ]
 
 
+def test_the_summary_of_a_search_that_runs_calls_no_trial_infeasible() -> None:
+    made = report(BASELINE, trial(3, FP16, 8, None), best=None, state="running")
+    lines = summary_lines(dataclasses.replace(made, study=dataclasses.replace(made.study, ended_at=None)))
+    assert lines == [
+        "No answer yet in the study a-study: 2 trials (1 running)",
+        "  note: the search is running; if it was killed, autotune resume a-study continues it",
+    ]
+
+
 def test_images_have_no_tokens() -> None:
     """Only text is counted in them."""
     made = report(BASELINE, WINNER)
