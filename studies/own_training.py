@@ -1,6 +1,7 @@
 """Measure searches over two unmodified scripts of a real size, and the batch finders of their libraries beside them.
 
     python studies/own_training.py --out FOLDER
+    python studies/own_training.py --out FOLDER --tiny --timeout 600
 
 The scripts are in ``studies/trainings``: a classifier of BERT-large's size with an ``Accelerator``, a language model of
 GPT-2's size with Lightning. For each, whole processes in turn, imports included:
@@ -33,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAININGS = ROOT / "studies" / "trainings"
 EFFECTIVE_BATCH = 64
 _LAST_WORDS = 2000
-_LONGEST_SECONDS = 120.0
 _TINY = ("--hidden_size", "64", "--layers", "2", "--max_length", "32", "--texts", "256")
 
 
@@ -88,7 +88,7 @@ class Runs:
                 words, cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True
             )
             try:
-                code: int | None = process.wait(_LONGEST_SECONDS)
+                code: int | None = process.wait(self.options.timeout)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--memory-limit", default="24GiB")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps by hand, the first five not measured")
     parser.add_argument("--seconds", type=float, default=110.0, help="after so many, no further process is started")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one process")
     parser.add_argument("--only", choices=[training.name for training in TRAININGS_TO_RUN])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU, to try this program")
     options = parser.parse_args()
