@@ -55,6 +55,7 @@ def _least_bytes(state_bytes: int, context_bytes: int, headroom: Headroom) -> in
 
 
 def check_training_state_fits(request: SearchRequest, model: ModelFacts, context_bytes: int) -> None:
+    """Raise ``NothingFitsError`` where the memory limit, or what is free, is below the training state and headroom."""
     device, limit_bytes = request.device, request.memory_limit_bytes
     whole_bytes = training_state_bytes(request, model)
     state_bytes = whole_bytes // least_share(request, model, whole_bytes)

@@ -81,6 +81,7 @@ def checkpoints(model: Any) -> bool:
 
 
 def ignored_message(source: TrainingSource, ignored: str) -> str:
+    """Return what is wrong with code whose ``Trainer`` does not have the settings that it was given."""
     if source.kind == "build":
         return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
     return (
