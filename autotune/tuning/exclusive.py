@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.core.errors import AutotuneError, DeviceError, StorageError
@@ -122,7 +122,8 @@ def _hold_study(
         if wait:
             return study, _wait_for(lock, study, f"the study {study}", note)
         if (holder := lock.acquire(study)) is not None:
-            raise _study_is_taken(study, holder.describe())
+            # The message names the study already.
+            raise _study_is_taken(study, replace(holder, study=None).describe())
         return study, False
     for name in study():
         # A new study never waits for a name: there is always another one.

@@ -203,7 +203,9 @@ class TestTurns:
             take_turn([cpu], "ours", "file.db", wait=False, note=print),
             take_turn([cpu], "other", "file.db", wait=False, note=print),
             take_turn([cpu], "ours", "other.db", wait=False, note=print),
-            pytest.raises(StorageError, match=f"the study 'ours' is searched by process {os.getpid()}"),
+            pytest.raises(
+                StorageError, match=rf"the study 'ours' is searched by process {os.getpid()} of \w+ \(since "
+            ),
             take_turn([cpu], "ours", "file.db", wait=False, note=print),
         ):
             pass
