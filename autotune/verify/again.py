@@ -105,8 +105,8 @@ def hint_of(finding: Finding, where: str, *, has_changed: bool = False) -> str |
             return "search again with these versions of the libraries, or verify with those of the search"
         case "machine_slower":
             return (
-                f"{where} is slower than at the time of the search, and the settings are as good as a new search on it "
-                "could tell now; autotune devices shows other processes"
+                f"{where} is slower than at the time of the search; autotune devices shows other processes; where it "
+                "stays so, search again with --fresh"
             )
         case "run_differs":
             return "verify again; where the stock run stays slower than its trial, report it with the study's logs"

@@ -117,7 +117,7 @@ def test_a_machine_that_is_slower_is_told_and_the_promise_stays_missed() -> None
     assert f"  {SLOWER}: this machine is slower now" in lines
     assert "  the stock run is 1.2% below that" in lines
     assert found.verdict() == "missed"
-    assert "the settings are as good as a new search on it could tell now" in hint(found)
+    assert "where it stays so, search again with --fresh" in hint(found)
     assert f"; {SLOWER}: this machine is slower now" in str(found)
     document = encode(verification_document(found))
     assert (document["verdict"], document["not_measured_again"]) == ("missed", None)
