@@ -19,7 +19,6 @@ from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
 from autotune.estimate.history import cap_of
 from autotune.execution import TrialJob
 from autotune.execution.executor import run_to_end
-from autotune.tuning.exclusive import take_devices
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.request import SearchRequest, request_from_document
@@ -119,6 +118,7 @@ def hint_of(finding: Finding, where: str, *, has_changed: bool = False) -> str |
 def measure_again(target: Target, log_path: Path, note: Callable[[str], None]) -> Again | NotMeasured:
     """Measure the winner in one more trial, as a search's final trial, and record nothing of it.
 
+    The caller holds the devices (``take_devices``), so that no search begins on them between the stock run and this.
     Logs go beside ``log_path``, that of the stock run. Whatever keeps the trial from being measured, Ctrl-C among it,
     must not lose the stock run's result, so it is returned and not raised.
     """
@@ -139,10 +139,7 @@ def measure_again(target: Target, log_path: Path, note: Callable[[str], None]) -
 def _outcome(target: Target, log_path: Path, note: Callable[[str], None]) -> Outcome:
     request, ceiling = _request(target), target.report.ceiling
     folder = log_path.parent / "again"
-    with (
-        take_devices(request.devices, target.report.study.name, note=note),
-        on_this_machine(request, folder, note, warm=None) as place,
-    ):
+    with on_this_machine(request, folder, note, warm=None) as place:
         server = place.servers[0]
         if request.workload.data is not None:
             server.read_data(request.workload.data_folder(log_path.parent.parent))

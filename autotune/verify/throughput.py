@@ -362,13 +362,13 @@ def verify(
             offline=work.workload.weights is None,
             variables=target.variables,
         )
-    if obtained.state == "failed":
-        raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
-    verification = Verification(target, steps, obtained)
-    speed = verification.speed
-    if speed is None or (compare(verification.promise, speed) == "kept" and not again):
-        return verification
-    return replace(verification, again=measure_again(target, log_path, note))
+        if obtained.state == "failed":
+            raise TrialServerError(f"the stock run failed: {obtained.message}", f"its log is {log_path}")
+        verification = Verification(target, steps, obtained)
+        speed = verification.speed
+        if speed is None or (compare(verification.promise, speed) == "kept" and not again):
+            return verification
+        return replace(verification, again=measure_again(target, log_path, note))
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:

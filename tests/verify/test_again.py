@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOf
 from autotune.core.schema import encode
 from autotune.core.units import GIB
 from autotune.core.verification import StockResult
-from autotune.devices.lock import FOLDER_VARIABLE, Lock
+from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock
 from autotune.verify import again as module
 from autotune.verify import throughput
 from autotune.verify.again import Again, Finding, NotMeasured, find, measure_again
@@ -235,14 +236,29 @@ def test_a_gpu_that_a_search_holds_is_left_to_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
     with Lock(GPU.uuid) as lock:
         assert lock.acquire("other") is None
-        again = measure_again(target(), tmp_path / "mine" / "verify.log", lambda text: None)
         with pytest.raises(DeviceError, match=r"is in use by process .*study other, since ") as caught:
             verify(target(), 100, tmp_path / "mine" / "verify.log")
-    assert isinstance(again, NotMeasured)
-    assert again.why.startswith("cuda:0 (NVIDIA H200) is in use by process ")
     assert caught.value.hint == "verify again when that has ended"
-    assert "study other" in again.why
     assert not (tmp_path / "mine").exists()
+
+
+def test_no_search_begins_between_the_stock_run_and_the_repeated_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders: list[Holder | None] = []
+
+    def look(*_: object) -> NotMeasured:
+        with Lock(GPU.uuid) as other:
+            holders.append(other.acquire("other"))
+        return NotMeasured("nothing is run here")
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr(throughput, "run_fresh", lambda *_, **__: obtained(250.0))
+    monkeypatch.setattr(throughput, "measure_again", look)
+    verify(target(), 100, tmp_path / "verify.log")
+    (holder,) = holders
+    assert holder is not None
+    assert holder.pid == os.getpid()
 
 
 @pytest.mark.parametrize(
