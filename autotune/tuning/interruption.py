@@ -14,6 +14,29 @@ class Interruption:
     """Set from outside, by a signal handler for example, to end the search after the running trial."""
 
     asked: bool = False
+    _is_held: bool = False
+    _is_owed: bool = False
+
+    def end_at_once(self) -> None:
+        """Raise ``KeyboardInterrupt``, or have ``held`` raise it at the end of its block."""
+        if not self._is_held:
+            raise KeyboardInterrupt
+        self._is_owed = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what the block does together: a signal that ends the search at once does so after it.
+
+        A trial that is recorded as running and not known as such, or the other way round, would stay so in the record.
+        Where the block raises an error, that ends the search.
+        """
+        self._is_held, self._is_owed = True, False
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._is_owed:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -37,7 +60,7 @@ def interrupted_by_signals(interruption: Interruption, note: Callable[[str], Non
             with contextlib.suppress(RuntimeError):
                 note("ending after the running trial; press Ctrl-C again to end at once")
         elif asked == 2:
-            raise KeyboardInterrupt
+            interruption.end_at_once()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

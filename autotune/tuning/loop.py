@@ -263,8 +263,9 @@ class Search:
         if known is not None:
             self._take(self._records.reuse(asked, record, known))
             return
-        self._records.start(record)
-        self._running[record.id] = _Running(asked, record, placement, self._clock())
+        with self._interruption.held():
+            self._records.start(record)
+            self._running[record.id] = _Running(asked, record, placement, self._clock())
         self._plan.begin(record)
         self._observer.trial_begins(asked.number, candidate, stage)
         self._executor.submit(self._job(record, effort, placement))
@@ -289,9 +290,10 @@ class Search:
         if isinstance(report, Event):
             self._observer.progress(self._running[trial_id].record.number, report.progress)
             return
-        trial = self._running.pop(trial_id)
-        seconds = self._clock() - trial.started_seconds
-        self._take(self._records.finish(trial.asked, trial.record, report, seconds))
+        with self._interruption.held():
+            trial = self._running.pop(trial_id)
+            ended = self._records.finish(trial.asked, trial.record, report, self._clock() - trial.started_seconds)
+        self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:
         self._plan.take(ended)
