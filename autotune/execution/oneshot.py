@@ -16,6 +16,7 @@ from typing import Self, TypeVar
 from autotune.core.errors import TrialServerError
 from autotune.core.pipes import wait_until_ready, write_all
 from autotune.core.placement import Placement
+from autotune.core.private_files import private_opener
 from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch
 from autotune.execution import launch
@@ -70,7 +71,7 @@ class OneShot:
             environment = server_environment(self._placement, os.environ, offline=self._offline)
             try:
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._log_path, "wb") as log:
+                with open(self._log_path, "wb", opener=private_opener) as log:
                     process = launch.start_module(
                         self._module,
                         write_fd,

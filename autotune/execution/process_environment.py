@@ -1,4 +1,4 @@
-"""Set the environment of the trial server: only its devices are visible, and no variable of a launcher is kept."""
+"""Set the environment of the trial server: only its devices are visible; launchers' variables and secrets are left out."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ _DISTRIBUTED = frozenset(
 )
 _DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_",
                          "PARALLELISM_CONFIG_")  # fmt: skip
+# What is autotune's own stays with the process that searches: tokens, and addresses of databases with their passwords.
+_OWN_PREFIX = "AUTOTUNE_"
+_RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
 def server_environment(
@@ -35,13 +38,13 @@ def server_environment(
 ) -> dict[str, str]:
     """Return ``current`` made fit for a server that runs trials on the devices of ``placement`` alone.
 
-    ``offline`` keeps the hub client from asking the network for what a trial has no need of; ``own_code`` leaves
+    Nothing in it opens autotune's service, database or cluster. ``offline`` keeps the hub client from asking the network for what a trial has no need of; ``own_code`` leaves
     what the user's own code may depend on as it is.
     """
     environment = {
         name: value
         for name, value in current.items()
-        if name not in _DISTRIBUTED and not name.startswith(_DISTRIBUTED_PREFIXES)
+        if name not in _DISTRIBUTED | _RAY_TOKENS and not name.startswith((*_DISTRIBUTED_PREFIXES, _OWN_PREFIX))
     }
     # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"
@@ -52,7 +55,6 @@ def server_environment(
         environment.setdefault("OMP_NUM_THREADS", "1")
     if not own_code:
         environment["TOKENIZERS_PARALLELISM"] = "false"
-    environment.pop(CAPABILITY_VARIABLE, None)
     capability = placement.device.capability
     if capability is not None:
         environment[CAPABILITY_VARIABLE] = ".".join(map(str, capability))

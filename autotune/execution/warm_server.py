@@ -15,6 +15,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
 from autotune.core.pipes import LineReader, write_all
 from autotune.core.placement import Placement
+from autotune.core.private_files import private_opener
 from autotune.core.workload import Workload
 from autotune.execution import launch
 from autotune.execution.gpu_inspection import GpuInspection
@@ -91,7 +92,7 @@ def start_server(log_path: Path, environment: Mapping[str, str], imports: Import
     """Start a server, which waits to be told its workload; raises ``OSError`` where there can be no process."""
     read_fd, write_fd = os.pipe()
     try:
-        with open(log_path, "ab") as log:
+        with open(log_path, "ab", opener=private_opener) as log:
             process = launch.start_module("autotune.worker.server", write_fd, log, environment)
     except BaseException:
         os.close(read_fd)

@@ -10,6 +10,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy import Engine, inspect
 
 from autotune.core.errors import StorageError
+from autotune.core.private_files import private_opener
 from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
 from autotune.store.location import Location, on_network_file_system, resolve_location
 from autotune.store.migrate import (
@@ -100,6 +101,8 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
     draft = place.beside(f".{path.name}.{new_id()[:8]}.new")
     assert draft.path is not None
     try:
+        # SQLite gives the files beside it the same mode.
+        os.close(private_opener(str(draft.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         upgrade_tables(draft, lock_timeout_seconds, scripts)
         close_optuna(create_optuna(draft, lock_timeout_seconds))
         try:

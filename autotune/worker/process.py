@@ -16,6 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import psutil
 
 from autotune.core.pipes import LineReader, wait_until_ready
+from autotune.core.private_files import private_opener
 from autotune.core.schema import decode, encode
 
 W = TypeVar("W")
@@ -276,7 +277,7 @@ def bound_log(path: str) -> None:
 def append_output(log_path: str) -> None:
     """Append standard output and error to another log file; where it cannot be opened, they stay where they are."""
     with contextlib.suppress(OSError):
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = private_opener(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.dup2(log, 1)
@@ -286,7 +287,7 @@ def append_output(log_path: str) -> None:
 
 def redirect_output(log_path: str) -> None:
     """Redirect standard output and error to a new log file, and standard input to nothing."""
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = private_opener(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)

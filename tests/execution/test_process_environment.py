@@ -41,6 +41,19 @@ def test_traces_of_a_launch_are_removed(cpu: Device, name: str) -> None:
     assert current[name] == "1", "the caller's own environment is left alone"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["AUTOTUNE_TOKEN", "AUTOTUNE_STORAGE", "AUTOTUNE_AGENT_STORAGE", "AUTOTUNE_SERVER", "AUTOTUNE_ANY_LATER_ONE",
+     "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"],
+)  # fmt: skip
+def test_no_secret_of_autotune_reaches_a_trial(cpu: Device, name: str) -> None:
+    current = {name: "a secret", "HF_TOKEN": "hf_theirs", "WANDB_API_KEY": "theirs"}
+    for own_code in (False, True):
+        environment = server_environment(Placement.of(cpu), current, offline=True, own_code=own_code)
+        assert "a secret" not in environment.values()
+        assert (environment["HF_TOKEN"], environment["WANDB_API_KEY"]) == ("hf_theirs", "theirs")
+
+
 def test_only_weights_need_the_hub(cpu: Device) -> None:
     assert server_environment(Placement.of(cpu), {}, offline=True)["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in server_environment(Placement.of(cpu), {}, offline=False)

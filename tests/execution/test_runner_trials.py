@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +103,8 @@ def test_an_error_keeps_traceback_and_log(runner: TrialServer, tmp_path: Path) -
     assert outcome.reason == "error"
     assert "adamw_no_such" in outcome.message
     assert outcome.traceback in log.read_text()
+    server_log = runner.server_log
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (log, server_log)] == [0o600, 0o600]
 
 
 def test_the_time_limit_ends_a_trial_in_full_swing(runner: TrialServer, temporary: Path) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_a_missing_file_is_made_with_its_folders_and_both_sets_of_tables(tmp_pat
         assert store.url == f"sqlite:///{path}"
         assert store.label == str(path)
         assert optuna.get_all_study_names(store.optuna) == []
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "others of this machine cannot read it"
     assert {"autotune_studies", "autotune_trials", "studies", "trials", "alembic_version"} <= tables(path)
     assert query(path, "SELECT version_num FROM autotune_alembic_version") == [(HEAD,)]
     assert query(path, "PRAGMA journal_mode") == [("wal",)]

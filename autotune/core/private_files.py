@@ -1,0 +1,10 @@
+"""Create files that no other user of the machine can read: logs and databases name models, data and commands."""
+
+from __future__ import annotations
+
+import os
+
+
+def private_opener(path: str, flags: int) -> int:
+    """Open a file for ``open(opener=…)``; one that it creates is read and written by its owner alone."""
+    return os.open(path, flags, 0o600)
