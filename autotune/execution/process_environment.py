@@ -1,4 +1,4 @@
-"""Set the environment of the trial server: only its devices are visible; launchers' variables and secrets are left out."""
+"""Set the environment of the trial server: its devices alone, no variable of a launcher, and no secret of autotune."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def server_environment(
 ) -> dict[str, str]:
     """Return ``current`` made fit for a server that runs trials on the devices of ``placement`` alone.
 
-    Nothing in it opens autotune's service, database or cluster. ``offline`` keeps the hub client from asking the network for what a trial has no need of; ``own_code`` leaves
-    what the user's own code may depend on as it is.
+    Nothing in it opens autotune's service, database or cluster. ``offline`` keeps the hub client from asking the
+    network for what a trial has no need of; ``own_code`` leaves what the user's own code may depend on as it is.
     """
     environment = {
         name: value
