@@ -11,7 +11,7 @@ from machine import Machine, uuid_of
 GIB = 1024**3
 
 SET_UP = """
-import dataclasses, sys, time
+import dataclasses, sys, threading
 sys.path.insert(0, {tests!r})
 from recorded import job_of, measurement, out_of_memory
 from autotune.execution import gpu_monitor as watch
@@ -28,14 +28,17 @@ GIB = 1024**3
 notes = []
 
 class Trials:
-    pids = frozenset()
-    def __init__(self, outcome, pid=500, seconds=0.1, device=None, **changes):
-        self.outcome, self.pid, self.seconds, self.changes = outcome, pid, seconds, changes
+    def __init__(self, outcome, pid=500, readings=1, device=None, **changes):
+        self.outcome, self.pid, self.readings, self.changes = outcome, pid, readings, changes
         self.slots = (Placement.of(device or find_device("cuda:0")),)
+        self.pids = frozenset()
+        self.was_asked = threading.Semaphore(0)
     def submit(self, job):
         self.trial_id = job.trial_id
         return job.trial_id
     def pids_of(self, trial_id):
+        # The last that a reading of the GPU asks for.
+        self.was_asked.release()
         return self.pids
     def close(self):
         pass
@@ -43,7 +46,11 @@ class Trials:
         before = dict(os.environ)
         self.pids = frozenset({{self.pid}})
         os.environ.update(self.changes)
-        time.sleep(self.seconds)
+        while self.was_asked.acquire(blocking=False):
+            pass
+        # The first may have begun before the changes.
+        for _ in range(self.readings and self.readings + 1):
+            self.was_asked.acquire()
         self.pids = frozenset()
         os.environ.clear()
         os.environ.update(before)
@@ -118,9 +125,10 @@ class TestMeasurements:
     @pytest.mark.parametrize(("events", "why"), [("0", ["clocks of 1200 MHz, not 1980 MHz as before"]), ("4", [])])
     def test_clocks_that_fell(self, machine: Machine, events: str, why: list[str]) -> None:
         code = f"""
-executor, run = watched(Trials(COMPLETED, seconds=0.5))
+few = watch._FEWEST_SAMPLES
+executor, run = watched(Trials(COMPLETED, readings=few))
 first = run().disturbed
-executor._executor = Trials(COMPLETED, seconds=0.5, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
+executor._executor = Trials(COMPLETED, readings=few, STAND_IN_CLOCK="1200", STAND_IN_EVENTS="{events}")
 answer = [first, run().disturbed]"""
         assert ask(machine, code) == [[], why]
 
@@ -134,7 +142,7 @@ answer = [first, run().disturbed]"""
 
 class TestMemory:
     def test_out_of_memory_alone_is_a_result(self, machine: Machine) -> None:
-        assert disturbed(machine, "seconds=0", "OVER") == []
+        assert disturbed(machine, "readings=0", "OVER") == []
 
     def test_while_others_hold_more_it_is_disturbed(self, machine: Machine) -> None:
         changes = "STAND_IN_USED='70', STAYS='STAND_IN_USED'"
@@ -143,14 +151,17 @@ class TestMemory:
 
     def test_a_trial_waits_until_its_memory_is_back(self, machine: Machine) -> None:
         code = """
-import threading
-_, run = watched(Trials(OVER))
+def note(text):
+    notes.append(text)
+    del os.environ["STAND_IN_USED"]
+
+watch._NEIGHBOUR_SECONDS = 60
+executor = WatchedExecutor(Trials(OVER), 0, note)
 os.environ["STAND_IN_USED"] = "70"
-threading.Timer(0.2, lambda: os.environ.pop("STAND_IN_USED")).start()
-answer = run().disturbed, notes"""
+answer = run_to_end(executor, job_of(CANDIDATE, 20 * GIB)).disturbed, notes"""
         why, notes = ask(machine, code)
         assert why == []
-        assert notes == ["waiting up to 0 s for 12.0 GiB that other processes hold on cuda:0"]
+        assert notes == ["waiting up to 60 s for 12.0 GiB that other processes hold on cuda:0"]
 
     def test_but_not_for_ever_and_less_the_second_time(self, machine: Machine) -> None:
         code = """
@@ -203,6 +214,6 @@ except DeviceError as error:
 def test_without_nvml_nothing_is_watched(machine: Machine) -> None:
     code = f"""
 device = dataclasses.replace(find_device("cuda:0"), uuid="GPU-no-such")
-executor = WatchedExecutor(Trials(COMPLETED, device=device), 0, notes.append)
+executor = WatchedExecutor(Trials(COMPLETED, readings=0, device=device), 0, notes.append)
 answer = [run_to_end(executor, job_of(CANDIDATE, GIB)).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
     assert ask(machine, code) == [[], 76 * GIB]

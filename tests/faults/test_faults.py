@@ -210,20 +210,21 @@ def test_the_database_is_locked_for_seconds(scene_of: SceneOf, reference: Scene,
     scene.check_answer(reference)
 
 
-@seeds(1, 9)
+@seeds(1, 12)
 def test_the_disk_is_full(scene_of: SceneOf, reference: Scene, seed: int) -> None:
     """A limit on the size of files stands in for it: writes fail from then on, with words that say so."""
     scene = scene_of("a disk that is full", seed)
-    limit_bytes = scene.random.randrange(4096, 400_000)
     if seed % 2:
         kill_controller(scene, reference.seconds)
-        limit_bytes = scene.random.randrange(4096, 300_000)
     before = scene.ended() if scene.is_recorded() else []
-    scene.start(file_limit_bytes=limit_bytes)
+    # A whole search needs more than this.
+    scene.start(file_limit_bytes=scene.random.randrange(4096, reference.database.stat().st_size))
     code = scene.wait()
-    assert code in (0, 1, 5, 8), (code, scene.outputs[-1])
-    assert code == 0 or "autotune: error: " in scene.outputs[-1]
-    scene.fault()
+    # What the killed search wrote may be more than the limit, or all that there is to write.
+    assert code in ((0, 1, 5, 8) if seed % 2 else (1, 5, 8)), (code, scene.outputs[-1])
+    if code != 0:
+        assert "autotune: error: " in scene.outputs[-1]
+        scene.fault()
     scene.check_nothing_runs()
     scene.check_kept(before)
     scene.finish()
