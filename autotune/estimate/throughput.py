@@ -62,6 +62,11 @@ def speed_of(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
+def _retried(tried: Tried) -> bool:
+    """Return whether the allocator met its cap in a completed trial, which slows its steps."""
+    return tried.measurement is not None and bool(tried.measurement.allocation_retries)
+
+
 def batch_of(tried: Tried) -> int:
     """Return the per-device batch of a trial."""
     return tried.candidate.per_device_train_batch_size
@@ -178,10 +183,13 @@ class Speeds:
         That is the same arm without checkpointing, with torch's default allocator, in the faster of two precisions, or
         with less communication. FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3
         gathers weights in both passes, and ZeRO-2 once after the update. An arm that differs in several of these is
-        never slower either.
+        never slower either. A trial that retried allocations shows nothing: at its cap, the allocator freed and
+        allocated segments in each step, which an arm with less memory is spared.
         """
         faster = self._never_slower(view.arm)
-        return any(t.candidate.arm in faster and batch_of(t) >= batch for t in self._history.believed())
+        return any(
+            t.candidate.arm in faster and batch_of(t) >= batch and not _retried(t) for t in self._history.believed()
+        )
 
     def _never_slower(self, arm: Arm) -> frozenset[Arm]:
         """Return the arms that are never slower than another one at the same batch, that arm left out."""
@@ -335,7 +343,8 @@ class Speeds:
         bound = twin.gpu_bound(at_any_batch=True)
         if bound is None:
             # On a CPU no GPU time is known. An arm so far behind is not followed to larger batches either.
-            hopeless = self.is_hopeless(twin, twin.fastest())
+            peak = twin.fastest()
+            hopeless = self.is_hopeless(twin, peak) and not _retried(twin.feasible[peak])
             return f"without checkpointing it only reached {share:.0%} of the best" if hopeless else None
         if bound / _RECOMPUTING_TIMES >= self.best() * (1 + self._history.tolerance):
             return None
@@ -344,17 +353,20 @@ class Speeds:
     def _expanding_cannot_help(self, arm: Arm) -> bool:
         """Return whether the default allocator's trials show that expandable segments cannot help this arm.
 
-        They are never faster at the same batch. So only the best arm can win by them, and only where memory kept it
-        from a larger batch.
+        They are never faster at the same batch, unless the default allocator retried allocations there. So only the
+        best arm can win by them, and only where memory kept it from a larger batch.
         """
         plain = dataclasses.replace(arm, expandable_segments=False)
         tried = self._history.tried
         fastest = self._history.fastest(t.candidate for t in tried if self._space.contains(t.candidate))
         if plain not in self._space.arms or fastest is None:
             return False
+        twin = self.view(plain)
+        if any(map(_retried, twin.feasible.values())):
+            bound = twin.gpu_bound()
+            return bound is not None and bound < self.best() * (1 + self._history.tolerance)
         if fastest.candidate.arm not in (plain, arm):
             return True
-        twin = self.view(plain)
         return bool(twin.feasible) and not self.can_gain(twin)
 
     def left_out_arms(self) -> tuple[LeftOut, ...]:

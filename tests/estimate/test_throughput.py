@@ -21,7 +21,10 @@ RECOMPUTING = "without checkpointing it reached 100% of the best, and larger bat
 
 
 def speeds(
-    *measured: tuple[Arm, int, float], busy_share: float | None = 0.95, arms: tuple[Arm, ...] = (BF16, FP16, TF32, FP32)
+    *measured: tuple[Arm, int, float],
+    busy_share: float | None = 0.95,
+    arms: tuple[Arm, ...] = (BF16, FP16, TF32, FP32),
+    retries: int = 0,
 ) -> Speeds:
     """From arms, per-device batches and seconds a micro-step, at effective batch 64."""
     space = Space(arms, Batches(64))
@@ -29,7 +32,7 @@ def speeds(
     for arm, batch, seconds in measured:
         candidate = Candidate(arm, batch, 64 // batch)
         found = measurement(candidate, seconds * (64 // batch), GIB, GIB)
-        outcome = Completed(dataclasses.replace(found, gpu_busy_share=busy_share))
+        outcome = Completed(dataclasses.replace(found, gpu_busy_share=busy_share, allocation_retries=retries))
         history.add(Tried(f"{len(history.tried)}", candidate, outcome))
     return Speeds(space, history)
 
@@ -102,6 +105,24 @@ def test_recomputing_is_beaten_at_a_batch_that_was_measured_without() -> None:
     assert found.is_beaten(view, 16)
     assert found.is_beaten(view, 32)
     assert not found.is_beaten(view, 64)
+
+
+def test_a_trial_that_retried_allocations_rules_out_no_arm_with_less_memory() -> None:
+    """At its cap the allocator frees and allocates segments in each step; recomputing may then be faster."""
+    expandable = Arm("bf16", expandable_segments=True)
+    arms = (BF16, CHECKPOINTED, expandable, TF32)
+    for retries in (0, 7):
+        found = speeds((BF16, 16, 0.02), (BF16, 32, 0.1), (TF32, 32, 0.09), arms=arms, retries=retries)
+        assert found.is_beaten(found.view(CHECKPOINTED), 32) == (retries == 0)
+        assert found.is_beaten(found.view(expandable), 32) == (retries == 0)
+    # On a CPU's share nothing bounds the arm but its speed, which its retries made.
+    for retries, told in ((0, "without checkpointing it only reached 20% of the best"), (7, None)):
+        behind = speeds((TF32, 32, 0.02), (BF16, 32, 0.1), arms=arms, busy_share=None, retries=retries)
+        assert behind.left_out(CHECKPOINTED) == told
+        assert (behind.left_out(expandable) is None) == (retries > 0)
+    # What the GPU itself took still says that larger batches cannot help.
+    behind = speeds((TF32, 32, 0.02), (BF16, 32, 0.1), arms=arms, retries=7)
+    assert behind.left_out(expandable) is not None
 
 
 def test_an_arm_that_differs_in_several_ways_that_cost_time_is_beaten() -> None:
