@@ -28,7 +28,7 @@ def notes(report: Report) -> list[str]:
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
         found.append(
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, not a multiple of 8: "
-            + _why_no_multiple_of_8(report)
+            + _why_no_multiple_of_8(report, best)
         )
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
         found.append(
@@ -263,13 +263,16 @@ def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
     return [f"the winner differs from the baseline in {' and '.join(changed)} alone, which changes no value"]
 
 
-def _why_no_multiple_of_8(report: Report) -> str:
+def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:
     request, facts = report.study.request, data_facts(report.workload)
     effective = request["effective_batch"]
     if effective and (effective // request["world_size"]) % 8:
         return "no multiple of 8 divides the effective batch"
-    if effective:
-        return "those that divide the effective batch do not fit"
     if facts is not None and facts.samples < 8:
         return f"the data has {plural(facts.samples, 'sample')}"
-    return "no multiple of 8 fits"
+    tried = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size % 8 == 0]
+    if any(isinstance(trial.outcome, Failed) for trial in tried):
+        return "none of those completed"
+    if any(report.feasible(trial) and trial.candidate != best.candidate for trial in tried):
+        return "those that were measured were no faster"
+    return "those that divide the effective batch do not fit" if effective else "no multiple of 8 fits"

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from autotune.core.candidate import Candidate
-from autotune.core.errors import AutotuneError, StorageError
+from autotune.core.errors import AutotuneError, NoResultError, StorageError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
+from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, cap_of
 from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.step_forecast import StepForecast
-from autotune.estimate.throughput import Speeds
+from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
@@ -240,8 +241,11 @@ class Search:
         level = batches.level(candidate.per_device_train_batch_size)
         if level >= self._level:
             return
-        is_possible = any(batches.at_level(multiple) for multiple in batches.levels() if multiple > level)
-        why = "fits" if is_possible else f"divides what a device gets of effective batch {batches.effective_batch}"
+        above = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
+        has_failed = any(batch_of(t) in above and failed_without_verdict(t) for t in self._history.tried)
+        why = f"divides what a device gets of effective batch {batches.effective_batch}"
+        if above:
+            why = "completed" if has_failed else "fits"
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
@@ -296,8 +300,20 @@ class Search:
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:
+        """Take in a trial that ended; raise ``NoResultError`` where the user's own settings failed with an error.
+
+        Other settings would fail in the same way.
+        """
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
+        source, outcome = self._request.workload.source, ended.outcome
+        if source is None or ended.stage != "baseline" or not isinstance(outcome, Failed) or outcome.reason != "error":
+            return
+        raise NoResultError(
+            f"{source.name} failed with the settings of its baseline ({ended.candidate.describe()}), so nothing else "
+            f"was tried: {outcome.message}",
+            f"mend it and search again; its log is {ended.log_path}",
+        )
 
     def _known(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
         """Return what a trial would show, if earlier studies tell. A second measurement is always a new process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from autotune.core.candidate import OWN_OPTIM, Candidate, Document
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
 from autotune.core.chip import Chip
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
@@ -108,8 +108,12 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         arms = arms_of_ranks(arms, request, model, training_state_bytes(request, model))
     else:
         arms = arms_of_one(arms, request, training_state_bytes(request, model))
-    space = Space(arms, batches_of(request, model), model.own_candidate, pins_winner=request.pins == "auto")
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
+    batches, own = batches_of(request, model), model.own_candidate
+    if request.workload.source is not None and own is None:
+        # A loop keeps its optimizer in the baseline, too.
+        own = Candidate(Arm(attn_implementation=default_attention, optim=arms[0].optim), *batches.baseline())
+    space = Space(arms, batches, own, pins_winner=request.pins == "auto")
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))

@@ -277,6 +277,14 @@ class TestOwnLoop:
         assert given.request.workload.source is not None
         assert given.request.workload.source.interface["kind"] == "accelerate"
 
+    def test_the_baseline_of_a_loop_is_a_candidate_of_its_space(self) -> None:
+        """Its optimizer is the loop's own in both: a candidate that is the baseline is not measured as another."""
+        source = TrainingSource("loop", "/train.py", "0", "/", function="train")
+        asked = dataclasses.replace(request(effective_batch=16, optims=()), workload=Workload.of_source(source))
+        given = prepare(asked, facts(interface={"kind": "loop", "searched": ["batch"]}))
+        assert given.baseline == Candidate(Arm(optim=OWN_OPTIM), 16)
+        assert given.space.contains(given.baseline)
+
     def test_a_loop_that_may_know_no_tf32_is_given_it_only_when_asked(self) -> None:
         given = self.prepared(["batch", "accumulation", "precision"], kind="loop")
         assert {arm.precision for arm in given.space.arms} == {"bf16", "fp16", "fp32"}

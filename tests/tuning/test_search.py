@@ -7,15 +7,22 @@ from pathlib import Path
 
 import pytest
 from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, always, fault, out_of_memory
-from searching import interrupt_after, new_store, request, search
+from searching import RecordingObserver, Run, facts, interrupt_after, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NoResultError, NothingFitsError, TrialServerError
+from autotune.core.inspection import OwnSettings
 from autotune.core.messages import Progress
-from autotune.core.outcome import Failed, OutOfMemory
+from autotune.core.outcome import Failed, Outcome, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT, StopReason
+from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
+from autotune.core.workload import Workload
+from autotune.execution.executor import TrialJob
+from autotune.results.report import load_report
+from autotune.results.warnings import notes
 from autotune.store.repository import Store
+from autotune.tuning.prepare import prepare
 
 
 @pytest.fixture
@@ -371,6 +378,43 @@ class TestFinal:
         assert (failing.best.candidate == self.BEST) is isinstance(end, Failed)
 
 
+class TestOwnSettingsThatFail:
+    """The baseline of the user's own code raises an error: so would everything else."""
+
+    WORKLOAD = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
+    OWN = Candidate(Arm("fp32", optim="own"), 8, 8)
+
+    def search(self, store: Store, runner: ComputedRunner, observer: RecordingObserver) -> Run:
+        own = OwnSettings("own", 8, 8)
+        given = prepare(request(workload=self.WORKLOAD, optims=()), facts(own=own))
+        return search(store, runner, observer, given=given)
+
+    def test_the_search_ends_at_once_with_the_error(self, store: Store) -> None:
+        runner, observer = fits_up_to(64), RecordingObserver()
+        runner.faults[self.OWN] = [fault("AttributeError: no such thing (run.py:7)")]
+        with pytest.raises(NoResultError, match=r"run\.py failed .*8 × 8  fp32.*no such thing \(run\.py:7\)") as caught:
+            self.search(store, runner, observer)
+        assert "trial-0000.log" in (caught.value.hint or "")
+        assert runner.candidates == [self.OWN]
+        study = store.study("bert")
+        assert study is not None
+        assert (study.state, study.stop_reason) == ("interrupted", StopReason.ERROR)
+
+    def test_resuming_goes_on_without_it(self, store: Store) -> None:
+        runner, observer = fits_up_to(64), RecordingObserver()
+        runner.faults[self.OWN] = [fault()]
+        with pytest.raises(NoResultError):
+            self.search(store, runner, observer)
+        assert self.search(store, runner, observer).best.candidate.arm.precision == "bf16"
+        assert runner.candidates.count(self.OWN) == 1
+
+    @pytest.mark.parametrize("outcome", [out_of_memory(1), Failed("timeout", "took longer than 180 s")])
+    def test_it_goes_on_after_any_other_end(self, store: Store, outcome: OutOfMemory | Failed) -> None:
+        runner = fits_up_to(64)
+        runner.faults[self.OWN] = [outcome]
+        assert self.search(store, runner, RecordingObserver()).study.state == "finished"
+
+
 class TestLevels:
     def test_going_down_is_said_with_the_reason(self, store: Store) -> None:
         run = search(store, fits_up_to(2))
@@ -379,6 +423,19 @@ class TestLevels:
             "no multiple of 8 fits; going down to multiples of 4",
             "no multiple of 4 fits; going down to multiples of 2",
         ]
+
+    def test_failures_are_not_told_as_a_lack_of_memory(self, store: Store) -> None:
+        def answer(job: TrialJob) -> tuple[Outcome, float]:
+            outcome, seconds = fits(job)
+            return (fault() if job.candidate.per_device_train_batch_size % 8 == 0 else outcome), seconds
+
+        runner = fits_up_to(64)
+        fits, runner.answer = runner.answer, answer  # type: ignore[method-assign]
+        run = search(store, runner)
+        told = [note for note in run.observer.notes if "multiple" in note]
+        assert told[0].startswith("no multiple of 8 completed; going down")
+        told = [note for note in notes(load_report(store, run.study.name)) if "multiple" in note]
+        assert [note.partition(": ")[2] for note in told] == ["none of those completed"]
 
     def test_so_is_that_nothing_divides(self, store: Store) -> None:
         run = search(store, fits_up_to(64), effective_batch=12)
