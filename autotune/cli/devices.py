@@ -29,6 +29,8 @@ def devices(as_json: bool) -> None:
 
     for device in found:
         click.echo(f"{device.label}  {device.name}")
+        if device.mig_uuids is not None:
+            click.echo("  MIG         split into instances, which are devices of their own")
         if device.kind == "cuda":
             click.echo(f"  uuid        {device.uuid}")
         click.echo(

@@ -56,7 +56,8 @@ class Device:
 
     kind: DeviceKind
     index: int | None
-    """Position among the GPUs that this process may use, the N of ``cuda:N``; ``None`` for the CPU."""
+    """Position among the GPUs that this process may use, the N of ``cuda:N``; ``None`` for the CPU, and for a MIG
+    instance that CUDA_VISIBLE_DEVICES does not show."""
     uuid: str
     name: str
     memory_total_bytes: int
@@ -72,11 +73,15 @@ class Device:
     neighbours: tuple[Neighbour, ...] = ()
     native_bf16: bool = False
     """Whether the CPU multiplies bfloat16 in hardware. For a GPU its capability tells."""
+    mig_uuids: tuple[str, ...] | None = None
+    """The MIG instances into which the GPU is split; ``None`` for a GPU that CUDA uses as a whole."""
 
     @property
     def label(self) -> str:
-        """``cuda:0`` or ``cpu``, as torch and ``--device`` spell it."""
-        return self.kind if self.index is None else f"{self.kind}:{self.index}"
+        """``cuda:0``, ``cpu`` or the UUID of a MIG instance, as ``--device`` spells it."""
+        if self.index is not None:
+            return f"{self.kind}:{self.index}"
+        return self.uuid if self.kind == "cuda" else self.kind
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -90,4 +95,5 @@ class Device:
         facts = dataclasses.asdict(self)
         facts["capability"] = list(self.capability) if self.capability else None
         facts["neighbours"] = list(facts["neighbours"])
+        facts["mig_uuids"] = None if self.mig_uuids is None else list(self.mig_uuids)
         return {"label": self.label, **facts, "precisions": list(self.precisions)}

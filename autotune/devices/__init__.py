@@ -21,6 +21,7 @@ from autotune.devices.nvml import (
     gpu_number,
     gpu_policy,
     nvml_problem,
+    own_used_bytes,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "gpu_policy",
     "list_devices",
     "nvml_problem",
+    "own_used_bytes",
     "parse_headroom",
     "processor_name",
 ]

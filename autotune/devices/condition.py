@@ -24,6 +24,8 @@ class Condition:
     free_bytes: int | None = None
     pids: frozenset[int] = frozenset()
     """Processes on the GPU but this one. In a container they may have the host's numbers, or be missing."""
+    drawing_pids: frozenset[int] = frozenset()
+    """Those of them that only draw, such as a desktop's compositor."""
     clock_events: int | None = None
     """NVML's bits of the reasons why clocks are below their maximum."""
     sm_clock_mhz: int | None = None

@@ -27,6 +27,10 @@ TYPICAL_CONTEXT_BYTES = 767 * MIB
 """Memory of the CUDA context while a model trains: 751 to 771 MiB in 54 trials on an H200 (torch 2.11, driver 580);
 this is the median in bf16. Other GPUs differ somewhat."""
 
+MOST_CONTEXT_BYTES = 2 * TYPICAL_CONTEXT_BYTES
+"""More than the CUDA context of one process takes. What lies above it where only the use of the whole GPU can be read
+is another process's: a desktop's or a neighbour's. A choice."""
+
 
 def _nvlink(gigabytes_per_second: float) -> Link:
     """Return the link of a board with NVLink in every direction; data sheets give both directions together."""

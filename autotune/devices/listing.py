@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from autotune.core.device import Device
+from autotune.core.device import CPU_UUID, Device
 from autotune.core.errors import DeviceError, InvalidRequestError
-from autotune.devices.host import cpu_device
+from autotune.core.units import format_bytes
+from autotune.devices.host import ROOT, cpu_device
 from autotune.devices.nvml import current_session, nvml_problem
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -24,7 +26,8 @@ def list_devices() -> tuple[Device, ...]:
 
     ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they are in nvidia-smi's order. CUDA itself
     would put the fastest first where GPUs differ, which cannot be known without a CUDA context. So a trial is given its
-    GPU by UUID, never by index. ``nvml_problem`` says why a GPU may be missing.
+    GPU by UUID, never by index. A GPU that is split into MIG instances is followed by those. ``nvml_problem`` says why
+    a GPU may be missing.
     """
     return (*current_session().devices(os.environ.get(VISIBLE)), cpu_device())
 
@@ -33,22 +36,67 @@ def find_device(text: str | None) -> Device:
     """Return the device named by ``cuda``, ``cuda:1``, ``cpu``, or the UUID of a GPU or its beginning.
 
     ``None`` means the first visible GPU, or the CPU where there is none. Raises ``InvalidRequestError`` for text of
-    another form, and ``DeviceError`` where there is no such device.
+    another form, and ``DeviceError`` where there is no such device, or where it is one that CUDA would not use so.
     """
     wanted = None if text is None else text.strip()
     if wanted is not None and not re.fullmatch(_DEVICE, wanted, flags=re.ASCII):
         several = "; several GPUs are named with --gpus, as in --gpus 0,1" if "," in wanted else ""
         raise InvalidRequestError(f"{text!r} is not a device", f"write cpu, cuda, cuda:N or the UUID of a GPU{several}")
     devices = list_devices()
+    matches = [device for device in devices if wanted is None or _means(wanted, device)]
+    if wanted != CPU_UUID:
+        _check_is_nvidia(devices)
     if wanted is None:
-        return devices[0]
-    matches = [device for device in devices if _means(wanted, device)]
+        return _whole(matches[0], devices)
     if len(matches) != 1:
         raise DeviceError(
             f"{wanted} matches {len(matches)} devices" if matches else f"there is no device {wanted}",
             _what_there_is(devices),
         )
-    return matches[0]
+    return _whole(matches[0], devices)
+
+
+def _whole(device: Device, devices: Sequence[Device]) -> Device:
+    """Return a device that CUDA uses as it was named; raises ``DeviceError`` for a GPU split into MIG instances.
+
+    CUDA would take the first of those in place of the GPU.
+    """
+    if device.mig_uuids is None:
+        return device
+    instances = [other for other in devices if other.uuid in device.mig_uuids]
+    choices = ", ".join(f"{other.uuid} ({other.name}, {format_bytes(other.memory_total_bytes)})" for other in instances)
+    raise DeviceError(
+        f"{device.label} ({device.name}) is split into MIG instances, and CUDA uses one at a time",
+        f"choose one with --device: {choices}"
+        if choices
+        else "name one with --device; nvidia-smi -L lists their UUIDs",
+    )
+
+
+def _check_is_nvidia(devices: Sequence[Device]) -> None:
+    """Raise ``DeviceError`` where the only GPU is AMD's: a search must not fall back to the CPU in silence."""
+    is_hidden = os.environ.get(VISIBLE, "all").strip() in ("", "-1")
+    if any(device.kind == "cuda" for device in devices) or is_hidden:
+        return
+    sign = amd_gpu()
+    if sign is not None:
+        raise DeviceError(
+            f"AMD GPUs (ROCm) are not supported, and there is no other GPU here ({sign})",
+            _with_reasons("name --device cpu to search on the CPU"),
+        )
+
+
+def amd_gpu(root: Path = ROOT) -> str | None:
+    """Return what shows that this machine computes on an AMD GPU; ``None`` where nothing does."""
+    from importlib.metadata import PackageNotFoundError, version  # only a machine without NVIDIA's GPUs needs it
+
+    if (root / "dev/kfd").exists():
+        return "/dev/kfd"
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        return None
+    return f"torch {installed}" if "rocm" in installed else None
 
 
 def devices_of_ranks(
@@ -83,7 +131,9 @@ def find_gpus(text: str) -> tuple[Device, ...]:
 
     A number means the first so many that are visible. Raises as ``find_device`` does.
     """
-    gpus = tuple(device for device in list_devices() if device.kind == "cuda")
+    devices = list_devices()
+    _check_is_nvidia(devices)
+    gpus = tuple(device for device in devices if device.index is not None)
     wanted = text.strip()
     if wanted == "all" or re.fullmatch(r"[0-9]{1,9}", wanted):
         count = len(gpus) if wanted == "all" else int(wanted)
@@ -93,7 +143,7 @@ def find_gpus(text: str) -> tuple[Device, ...]:
             there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
             hint = f"use --gpus {len(gpus)} or fewer" if gpus else "leave --gpus out to use the CPU"
             raise DeviceError(f"--gpus {wanted}: {there} here", _with_reasons(hint))
-        return gpus[:count]
+        return tuple(_whole(gpu, devices) for gpu in gpus[:count])
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     no_gpus = InvalidRequestError(f"--gpus {text!r} names no GPUs", "write a number of them, all, or a list: 0,1")
     if not names or not all(re.fullmatch(rf"\d{{1,9}}|{_DEVICE}", name, flags=re.ASCII) for name in names):
@@ -104,6 +154,8 @@ def find_gpus(text: str) -> tuple[Device, ...]:
     twice = next((device for device in found if found.count(device) > 1), None)
     if twice is not None:
         raise InvalidRequestError(f"--gpus {text} names {twice.label} more than once", "name each GPU once")
+    if len(found) > 1 and any(device.uuid.startswith("MIG-") for device in found):
+        raise InvalidRequestError(f"--gpus {text}: MIG instances cannot train together", "name one of them")
     return found
 
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autotune.core.device import Device, Neighbour
@@ -76,7 +77,8 @@ class NvmlSession:
     def devices(self, visible: str | None) -> tuple[Device, ...]:
         """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` with this value shows, in its order.
 
-        A GPU that cannot be read is left out and recorded in ``problems``; the others keep their index.
+        A GPU that cannot be read is left out and recorded in ``problems``; the others keep their index. A GPU that is
+        split into MIG instances is followed by those.
         """
         if self._binding is None:
             return ()
@@ -92,9 +94,26 @@ class NvmlSession:
         for index, shown in enumerate(visible_gpus(visible, uuids)):
             handle = handles[shown] if isinstance(shown, int) else self._handle_of_instance(shown)
             device = None if handle is None else self._device(index, handle)
-            if device is not None:
-                devices.append(device)
+            if device is None:
+                continue
+            instances = self._instances(handle) if isinstance(shown, int) else None
+            parts = None if instances is None else tuple(instance.uuid for instance in instances)
+            devices += [replace(device, mig_uuids=parts), *(instances or ())]
         return tuple(devices)
+
+    def _instances(self, handle: Any) -> list[Device] | None:
+        """Return the MIG instances of a GPU; ``None`` where MIG is off. The binding of 2017 cannot list them."""
+        name = "nvmlDeviceGetMigMode"
+        mode = self._optional(name, handle) or _call_for_two_numbers(
+            self._optional("_nvmlGetFunctionPointer", name), handle
+        )
+        # The first is the mode now, the second that after the next reset.
+        if mode is None or not mode[0]:
+            return None
+        places = range(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        handles = [self._optional("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+        found = [self._device(None, instance) for instance in handles if instance is not None]
+        return [instance for instance in found if instance is not None]
 
     def used_bytes(self, uuid: str) -> int | None:
         """Return the bytes in use on a GPU now; ``None`` where there is no such GPU or no answer."""
@@ -156,6 +175,7 @@ class NvmlSession:
         return Condition(
             free_bytes=None if memory is None else memory.free,
             pids=frozenset(self._memory_by_process(handle)),
+            drawing_pids=self._drawing_pids(handle),
             clock_events=events,
             sm_clock_mhz=self._optional("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             temperature_celsius=self._optional("nvmlDeviceGetTemperature", handle, _GPU_SENSOR),
@@ -226,14 +246,15 @@ class NvmlSession:
         uuid = self._optional("nvmlDeviceGetUUID", handle)
         return None if uuid is None else _text(uuid)
 
-    def _device(self, index: int, handle: Any) -> Device | None:
+    def _device(self, index: int | None, handle: Any) -> Device | None:
         """Return one GPU as a device; ``None``, with a recorded problem, where name or memory cannot be read."""
         try:
             uuid = _text(self._binding.nvmlDeviceGetUUID(handle))
             name = _text(self._binding.nvmlDeviceGetName(handle))
             memory = self._memory(handle)
         except self._errors as error:
-            self.problems.append(f"cuda:{index}: {_sentence(error)}")
+            where = "a MIG instance" if index is None else f"cuda:{index}"
+            self.problems.append(f"{where}: {_sentence(error)}")
             return None
         if memory is None:
             shared = host_memory()
@@ -286,6 +307,25 @@ class NvmlSession:
         whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         return None if whole is None else self._capability(whole)
 
+    def own_bytes(self, uuid: str) -> int | None:
+        """Return the bytes that this process uses on a GPU, its CUDA context included.
+
+        ``None`` where the driver does not count by process (Windows' drivers), or counts processes as the host does.
+        """
+        handle = self._known_handle(uuid)
+        for process in self._optional("nvmlDeviceGetComputeRunningProcesses", handle) or ():
+            if int(process.pid) == self.process_id and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+        return None
+
+    def _drawing_pids(self, handle: Any) -> frozenset[int]:
+        """Return the processes that only draw, such as a desktop's compositor."""
+        computing, drawing = (
+            {int(process.pid) for process in self._optional(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ()}
+            for kind in ("Compute", "Graphics")
+        )
+        return frozenset(drawing - computing)
+
     def _memory_by_process(self, handle: Any) -> dict[int, int | None]:
         """Return the memory of other processes on a GPU by process id, for computing and graphics."""
         used_bytes: dict[int, int | None] = {}
@@ -335,6 +375,11 @@ def device_used_bytes(uuid: str) -> int | None:
     Fast enough to call between steps, since NVML and the GPU's handle stay open.
     """
     return current_session().used_bytes(uuid)
+
+
+def own_used_bytes(uuid: str) -> int | None:
+    """Return the bytes that this process uses on one GPU, its CUDA context included; ``None`` where it is not known."""
+    return current_session().own_bytes(uuid)
 
 
 def gpu_number(uuid: str) -> int | None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from autotune.devices.lock import open_lock_file
+
+# struct flock of fcntl(2): type, whence, start, length, process id, with the padding that C gives it.
+_FLOCK = "hhqqi0q"
+
+
+def _whole_file(kind: int) -> bytes:
+    """Return a lock of this kind on a whole file, however it grows; its process id has to be 0."""
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +34,9 @@ class Mark:
 class Presence:
     """A search's presence on a device, from entering to leaving the block.
 
-    All searches on a device hold a shared lock on one file, and each appends a byte to it when it comes. The kernel
-    releases the lock when a process ends, however that happens. Where no lock file can be kept, other searches go
-    unnoticed.
+    All searches on a device hold a shared lock on one file, and each appends a byte to it when it comes. Looking asks
+    whether an exclusive lock would be possible, and takes none: two searches may look at once. The kernel releases the
+    lock when a process ends, however that happens. Where no lock file can be kept, other searches go unnoticed.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
@@ -38,7 +47,7 @@ class Presence:
     def __enter__(self) -> Self:
         with contextlib.suppress(OSError):
             self._fd = open_lock_file(self._name, self._folder)
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_RDLCK))
             # In append mode, two searches that come at once do not overwrite each other's byte.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
             os.write(self._fd, b"\n")
@@ -62,17 +71,10 @@ class Presence:
 
     @staticmethod
     def _is_alone(fd: int) -> bool:
-        """Return whether an exclusive lock is possible.
-
-        A failed attempt releases the shared lock, so it is taken again.
-        """
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+        """Return whether no other search holds its lock."""
+        in_the_way = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+        kind: int = struct.unpack(_FLOCK, in_the_way)[0]
+        return kind == fcntl.F_UNLCK
 
 
 def had_company(before: Mark, after: Mark) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,8 @@ _RETURN_SECONDS = 5.0
 _NEIGHBOUR_SECONDS = 60.0
 # A neighbour that computes less than this in per cent of the GPU's time costs no more than the noise of a measurement.
 _BUSY_PER_CENT = 5
+# A desktop's compositor and its windows draw all the time, as they will beside the training. A game takes more.
+_DRAWING_PER_CENT = 25
 # Clocks of trials under the same power cap differed by a few per cent; a fifth less is another machine.
 _CLOCK_DROP = 0.8
 _FEWEST_SAMPLES = 4
@@ -58,7 +60,7 @@ class WatchedExecutor:
         self._note = note
         self._is_ending = is_ending
         self._patience_seconds = _NEIGHBOUR_SECONDS
-        self._best_clock_mhz: dict[str, int] = {}
+        self._clocks = _Clocks(note)
         self._watches: dict[str, list[_Watch]] = {}
 
     @property
@@ -94,7 +96,7 @@ class WatchedExecutor:
         for watch in watches:
             watch.stop()
         for watch in watches:
-            outcome = watch.judge(outcome, self._best_clock_mhz)
+            outcome = watch.judge(outcome, self._clocks)
         return trial_id, outcome
 
     def close(self) -> None:
@@ -182,10 +184,12 @@ def _came(pids: frozenset[int]) -> list[str]:
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
-def _computed(shares: dict[int, int]) -> list[str]:
+def _computed(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
     """Name the processes that computed beside the trial."""
     return [
-        f"process {pid} took {share} % of the GPU" for pid, share in sorted(shares.items()) if share >= _BUSY_PER_CENT
+        f"process {pid} took {share} % of the GPU"
+        for pid, share in sorted(shares.items())
+        if share >= (_DRAWING_PER_CENT if pid in drawing else _BUSY_PER_CENT)
     ]
 
 
@@ -235,8 +239,8 @@ class _Watch:
             condition = device_condition(self._gpu.uuid)
             self._readings.append(_Reading(condition, self._own_pids()))
 
-    def judge(self, outcome: Outcome, best_clock_mhz: dict[str, int]) -> Outcome:
-        """Return the outcome with what disturbed the trial. ``best_clock_mhz`` is by UUID, and brought up to date."""
+    def judge(self, outcome: Outcome, clocks: _Clocks) -> Outcome:
+        """Return the outcome with what disturbed the trial."""
         others = self._newcomers()
         after = device_condition(self._gpu.uuid) or self._before
         match outcome:
@@ -248,8 +252,10 @@ class _Watch:
             case Completed():
                 busy = busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
-                slowed = self._slowed(best_clock_mhz)
-                why = (*outcome.disturbed, *_came(others - neighbours.keys()), *_computed(neighbours), *slowed)
+                drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
+                came = _came(others - neighbours.keys() - drawing)
+                slowed = clocks.slowed(self._gpu, self._before, self._samples)
+                why = (*outcome.disturbed, *came, *_computed(neighbours, drawing), *slowed)
                 return dataclasses.replace(outcome, disturbed=why)
         return outcome
 
@@ -278,15 +284,34 @@ class _Watch:
         missing = [self._needed_bytes - (condition.free_bytes or 0) for condition in short]
         return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
 
-    def _slowed(self, best_clock_mhz: dict[str, int]) -> list[str]:
-        """Say what throttled the GPU while the trial ran."""
-        samples, uuid = self._samples, self._gpu.uuid
+
+class _Clocks:
+    """What was seen of the clocks of each GPU, by UUID, from one trial to the next.
+
+    A slowdown that was there before a trial, or in the trial before as well, is how the GPU runs when it is warm. The
+    training will run so too, and no repetition would find it otherwise.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._best_mhz: dict[str, int] = {}
+        self._slowdowns: dict[str, frozenset[str]] = {}
+        self._noted: set[tuple[str, str]] = set()
+
+    def slowed(self, gpu: Device, before: Condition, samples: Sequence[Condition]) -> list[str]:
+        """Say what throttled the GPU while the trial ran, and not otherwise."""
         words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
+        steady = self._slowdowns.get(gpu.uuid, frozenset()) | set(before.slowdowns)
+        self._slowdowns[gpu.uuid] = frozenset(words)
+        for word in words:
+            if word in steady and (gpu.uuid, word) not in self._noted:
+                self._noted.add((gpu.uuid, word))
+                self._note(f"{word} lasts on {gpu.label}: trials count as they are, and training will run so too")
         hottest = max((s.temperature_celsius for s in samples if s.temperature_celsius is not None), default=None)
-        found = [f"{word} at {hottest} °C" if hottest is not None else word for word in words]
-        clock, best = max((sample.sm_clock_mhz or 0 for sample in samples), default=0), best_clock_mhz.get(uuid, 0)
+        found = [f"{word} at {hottest} °C" if hottest is not None else word for word in words if word not in steady]
+        clock, best = max((sample.sm_clock_mhz or 0 for sample in samples), default=0), self._best_mhz.get(gpu.uuid, 0)
         is_capped = any(sample.is_power_capped for sample in samples)
-        if not found and not is_capped and len(samples) >= _FEWEST_SAMPLES and clock < _CLOCK_DROP * best:
+        if not words and not is_capped and len(samples) >= _FEWEST_SAMPLES and clock < _CLOCK_DROP * best:
             found.append(f"clocks of {clock} MHz, not {best} MHz as before")
-        best_clock_mhz[uuid] = max(best, clock)
+        self._best_mhz[gpu.uuid] = max(best, clock)
         return found

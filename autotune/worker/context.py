@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as functional
 
 from autotune import devices as device_facts
+from autotune.devices.gpus import MOST_CONTEXT_BYTES
 
 # A small transformer layer. Kernels are chosen by shape, so it must not be too small either.
 _WIDTH = 512
@@ -20,8 +21,7 @@ _VOCABULARY = 1024
 def context_bytes(uuid: str, *, convolves: bool) -> int:
     """Measure how much device memory this process takes when it trains, less what its allocator reserves.
 
-    NVML does not report memory by process everywhere (containers hide process ids), so the growth of all memory in use
-    is measured. The process trains, since CUDA loads kernels and libraries allocate memory when they are first used: a
+    The process trains, since CUDA loads kernels and libraries allocate memory when they are first used: a
     context without that is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no
     figure.
     """
@@ -33,12 +33,29 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
     with contextlib.suppress(RuntimeError):
         use_kernels(device, convolves=convolves)
     torch.cuda.synchronize()
-    after = device_facts.device_used_bytes(uuid)
-    reserved_bytes = torch.cuda.memory_reserved(0)
+    measured_bytes = context_beside(uuid, before, torch.cuda.memory_reserved(0))
     torch.cuda.empty_cache()
-    if before is None or after is None:
-        return 0
-    return max(0, after - before - reserved_bytes)
+    return measured_bytes or 0
+
+
+def context_beside(
+    uuid: str, used_before_bytes: int | None, reserved_bytes: int, *, is_alone: bool = True
+) -> int | None:
+    """Return the memory that this process uses on a GPU beside what its allocator reserved; ``None`` if not known.
+
+    NVML does not report memory by process everywhere (containers hide process ids). Where it does not, the growth of
+    all memory in use since a reading before CUDA started counts, with what a desktop or a neighbour took meanwhile. So
+    it counts up to the largest context only, unless this is one of several ranks: their libraries take more.
+    """
+    own_bytes = device_facts.own_used_bytes(uuid)
+    # In a container, the number of another process of the host may be this one's.
+    if own_bytes is not None and own_bytes > reserved_bytes:
+        return own_bytes - reserved_bytes
+    used_bytes = device_facts.device_used_bytes(uuid)
+    if used_bytes is None or used_before_bytes is None:
+        return None
+    grown_bytes = max(0, used_bytes - used_before_bytes - reserved_bytes)
+    return min(grown_bytes, MOST_CONTEXT_BYTES) if is_alone else grown_bytes
 
 
 def use_kernels(device: torch.device, *, convolves: bool) -> None:

@@ -21,6 +21,8 @@ from autotune.worker.process import serve_one_job
 
 def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
     """Return the facts that are added to those of ``autotune.worker.facts.inspect``."""
+    if torch.version.hip:
+        raise SystemExit(f"torch {torch.__version__} is built for AMD's ROCm, which is not supported")
     # First, since this starts CUDA.
     measured_bytes = context_bytes(work.device_uuid, convolves=work.convolves)
     properties = torch.cuda.get_device_properties(0)

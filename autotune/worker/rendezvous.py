@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 from typing import Any, TypeVar
 
 from autotune.core.placement import RankDevices
@@ -21,11 +22,14 @@ def open_store() -> Any:
     """Open a store for the ranks of one trial, on a port that the system chooses.
 
     The process that starts the ranks holds it, as ``torchrun`` does. No rank has to take a port that was free a moment
-    before.
+    before. torch itself would listen on every network interface, and a store asks nobody for a password.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((_HOST, 0))
+    port = listener.getsockname()[1]
+    # The store closes the socket.
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def lacks_nccl(devices: RankDevices) -> bool:

@@ -71,6 +71,7 @@ class TestListing:
                 {"pid": 71, "name": "python", "used_bytes": 512 * MIB},
             ],
             "native_bf16": False,
+            "mig_uuids": None,
             "precisions": ["fp32", "tf32", "fp16", "bf16"],
         }
         assert (cpu["label"], cpu["uuid"], cpu["neighbours"]) == ("cpu", "cpu", [])
@@ -291,6 +292,72 @@ try: find_device("cuda:0")
 except DeviceError as error: answer = error.hint"""
         assert "GPU 0: GPU is lost" in machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetHandleByIndex_v2=15")
 
+    @pytest.mark.parametrize("named", ["find_device(None)", "find_device('cuda:0')", "find_gpus('all')"])
+    def test_a_gpu_split_into_instances_is_refused_with_their_uuids(self, machine: Machine, named: str) -> None:
+        code = f"""
+from autotune.core.errors import DeviceError
+try: {named}
+except DeviceError as error: answer = [error.message, error.hint]"""
+        assert machine.ask(code, STAND_IN_MIG="2") == [
+            "cuda:0 (Stand-in GPU) is split into MIG instances, and CUDA uses one at a time",
+            "choose one with --device: MIG-1 (Stand-in GPU MIG 1g.10gb, 10.0 GiB), "
+            "MIG-2 (Stand-in GPU MIG 1g.10gb, 10.0 GiB)",
+        ]
+
+    def test_an_instance_is_found_by_its_uuid(self, machine: Machine) -> None:
+        found = machine.ask("answer = find_device('MIG-2').document()", STAND_IN_MIG="2", STAND_IN_GPUS="2")
+        assert (found["label"], found["uuid"], found["memory_total_bytes"]) == ("MIG-2", "MIG-2", 10 * GIB)
+        assert found["mig_uuids"] is None
+
+    def test_the_other_gpus_of_a_machine_with_instances_are_used_as_a_whole(self, machine: Machine) -> None:
+        found = machine.ask("answer = find_device('cuda:1').uuid", STAND_IN_MIG="2", STAND_IN_GPUS="2")
+        assert found == uuid_of(1)
+
+    def test_instances_do_not_train_together(self, machine: Machine) -> None:
+        code = """
+from autotune.core.errors import InvalidRequestError
+try: find_gpus("MIG-1,MIG-2")
+except InvalidRequestError as error: answer = error.message"""
+        assert machine.ask(code, STAND_IN_MIG="2") == "--gpus MIG-1,MIG-2: MIG instances cannot train together"
+
+    def test_the_binding_of_2017_refuses_a_split_gpu_too(self, old_machine: Machine) -> None:
+        code = """
+from autotune.core.errors import DeviceError
+try: find_device(None)
+except DeviceError as error: answer = error.hint"""
+        hint = old_machine.ask(code, STAND_IN_MIG="1")
+        assert hint == "name one with --device; nvidia-smi -L lists their UUIDs"
+
+    AMD = """
+from pathlib import Path
+from autotune.core.errors import DeviceError
+from autotune.devices import listing
+listing.amd_gpu.__defaults__ = (Path({root!r}),)
+def found(name):
+    try: return find_device(name).label
+    except DeviceError as error: return error.message
+answer = [found(None), found("cuda"), found("cpu")]"""
+
+    def test_an_amd_gpu_is_refused_and_never_becomes_the_cpu(self, machine: Machine, tmp_path: Path) -> None:
+        (tmp_path / "dev").mkdir()
+        (tmp_path / "dev/kfd").touch()
+        (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+        code = self.AMD.format(root=str(tmp_path))
+        refused = "AMD GPUs (ROCm) are not supported, and there is no other GPU here (/dev/kfd)"
+        assert machine.ask(code, LD_LIBRARY_PATH=str(tmp_path)) == [refused, refused, "cpu"]
+        # Beside a GPU of NVIDIA's it is a processor's own graphics.
+        assert machine.ask(code) == ["cuda:0", "cuda:0", "cpu"]
+
+    def test_a_torch_for_rocm_is_refused(self, machine: Machine, tmp_path: Path) -> None:
+        (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+        metadata = tmp_path / "torch-2.13.0+rocm7.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+rocm7.0\n")
+        paths = f"{tmp_path}{os.pathsep}{PROJECT}"
+        found = machine.ask(self.AMD.format(root=str(tmp_path)), LD_LIBRARY_PATH=str(tmp_path), PYTHONPATH=paths)
+        refused = "AMD GPUs (ROCm) are not supported, and there is no other GPU here (torch 2.13.0+rocm7.0)"
+        assert found == [refused, refused, "cpu"]
+
     @pytest.mark.parametrize("text", ["gpu7x", "", "cuda:", "cuda:-1", "cuda:1.5", "cuda:٢", "cpu:0", "GPU-", "0"])
     def test_bad_text_is_a_bad_request(self, text: str) -> None:
         with pytest.raises(InvalidRequestError, match=r"cpu, cuda, cuda:N"):
@@ -310,6 +377,19 @@ class TestUsedBytes:
         code = f"answer = [device_used_bytes(uuid) for uuid in ('cpu', 'GPU-5', '{uuid_of(0)}')]"
         errors = "nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15"
         assert either_machine.ask(code, STAND_IN_ERRORS=errors) == [None, None, None]
+
+    def test_the_context_is_this_process_own_memory_and_nobody_elses(self, machine: Machine) -> None:
+        """While CUDA started, a desktop took 3 GiB."""
+        code = f"""
+from autotune.worker.context import context_beside
+def measured(own_mib, **facts):
+    os.environ["STAND_IN_PROCESSES"] = "" if own_mib is None else f"{{os.getpid()}}=python={{own_mib}}"
+    return context_beside({uuid_of(0)!r}, 2 << 30, 1 << 30, **facts)
+os.environ["STAND_IN_USED"] = "6"
+answer = [measured(1536), measured(None), measured(512), measured("-"), measured(None, is_alone=False)]"""
+        most = 2 * 767 * MIB
+        # Less than the allocator reserved is another process, which has this number on the host.
+        assert machine.ask(code) == [512 * MIB, most, most, most, 3 * GIB]
 
     def test_energy_is_told_in_joules(self, machine: Machine) -> None:
         read = f"device_energy_joules('{uuid_of(0)}')"

@@ -93,6 +93,26 @@ class TestPresence:
             assert not theirs.mark().is_alone
             assert not ours.mark().is_alone
 
+    def test_two_that_look_at_once_never_both_see_themselves_alone(self) -> None:
+        look = (
+            "import sys\nfrom autotune.devices.presence import Presence\n"
+            "with Presence('cpu') as ours:\n"
+            "    print('here', flush=True); sys.stdin.readline()\n"
+            "    print(sum(ours.mark().is_alone for _ in range(20_000)), flush=True); sys.stdin.readline()"
+        )
+        command = [sys.executable, "-c", look]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        searches = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+        try:
+            assert [search.stdout.readline() for search in searches] == ["here\n"] * 2
+            for search in searches:
+                search.stdin.write("look\n")
+                search.stdin.flush()
+            assert [search.stdout.readline() for search in searches] == ["0\n"] * 2
+        finally:
+            for search in searches:
+                search.communicate("leave\n")
+
     def test_one_on_another_device(self) -> None:
         with Presence("cpu") as ours, Presence("GPU-1"):
             assert ours.mark().is_alone

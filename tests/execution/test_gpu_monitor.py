@@ -116,6 +116,27 @@ class TestMeasurements:
     def test_what_slows_it_down(self, machine: Machine, bits: int, why: list[str]) -> None:
         assert disturbed(machine, f"STAND_IN_EVENTS='{bits}', STAND_IN_CELSIUS='91'") == why
 
+    def test_a_slowdown_that_was_there_before_the_trial_does_not_mark_it(self, machine: Machine) -> None:
+        code = "_, run = watched(Trials(COMPLETED))\nanswer = [run().disturbed, run().disturbed, notes]"
+        said = "thermal slowdown by the driver lasts on cuda:0: trials count as they are, and training will run so too"
+        assert ask(machine, code, STAND_IN_EVENTS="32") == [[], [], [said]]
+
+    def test_nor_one_that_comes_with_every_trial(self, machine: Machine) -> None:
+        code = """
+_, run = watched(Trials(COMPLETED, STAND_IN_EVENTS="32"))
+answer = [run().disturbed, run().disturbed, len(notes)]"""
+        assert ask(machine, code) == [["thermal slowdown by the driver at 40 °C"], [], 1]
+
+    @pytest.mark.parametrize(("share", "why"), [(12, []), (60, ["process 9 took 60 % of the GPU"])])
+    def test_a_compositor_draws_beside_every_trial(self, machine: Machine, share: int, why: list[str]) -> None:
+        changes = f"STAND_IN_PROCESSES='500=python=9000,9=Xorg=80', STAND_IN_BUSY='500=99,9={share}'"
+        kept = {"STAND_IN_PROCESSES": "9=Xorg=80", "STAND_IN_DRAWING": "9,10"}
+        assert disturbed(machine, f"{changes}, STAYS='STAND_IN_BUSY'", **kept) == why
+
+    def test_nor_does_a_window_that_opens(self, machine: Machine) -> None:
+        changes = "STAND_IN_PROCESSES='500=python=9000,10=editor=80'"
+        assert disturbed(machine, changes, STAND_IN_DRAWING="9,10") == []
+
     def test_a_driver_with_the_old_name_of_the_reading(self, machine: Machine) -> None:
         errors = "nvmlDeviceGetCurrentClocksEventReasons=13"
         assert disturbed(machine, "STAND_IN_EVENTS='32'", STAND_IN_ERRORS=errors) == [

@@ -12,10 +12,12 @@
  *   STAND_IN_ECC         uncorrectable memory errors so far (0)
  *   STAND_IN_WATTS       the power limit (700)
  *   STAND_IN_BUSY        pid=per cent, comma-separated: who computes
+ *   STAND_IN_DRAWING     pids, comma-separated: which of the processes only draw
+ *   STAND_IN_MIG         how many MIG instances GPU 0 is split into; without it MIG is off
  *   STAND_IN_LOG         a file that gets the name of every function called, one a line
  *
- * GPU n has the UUID GPU-0000000n-..., n GiB of memory more than 79, and 1 GiB reserved. MIG-1 is an instance
- * of GPU 0 with 10 GiB. As the real library does, it calls itself uninitialised in a process forked from the one
+ * GPU n has the UUID GPU-0000000n-..., n GiB of memory more than 79, and 1 GiB reserved. MIG-1 and MIG-2 are instances
+ * of GPU 0 with 10 GiB each, which can be named in either case. As the real library does, it calls itself uninitialised in a process forked from the one
  * that initialised it; a shutdown there, which would spoil the parent's session, ends the process.
  */
 #define _GNU_SOURCE
@@ -28,6 +30,8 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
 #define GIB (1ULL << 30)
 #define MOST_GPUS 16
 #define MIG MOST_GPUS
+#define MOST_INSTANCES 2
+#define IS_MIG(device) ((device)->number >= MIG)
 
 typedef struct { int number; } Device;
 typedef struct { unsigned long long total, free, used; } Memory;
@@ -37,7 +41,7 @@ typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, c
 
 typedef struct { unsigned pid; unsigned long long time; unsigned multiprocessors, memory, encoder, decoder; } Sample;
 
-static Device devices[MOST_GPUS + 1];
+static Device devices[MOST_GPUS + MOST_INSTANCES];
 static pid_t owner;
 
 static const char *setting(const char *name, const char *otherwise) {
@@ -77,7 +81,7 @@ static int planned(const char *function, int gpu) {
 static int start(const char *function) {
     int code = planned(function, -1);
     if (code) return code;
-    for (int number = 0; number <= MIG; number++) devices[number].number = number;
+    for (int number = 0; number < MIG + MOST_INSTANCES; number++) devices[number].number = number;
     owner = getpid();
     return SUCCESS;
 }
@@ -111,7 +115,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) {
 
 int nvmlDeviceGetUUID(Device *device, char *text, unsigned size) {
     BEGIN(device->number);
-    if (device->number == MIG) snprintf(text, size, "MIG-1");
+    if (IS_MIG(device)) snprintf(text, size, "MIG-%d", device->number - MIG + 1);
     else snprintf(text, size, "GPU-%08x-1111-2222-3333-444444444444", device->number);
     return SUCCESS;
 }
@@ -119,8 +123,10 @@ int nvmlDeviceGetUUID(Device *device, char *text, unsigned size) {
 int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {
     char own[80];
     BEGIN(-1);
-    if (!strcmp(uuid, "MIG-1")) {
-        *device = &devices[MIG];
+    for (int number = MIG; number < MIG + MOST_INSTANCES; number++) {
+        snprintf(own, sizeof own, "MIG-%d", number - MIG + 1);
+        if (strcmp(uuid, own)) continue;
+        *device = &devices[number];
         return SUCCESS;
     }
     for (int number = 0; number < gpus(); number++) {
@@ -134,19 +140,39 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, Device **device) {
 
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Device *instance, Device **device) {
     BEGIN(instance->number);
-    if (instance->number != MIG) return INVALID_ARGUMENT;
+    if (!IS_MIG(instance)) return INVALID_ARGUMENT;
     *device = &devices[0];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigMode(Device *device, unsigned *now, unsigned *later) {
+    BEGIN(device->number);
+    if (device->number) return NOT_SUPPORTED;
+    *now = *later = getenv("STAND_IN_MIG") != NULL;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(Device *device, unsigned *count) {
+    BEGIN(device->number);
+    *count = 7;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(Device *device, unsigned index, Device **instance) {
+    BEGIN(device->number);
+    if ((int)index >= atoi(setting("STAND_IN_MIG", "0"))) return NOT_FOUND;
+    *instance = &devices[MIG + index];
     return SUCCESS;
 }
 
 int nvmlDeviceGetName(Device *device, char *text, unsigned size) {
     BEGIN(device->number);
-    snprintf(text, size, device->number == MIG ? "Stand-in GPU MIG 1g.10gb" : "Stand-in GPU");
+    snprintf(text, size, IS_MIG(device) ? "Stand-in GPU MIG 1g.10gb" : "Stand-in GPU");
     return SUCCESS;
 }
 
 static unsigned long long total(const Device *device) {
-    return (device->number == MIG ? 10 : 79 + device->number) * GIB;
+    return (IS_MIG(device) ? 10 : 79 + device->number) * GIB;
 }
 
 static unsigned long long used_bytes(void) { return strtoull(setting("STAND_IN_USED", "2"), NULL, 10) * GIB; }
@@ -171,7 +197,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device *device, Memory2 *memory) {
 
 int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) {
     BEGIN(device->number);
-    if (device->number == MIG) return NOT_SUPPORTED;
+    if (IS_MIG(device)) return NOT_SUPPORTED;
     sscanf(setting("STAND_IN_CAPABILITY", "9.0"), "%d.%d", major, minor);
     return SUCCESS;
 }
@@ -180,7 +206,7 @@ int nvmlDeviceGetCudaComputeCapability(Device *device, int *major, int *minor) {
 int nvmlDeviceGetTotalEnergyConsumption(Device *device, unsigned long long *millijoules) {
     static unsigned long long readings;
     BEGIN(device->number);
-    if (device->number == MIG) return NOT_SUPPORTED;
+    if (IS_MIG(device)) return NOT_SUPPORTED;
     *millijoules = 7000000 + 300000 * readings++;
     return SUCCESS;
 }
@@ -196,12 +222,21 @@ static int process_at(unsigned place, unsigned *pid, char *name, unsigned long l
     return 1;
 }
 
-#define LIST_PROCESSES(count, list) \
+static int only_draws(unsigned pid) {
+    char list[256];
+    snprintf(list, sizeof list, "%s", setting("STAND_IN_DRAWING", ""));
+    for (char *entry = strtok(list, ","); entry; entry = strtok(NULL, ","))
+        if ((unsigned)atoi(entry) == pid) return 1;
+    return 0;
+}
+
+#define LIST_PROCESSES(count, list, draw) \
     do { \
         unsigned pid, found = 0, room = *(count); \
         unsigned long long used; \
         char name[64]; \
-        while (process_at(found, &pid, name, &used)) { \
+        for (unsigned place = 0; process_at(place, &pid, name, &used); place++) { \
+            if (!(draw) && only_draws(pid)) continue; \
             if (found < room) { (list)[found].pid = pid; (list)[found].used = used; } \
             found++; \
         } \
@@ -211,22 +246,22 @@ static int process_at(unsigned place, unsigned *pid, char *name, unsigned long l
 
 int nvmlDeviceGetComputeRunningProcesses(Device *device, unsigned *count, Process *list) {
     BEGIN(device->number);
-    LIST_PROCESSES(count, list);
+    LIST_PROCESSES(count, list, 0);
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, Process3 *list) {
     BEGIN(device->number);
-    LIST_PROCESSES(count, list);
+    LIST_PROCESSES(count, list, 0);
 }
 
 int nvmlDeviceGetGraphicsRunningProcesses(Device *device, unsigned *count, Process *list) {
     BEGIN(device->number);
-    LIST_PROCESSES(count, list);
+    LIST_PROCESSES(count, list, 1);
 }
 
 int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *device, unsigned *count, Process3 *list) {
     BEGIN(device->number);
-    LIST_PROCESSES(count, list);
+    LIST_PROCESSES(count, list, 1);
 }
 
 int nvmlDeviceGetCurrentClocksEventReasons(Device *device, unsigned long long *reasons) {
@@ -250,7 +285,7 @@ int nvmlDeviceGetClockInfo(Device *device, int type, unsigned *mhz) {
 
 int nvmlDeviceGetPowerManagementLimit(Device *device, unsigned *milliwatts) {
     BEGIN(device->number);
-    if (device->number == MIG) return NOT_SUPPORTED;
+    if (IS_MIG(device)) return NOT_SUPPORTED;
     *milliwatts = 1000 * atoi(setting("STAND_IN_WATTS", "700"));
     return SUCCESS;
 }

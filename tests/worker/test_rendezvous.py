@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from autotune.core.placement import RankDevices
-from autotune.worker.rendezvous import lacks_nccl, prepare_deepspeed
+from autotune.worker.rendezvous import lacks_nccl, open_store, prepare_deepspeed
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [({"GPU-a": 2, "GPU-b": 0}, "2,0"), ({"GPU-a": 2}, "GPU-a,GPU-b")])
@@ -29,3 +30,14 @@ def test_nccl_is_asked_for_where_gpus_need_it(monkeypatch: pytest.MonkeyPatch, h
     assert lacks_nccl(RankDevices("cuda", ("a", "b"))) is not has_nccl
     assert not lacks_nccl(RankDevices("cuda", ("a",)))
     assert not lacks_nccl(RankDevices("cpu", ("cpu", "cpu")))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells there who listens where")
+def test_only_this_host_reaches_the_store() -> None:
+    store = open_store()
+    listening = [line.split() for path in ("tcp", "tcp6") for line in Path("/proc/net", path).read_text().splitlines()]
+    # Local address and port in hexadecimal; 0A is the state of a socket that listens.
+    places = [words[1] for words in listening if words[3] == "0A" and words[1].endswith(f":{store.port:04X}")]
+    assert places == [f"0100007F:{store.port:04X}"]
+    store.set("key", "value")
+    assert store.get("key") == b"value"

@@ -13,6 +13,7 @@ import torch
 
 from autotune import devices as device_facts
 from autotune.space.features import with_expandable_segments
+from autotune.worker.context import context_beside
 from autotune.worker.private.torch import set_allocator_settings
 
 
@@ -72,9 +73,10 @@ class Meter(Protocol):
 class CudaMeter:
     """Measures with CUDA events, the caching allocator's statistics and NVML."""
 
-    def __init__(self, uuid: str, index: int = 0) -> None:
+    def __init__(self, uuid: str, index: int = 0, *, is_alone: bool = True) -> None:
         self.device = torch.device("cuda", index)
         self._uuid = uuid
+        self._is_alone = is_alone
         self._used_before_bytes = device_facts.device_used_bytes(uuid)
         self._earlier = PeakBytes(0, 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -118,10 +120,8 @@ class CudaMeter:
         return device_facts.device_used_bytes(self._uuid)
 
     def context_bytes(self) -> int | None:
-        used_bytes = self.device_used_bytes()
-        if used_bytes is None or self._used_before_bytes is None:
-            return None
-        return max(0, used_bytes - self._used_before_bytes - torch.cuda.memory_reserved(self.device))
+        reserved_bytes = torch.cuda.memory_reserved(self.device)
+        return context_beside(self._uuid, self._used_before_bytes, reserved_bytes, is_alone=self._is_alone)
 
     def energy_joules(self) -> float | None:
         return device_facts.device_energy_joules(self._uuid)
@@ -226,6 +226,6 @@ class CpuMeter:
         return None
 
 
-def open_meter(device_kind: str, uuid: str, index: int = 0) -> Meter:
+def open_meter(device_kind: str, uuid: str, index: int = 0, ranks: int = 1) -> Meter:
     """Return the meter of the device at ``index`` among those that this process sees: the one of its rank."""
-    return CudaMeter(uuid, index) if device_kind == "cuda" else CpuMeter()
+    return CudaMeter(uuid, index, is_alone=ranks == 1) if device_kind == "cuda" else CpuMeter()

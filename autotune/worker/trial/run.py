@@ -149,7 +149,7 @@ class Trial:
             self._cpu_core = pin_to_one_core(self._uuid)
         if self._device_kind == "cuda":
             expand_segments(self._candidate.arm.expandable_segments)
-        meter = self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank)
+        meter = self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
         return meter

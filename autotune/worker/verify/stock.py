@@ -129,7 +129,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     """Train; return what was measured, or how it failed."""
     uuid = work.devices.uuids[rank]
     core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
-    meter = open_meter(work.devices.kind, uuid, rank)
+    meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
     watch = _Watch(meter, work.steps, work.evaluates, wait_for_ranks=lambda: PartialState().wait_for_everyone())
