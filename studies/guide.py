@@ -31,7 +31,8 @@ from autotune.devices import Device, find_device
 from autotune.execution import TrialJob, TrialServer, run_trial
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
-from autotune.space.features import how_to_install, packages_of, require, version_of
+from autotune.space.features import how_to_install, require, version_of
+from autotune.space.levers import packages_of
 
 # The guide's batch: every row's optimizer step sees four samples, at once or one by one.
 _BATCH = 4

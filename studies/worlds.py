@@ -39,7 +39,8 @@ from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.devices import Ceiling, Device, Headroom
 from autotune.estimate.history import History
-from autotune.estimate.memory import MemoryModel, prediction_class
+from autotune.estimate.memory import MemoryModel
+from autotune.space.levers import prediction_class
 from autotune.store.records import TrialRecord
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy

@@ -6,7 +6,8 @@ Both are frozen values. They cross process borders and are stored as plain JSON 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autotune.core.device import Precision as Precision
@@ -34,23 +35,38 @@ OWN_OPTIM = "own"
 """The value of ``optim`` where the user's code makes the optimizer and no name of transformers tells which."""
 
 
+def _said(words: str | Callable[[Any], str | None] | None, *, sparse: bool = False) -> dict[str, Any]:
+    """Say of a setting of an arm how it is described; all else stands in its row of ``autotune.space.levers``.
+
+    ``words`` describe it where it is not the default: text, or what makes text of the whole arm. A ``sparse`` one is
+    recorded only where it is not the default, as in trials from before there was such a setting.
+    """
+    return {"words": words, "sparse": sparse}
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A candidate without its batch. Fields are named as in ``TrainingArguments`` where it has them."""
 
-    precision: Precision = "fp32"
-    gradient_checkpointing: bool = False
-    attn_implementation: str = "sdpa"
-    optim: str = "adamw_torch_fused"
-    expandable_segments: bool = False
+    precision: Precision = field(default="fp32", metadata=_said(lambda arm: arm.precision))
+    gradient_checkpointing: bool = field(default=False, metadata=_said("checkpointing"))
+    attn_implementation: str = field(default="sdpa", metadata=_said(lambda arm: arm.attn_implementation))
+    optim: str = field(
+        default="adamw_torch_fused", metadata=_said(lambda arm: None if arm.optim == OWN_OPTIM else arm.optim)
+    )
+    expandable_segments: bool = field(default=False, metadata=_said("expandable segments"))
     """A setting of CUDA's caching allocator, not of the Trainer: its segments grow, which avoids fragmentation."""
-    torch_compile: bool = False
-    use_liger_kernel: bool = False
-    dataloader_num_workers: int = 0
-    dataloader_prefetch_factor: int | None = None
-    cpu_affinity: bool = False
+    torch_compile: bool = field(default=False, metadata=_said("compiled"))
+    use_liger_kernel: bool = field(default=False, metadata=_said("liger"))
+    dataloader_num_workers: int = field(default=0, metadata=_said(lambda arm: f"{arm.dataloader_num_workers} loaders"))
+    dataloader_prefetch_factor: int | None = field(
+        default=None, metadata=_said(lambda arm: f"prefetch {arm.dataloader_prefetch_factor}")
+    )
+    cpu_affinity: bool = field(default=False, metadata=_said("pinned to one core"))
     """Run all threads of the training process on one CPU core. Data loader workers stay free."""
-    strategy: Strategy | None = None
+    strategy: Strategy | None = field(
+        default=None, metadata=_said(lambda arm: f"{arm.strategy} × {arm.ranks}" if arm.ranks > 1 else arm.strategy)
+    )
     """``None`` for one rank."""
     ranks: int = 1
     """Processes that train together, each on a device of its own."""
@@ -60,7 +76,7 @@ class Arm:
     """Whether rank 0 sends its buffers to all ranks before each forward pass; ``None`` is DDP's default, which does."""
     transformer_layer_cls_to_wrap: str | None = None
     """The layer classes that FSDP shards one by one, with commas between them; ``None`` where nothing is sharded."""
-    sync_each_batch: bool = False
+    sync_each_batch: bool = field(default=False, metadata=_said("sync each batch"))
     """Whether each micro-step reduces its gradients, so that no rank keeps whole gradients while it accumulates."""
 
     @property
@@ -96,31 +112,17 @@ class Arm:
         return self.ranks > 1 or self.zero_stage is not None
 
     def describe(self) -> str:
-        """Return a short description without defaults: ``bf16, checkpointing, eager, adafactor``."""
-        words: list[str] = [self.precision]
-        if self.gradient_checkpointing:
-            words.append("checkpointing")
-        if self.attn_implementation != "sdpa":
-            words.append(self.attn_implementation)
-        if self.optim not in ("adamw_torch_fused", OWN_OPTIM):
-            words.append(self.optim)
-        if self.expandable_segments:
-            words.append("expandable segments")
-        if self.use_liger_kernel:
-            words.append("liger")
-        if self.torch_compile:
-            words.append("compiled")
-        if self.dataloader_num_workers:
-            words.append(f"{self.dataloader_num_workers} loaders")
-        if self.dataloader_prefetch_factor:
-            words.append(f"prefetch {self.dataloader_prefetch_factor}")
-        if self.cpu_affinity:
-            words.append("pinned to one core")
-        if self.strategy:
-            words.append(f"{self.strategy} × {self.ranks}" if self.ranks > 1 else self.strategy)
-            words += ["sync each batch"] if self.sync_each_batch else []
-        return ", ".join(words)
+        """Return a short description without defaults, but with the precision: ``bf16, checkpointing, adafactor``."""
+        said = [
+            words if isinstance(words, str) else words(self)
+            for name, default, words in _WORDS
+            if name == "precision" or getattr(self, name) != default
+        ]
+        return ", ".join(filter(None, said))
 
+
+_WORDS = [(f.name, f.default, f.metadata["words"]) for f in dataclasses.fields(Arm) if f.metadata.get("words")]
+_SPARSE = {f.name: f.default for f in dataclasses.fields(Arm) if f.metadata.get("sparse")}
 
 OF_RANKS = (
     "strategy",
@@ -166,10 +168,15 @@ class Candidate:
     def recorded_parameters(self) -> Document:
         """Return ``parameters`` as they are stored: without what only several ranks have, where there is one.
 
-        So were trials recorded before there were several. One rank has a strategy only where it offloads.
+        So were trials recorded before there were several. One rank has a strategy only where it offloads. Sparse
+        settings are left out where they are the default.
         """
         names = OF_RANKS if self.arm.ranks == 1 and self.arm.strategy is None else ()
-        return {name: value for name, value in self.parameters().items() if name not in names}
+        return {
+            name: value
+            for name, value in self.parameters().items()
+            if name not in names and not (name in _SPARSE and value == _SPARSE[name])
+        }
 
     @classmethod
     def from_parameters(cls, parameters: Document) -> Candidate:

@@ -11,15 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autotune.core.candidate import Arm
 from autotune.core.device import Precision
 from autotune.core.prediction import Operation, Operations, amount_at
 from autotune.devices.gpus import Rates
-
-
-def is_predictable(arm: Arm) -> bool:
-    """Return whether an arm runs the traced operations: compilers and Liger kernels replace them."""
-    return not arm.torch_compile and not arm.use_liger_kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
-from autotune.estimate.memory import MemoryModel, memory_class
+from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
 from autotune.estimate.step_forecast import StepForecast
-from autotune.space.space import PRECISION_PREFERENCE
+from autotune.space.levers import inconvenience, memory_class, needs_at_least
 
 
 def cap_of(arm: Arm, ceiling: Ceiling) -> int:
@@ -147,10 +145,11 @@ class History:
 
     def _over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
         """Return the trials over the line whose arm needs no more memory than this one at the same batch."""
+        own = memory_class(arm)
         return [
             tried
             for tried in self._summary().over
-            if tried.candidate.accumulates <= accumulates and _needs_at_least(arm, tried.candidate.arm)
+            if tried.candidate.accumulates <= accumulates and needs_at_least(own, memory_class(tried.candidate.arm))
         ]
 
     def feasible(self, arm: Arm | None = None) -> list[Tried]:
@@ -187,8 +186,7 @@ class History:
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the candidate to recommend: the least intrusive of those within the tolerance of the fastest.
 
-        Preferred in this order: bf16, then fp16, then tf32; DDP; no compilation; no checkpointing; no Liger kernels;
-        torch's default allocator; fewer data loader workers; no pinning to cores; the lower peak memory.
+        The one with the lower peak memory, of two whose settings are equally convenient.
         """
         believed = self.believed(among)
         fastest = max(map(_speed, believed), default=0.0)
@@ -202,32 +200,10 @@ class History:
         )
 
 
-@cache
-def _needs_at_least(arm: Arm, other: Arm) -> bool:
-    """Return whether ``arm`` needs at least as much memory as ``other``: the same, or what ``other`` recomputes."""
-    arm, other = memory_class(arm), memory_class(other)
-    if other.expandable_segments:
-        # Expandable segments never need more memory than the default allocator, so the converse is not assumed.
-        arm = dataclasses.replace(arm, expandable_segments=True)
-    return arm == other or (
-        other.gradient_checkpointing and dataclasses.replace(other, gradient_checkpointing=False) == arm
-    )
-
-
 def _speed(tried: Tried) -> float:
     return tried.measurement.samples_per_second if tried.measurement else 0.0
 
 
-def _comfort(tried: Tried) -> tuple[int, int, int, bool, int]:
+def _comfort(tried: Tried) -> tuple[tuple[int, ...], int]:
     arm = tried.candidate.arm
-    peak = tried.measurement.judged_bytes(arm) if tried.measurement else 0
-    levers = (
-        arm.is_sharded or arm.zero_stage is not None,
-        arm.torch_compile,
-        arm.gradient_checkpointing,
-        arm.use_liger_kernel,
-        arm.expandable_segments,
-    )
-    # One bit an option, the most significant first: an option outweighs all that follow it.
-    digits = int("".join(str(int(on)) for on in levers), 2)
-    return PRECISION_PREFERENCE.index(arm.precision), digits, arm.dataloader_num_workers, arm.cpu_affinity, peak
+    return inconvenience(arm), tried.measurement.judged_bytes(arm) if tried.measurement else 0

@@ -7,41 +7,14 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from autotune.core.candidate import OF_RANKS, Arm, Candidate
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN
 from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.devices import Ceiling
-from autotune.estimate.gpu_time import is_predictable
-from autotune.space.dataloader import plain_loader
-
-
-@cache
-def memory_class(arm: Arm) -> Arm:
-    """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned.
-
-    What DDP looks for or sends before a step takes no memory that counts, but for one step, see
-    ``MemoryPrediction.bucket_copy_bytes``. All arms of a search look for the same.
-
-    Recorded peaks of such twins on an H200 differ by at most 2 MiB, which is the loss scaler.
-    """
-    twins = {"bf16": "fp16", "tf32": "fp32"}
-    return dataclasses.replace(
-        plain_loader(arm),
-        precision=twins.get(arm.precision, arm.precision),  # type: ignore[arg-type]
-        cpu_affinity=False,
-        ddp_find_unused_parameters=None,
-        ddp_broadcast_buffers=None,
-    )
-
-
-def prediction_class(arm: Arm) -> Arm:
-    """Return the arm that represents all arms that allocate the same bytes, however the allocator reserves them."""
-    return dataclasses.replace(memory_class(arm), expandable_segments=False)
-
+from autotune.space.levers import arm_that_computes, as_asked, needs_at_least, prediction_class, runs_plain_kernels
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.
@@ -62,34 +35,14 @@ class Question:
     def work(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return the question as it is sent to a process that predicts."""
         return PredictionWork(
-            _as_asked(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
+            as_asked(self.arm), chip.decisive(), ceiling.cap_bytes, ceiling.line_bytes, self.batches, self.multiple
         )
 
     def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return work that is equal for two questions exactly when their answers are."""
         looks = self.arm.ddp_find_unused_parameters
         asked = dataclasses.replace(prediction_class(self.arm), ddp_find_unused_parameters=looks)
-        return dataclasses.replace(self.work(chip, ceiling), arm=_as_asked(asked))
-
-
-def _as_asked(arm: Arm) -> Arm:
-    """Return an arm without what its memory does not depend on."""
-    plain = dataclasses.replace(arm, cpu_affinity=False, ddp_broadcast_buffers=None)
-    if arm.strategy is None:
-        return dataclasses.replace(plain, **{name: getattr(Arm(), name) for name in OF_RANKS})
-    # Whether DDP looks for unused parameters only matters for a second copy of its buckets.
-    looks = not arm.rebuilds_buckets if arm.strategy == "ddp" else None
-    return dataclasses.replace(plain, ddp_find_unused_parameters=looks)
-
-
-def arm_that_computes(arm: Arm) -> Arm:
-    """Return the arm whose trace has the operations of an arm.
-
-    A rank that keeps a part of the model computes what one with all of it does, so that under FSDP it is DDP's.
-    """
-    if not arm.is_sharded:
-        return arm
-    return dataclasses.replace(arm, strategy="ddp", transformer_layer_cls_to_wrap=None, sync_each_batch=False)
+        return dataclasses.replace(self.work(chip, ceiling), arm=as_asked(asked))
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
@@ -219,10 +172,8 @@ def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
 
     It does at no larger a batch, if the candidate's arm keeps at least as many activations.
     """
-    arm = candidate.arm
-    classes = {prediction_class(arm), prediction_class(dataclasses.replace(arm, gradient_checkpointing=True))}
     return (
-        prediction_class(over.arm) in classes
+        needs_at_least(prediction_class(candidate.arm), prediction_class(over.arm))
         and over.per_device_train_batch_size <= candidate.per_device_train_batch_size
         and over.accumulates <= candidate.accumulates
     )
@@ -297,7 +248,7 @@ class MemoryModel:
 
         Under DeepSpeed nothing is known: the model itself is in 16 bits there, and the CPU may update it.
         """
-        if arm.zero_stage is not None or not is_predictable(arm):
+        if arm.zero_stage is not None or not runs_plain_kernels(arm):
             return None
         return self._operations.get(prediction_class(arm_that_computes(arm)))
 

@@ -15,7 +15,8 @@ from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionAnswer, PredictionWork, TracedStep
 from autotune.core.schema import decode
 from autotune.devices import Ceiling
-from autotune.estimate.memory import MemoryModel, Question, arm_that_computes, prediction_class
+from autotune.estimate.memory import MemoryModel, Question
+from autotune.space.levers import arm_that_computes, prediction_class
 
 # Tracing a large model twice took 3 s on an idle core. Sixty times that is no normal delay, even on a busy machine.
 _TIMEOUT_SECONDS = 180.0

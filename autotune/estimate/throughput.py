@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.core.candidate import Arm
@@ -27,6 +27,7 @@ from autotune.core.units import format_rate
 from autotune.estimate.arm_names import names_of_arms
 from autotune.estimate.feasibility import Judge, failed_without_verdict
 from autotune.estimate.history import History, Tried
+from autotune.space.levers import faster_precision, never_slower
 from autotune.space.space import Space
 
 # Most by which the GPU time of a sample falls from one batch to a larger one: 1.20 times from 8 to 32 with BERT-large
@@ -46,7 +47,6 @@ FAR_ENOUGH = 0.75
 _CONFIDENCE = 0.8
 
 _NOTHING_FITS = "no batch of it fits"
-_NEVER_SLOWER = {"fp32": "tf32", "fp16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,9 @@ class Speeds:
     def is_beaten(self, view: ArmView, batch: int) -> bool:
         """Return whether an arm that is never slower was measured at this batch or a larger one.
 
-        That is the same arm without checkpointing, with torch's default allocator, in the faster of two precisions, or
-        with less communication. FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3
-        gathers weights in both passes, and ZeRO-2 once after the update. An arm that differs in several of these is
-        never slower either. A trial that retried allocations shows nothing: at its cap, the allocator freed and
-        allocated segments in each step, which an arm with less memory is spared.
+        Such as the same arm without checkpointing, or in the faster of two precisions. A trial that retried allocations
+        shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less
+        memory is spared.
         """
         faster = self._never_slower(view.arm)
         return any(
@@ -192,34 +190,14 @@ class Speeds:
         )
 
     def _never_slower(self, arm: Arm) -> frozenset[Arm]:
-        """Return the arms that are never slower than another one at the same batch, that arm left out."""
-        if arm in self._twins:
-            return self._twins[arm]
-        found = {arm}
-        ways: tuple[Callable[[Arm], Arm], ...] = (
-            lambda one: dataclasses.replace(one, gradient_checkpointing=False),
-            lambda one: dataclasses.replace(one, expandable_segments=False),
-            lambda one: dataclasses.replace(one, sync_each_batch=False),
-            lambda one: dataclasses.replace(one, strategy="fsdp-keep") if one.strategy == "fsdp" else one,
-            lambda one: dataclasses.replace(one, strategy="zero2") if one.strategy == "zero3" else one,
-            lambda one: self._faster_precision(one) or one,
-        )
-        for changed in ways:
-            found |= {changed(one) for one in found}
-        self._twins[arm] = frozenset(found - {arm})
+        if arm not in self._twins:
+            self._twins[arm] = never_slower(arm, allows=lambda other: other in self._space.arms)
         return self._twins[arm]
 
     def _faster_precision(self, arm: Arm) -> Arm | None:
-        """Return the same arm in a precision that is never slower; ``None`` where there is none in the space.
-
-        That bf16 is faster than tf32 is only certain where it costs no casts in autocast: under FSDP and ZeRO, which
-        also exchange half the bytes in 16 bits.
-        """
-        precision = _NEVER_SLOWER.get(arm.precision)
-        if arm.precision == "tf32" and (arm.is_sharded or arm.zero_stage is not None):
-            precision = "bf16"
-        faster = dataclasses.replace(arm, precision=precision) if precision else None  # type: ignore[arg-type]
-        return faster if faster in self._space.arms else None
+        """Return the same arm in a precision that is never slower; ``None`` where there is none in the space."""
+        faster = dataclasses.replace(arm, precision=faster_precision(arm))
+        return faster if faster != arm and faster in self._space.arms else None
 
     def can_gain(self, view: ArmView) -> bool:
         """Return whether a batch above the arm's largest can beat all others by more than the tolerance."""

@@ -41,7 +41,6 @@ EXTRAS = {
 OPTIONAL = (*EXTRAS, "flash-attn")
 """The optional packages that are used most."""
 FLASH_ATTENTION = "flash_attention_2"
-_PLAIN_ATTENTIONS = frozenset({"sdpa", "eager"})
 
 
 def optim_package(optim: str) -> str | None:
@@ -63,15 +62,6 @@ def shards_with(optim: str) -> bool:
 def offloading_threads(cores: int, ranks: int) -> int:
     """Return the threads of each rank whose optimizer runs on the CPU."""
     return max(1, cores // ranks)
-
-
-def packages_of(arm: Arm) -> tuple[str, ...]:
-    """Return the optional packages that an arm needs."""
-    needed = [optim_package(arm.optim)]
-    needed.append("liger-kernel" if arm.use_liger_kernel else None)
-    needed.append("flash-attn" if arm.attn_implementation == FLASH_ATTENTION else None)
-    needed.append(DEEPSPEED if arm.zero_stage is not None else None)
-    return tuple(package for package in needed if package is not None)
 
 
 def packages_of_workload(workload: Workload) -> tuple[str, ...]:
@@ -96,22 +86,6 @@ def require(package: str, lever: str) -> None:
 def how_to_install(package: str) -> str:
     """Return the command that installs a package."""
     return how_to_add(EXTRAS[package]) if package in EXTRAS else f"pip install {package}"
-
-
-def compiles(arm: Arm) -> bool:
-    """Return whether a trial compiles in its first steps: torch.compile, or torchao, which compiles optimizer steps."""
-    return arm.torch_compile or optim_package(arm.optim) == "torchao"
-
-
-def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors."""
-    return runs_plain_kernels(arm) and workload.quantize is None
-
-
-def runs_plain_kernels(arm: Arm) -> bool:
-    """Return whether only kernels of torch and transformers run."""
-    has_own_kernels = arm.use_liger_kernel or arm.torch_compile or optim_package(arm.optim) is not None
-    return arm.attn_implementation in _PLAIN_ATTENTIONS and not has_own_kernels
 
 
 def goes_together(arm: Arm, weight_dtype: str) -> bool:

@@ -11,6 +11,7 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
+from autotune.space.levers import PRECISION_PREFERENCE
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -180,10 +181,6 @@ class Space:
             return self.own_baseline
         batch, accumulation = self.batches.baseline()
         return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
-
-
-# Order of preference between precisions of equal speed: bf16 needs no loss scaling.
-PRECISION_PREFERENCE: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32")
 
 
 def _usable_precisions(workload: Workload) -> tuple[Precision, ...]:

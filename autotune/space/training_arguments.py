@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
+from autotune.space.levers import trainer_fields
 
 # DeepSpeed's own 5e8 take 1 GB in 16 bits, twice, and gradients of smaller models are then exchanged after the backward
 # pass only. This is its default for what ZeRO-3 fetches ahead.
@@ -76,22 +77,11 @@ def training_arguments(
         "tf32": _tf32(arm, device_kind, revision),
     }
     arguments[checkpointing] = arm.gradient_checkpointing and not arm.is_sharded
-    arguments["optim"] = arm.optim
-    # Set also where they are false, so that training runs as it was measured.
-    arguments["torch_compile"] = arm.torch_compile
-    arguments["use_liger_kernel"] = arm.use_liger_kernel
+    arguments.update(trainer_fields(arm))  # type: ignore[typeddict-item]
     if arguments[checkpointing] and checkpointing == "activation_checkpointing":
         arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     elif arguments[checkpointing]:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if arm.dataloader_num_workers:
-        arguments["dataloader_num_workers"] = arm.dataloader_num_workers
-    if arm.dataloader_prefetch_factor is not None:
-        arguments["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
-    if arm.ddp_find_unused_parameters is not None:
-        arguments["ddp_find_unused_parameters"] = arm.ddp_find_unused_parameters
-    if arm.ddp_broadcast_buffers is not None:
-        arguments["ddp_broadcast_buffers"] = arm.ddp_broadcast_buffers
     if arm.is_sharded:
         arguments |= _fsdp(arm, fields)
     if arm.zero_stage is not None:

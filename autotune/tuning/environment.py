@@ -21,7 +21,8 @@ from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices import gpu_links, gpu_policy, processor_name
 from autotune.space.dataloader import usable_cores
-from autotune.space.features import packages_of, packages_of_workload, version_of
+from autotune.space.features import packages_of_workload, version_of
+from autotune.space.levers import packages_of
 
 _NOT_IN_FINGERPRINT = frozenset({"training_arguments_fields", "device_uuid", "device_uuids", "device_label"})
 

@@ -8,7 +8,7 @@ from autotune.core.units import GIB
 from autotune.devices.host import host_memory
 from autotune.estimate.memory import questions
 from autotune.estimate.memory_jobs import Forecast, Kept, OwnTraces, Submitter, Target
-from autotune.space.features import is_predictable
+from autotune.space.levers import is_predictable
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest
 

@@ -15,8 +15,8 @@ from autotune.core.options import Objective, SamplerName
 from autotune.core.outcome import Failed
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
-from autotune.estimate.memory import memory_class
 from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
+from autotune.space.levers import memory_class
 from autotune.space.space import LARGEST_FREE_BATCH, Space
 
 # First free batch where nothing is known: fits most models on most cards, and is not slow. A choice.

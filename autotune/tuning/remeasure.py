@@ -17,7 +17,7 @@ from autotune.core.statistics import CONFIDENCE
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.dataloader import patience
-from autotune.space.features import compiles
+from autotune.space.levers import compiles
 from autotune.store.records import Stage
 from autotune.tuning.request import SearchRequest
 

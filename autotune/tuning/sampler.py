@@ -13,15 +13,13 @@ from optuna.trial import FrozenTrial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import SamplerName
+from autotune.space.levers import LEVERS
 from autotune.space.space import Space
 
 # Optuna's samplers draw free batches up to this; nearly all larger ones would be out of memory.
 _FOREIGN_LARGEST_FREE_BATCH = 1024
 # With a large multiple, that would leave them few values.
 _FOREIGN_FEWEST_FREE_BATCHES = 16
-
-_OF_RANKS = ("strategy", "sync_each_batch")
-_LEVERS = ("expandable_segments", "torch_compile", "use_liger_kernel")
 
 
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
@@ -44,11 +42,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         batch = CategoricalDistribution(sorted(rungs | {baseline.per_device_train_batch_size}))
     return {
         "per_device_train_batch_size": batch,
-        "precision": CategoricalDistribution(sorted({arm.precision for arm in arms})),
-        "gradient_checkpointing": CategoricalDistribution(sorted({arm.gradient_checkpointing for arm in arms})),
-        "attn_implementation": CategoricalDistribution(sorted({arm.attn_implementation for arm in arms})),
-        "optim": CategoricalDistribution(sorted({arm.optim for arm in arms})),
-        **{name: CategoricalDistribution(_values(arms, name)) for name in _levers(arms)},
+        **{name: CategoricalDistribution(_values(arms, name)) for name in _searched(arms)},
     }
 
 
@@ -58,10 +52,9 @@ def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
     return [*({None} & values), *sorted(values - {None})]
 
 
-def _levers(arms: tuple[Arm, ...]) -> tuple[str, ...]:
-    """Return the names of further parameters, without those that are tried with the winner only."""
-    searched = [name for name in _OF_RANKS if len({getattr(arm, name) for arm in arms}) > 1]
-    return (*_LEVERS, *(["cpu_affinity"] if any(arm.cpu_affinity for arm in arms) else []), *searched)
+def _searched(arms: tuple[Arm, ...]) -> list[str]:
+    """Return the names of the settings that are parameters, without those that are tried with the winner only."""
+    return [row.name for row in LEVERS if row.is_optunas or (row.values and len(_values(arms, row.name)) > 1)]
 
 
 def candidate_of(params: Mapping[str, Any], space: Space) -> Candidate | None:

@@ -16,7 +16,7 @@ from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.outcome import OutOfMemory
 from autotune.core.units import GIB, MIB
 from autotune.estimate.history import History, Tried
-from autotune.estimate.memory import memory_class
+from autotune.space.levers import memory_class
 
 BF16 = Arm("bf16")
 FP16 = Arm("fp16")

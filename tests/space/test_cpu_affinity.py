@@ -21,8 +21,9 @@ from autotune.core.units import GIB
 from autotune.devices import find_device
 from autotune.devices.cores import can_pin
 from autotune.devices.gpus import CHIPS
-from autotune.estimate.memory import memory_class, questions
+from autotune.estimate.memory import questions
 from autotune.results.export import Export, beside_lines, make_export, render
+from autotune.space.levers import memory_class
 from autotune.tuning.sampler import candidate_of, distributions, params_of
 
 PLAIN = Arm("bf16")

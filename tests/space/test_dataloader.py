@@ -16,9 +16,9 @@ from autotune.core.outcome import Completed, Effort, Measurement, Outcome
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.estimate.memory import memory_class
 from autotune.execution.executor import TrialJob
 from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, usable_cores, waits_for_data
+from autotune.space.levers import memory_class
 from autotune.tuning.prepare import prepare
 
 BEST = Candidate(Arm("bf16"), 8, 2)

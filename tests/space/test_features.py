@@ -27,7 +27,6 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import find_device
 from autotune.estimate.history import History
-from autotune.estimate.memory import prediction_class
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.warnings import compiled_notes
 from autotune.space.features import (
@@ -35,13 +34,12 @@ from autotune.space.features import (
     allocator_settings,
     allocator_variable,
     goes_together,
-    is_predictable,
     optim_package,
-    packages_of,
     segments_expand,
     version_of,
     with_expandable_segments,
 )
+from autotune.space.levers import is_predictable, packages_of, prediction_class
 from autotune.space.space import Batches, Space, choose_arms
 from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.training_state import training_state_bytes

@@ -19,7 +19,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.measured_steps import StepEstimate, is_enough, mean_step
 from autotune.core.outcome import Effort, Measurement
 from autotune.space.dataloader import batches_ahead
-from autotune.space.features import compiles
+from autotune.space.levers import compiles
 from autotune.worker.dataset.schedule import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.bucket_copy import BucketCopy, without_copy

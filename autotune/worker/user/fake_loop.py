@@ -28,7 +28,7 @@ from autotune.core.loop import LoopConfig
 from autotune.core.prediction import ArmsToTrace
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
-from autotune.space.features import runs_plain_kernels
+from autotune.space.levers import runs_plain_kernels
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.step import install_cuda_semantics, tracing

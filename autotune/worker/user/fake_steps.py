@@ -23,7 +23,7 @@ from autotune.core.chip import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import ArmsToTrace, TracedStep
-from autotune.space.features import runs_plain_kernels
+from autotune.space.levers import runs_plain_kernels
 from autotune.worker.failures import first_line
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.scaling import telling_batch

@@ -1,0 +1,261 @@
+"""Say all there is to know about each setting of an arm, in a table with a row for every field of ``Arm``.
+
+Which arms need the same memory, which of two is never slower, which is preferred of two that are as fast, what is
+exported and which packages are needed: all of it is computed from the rows. A new lever is a field of ``Arm``, its row
+here, its effect in a trial, and its option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from autotune.core.candidate import STRATEGIES, Arm, Precision
+from autotune.core.workload import Workload
+from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, optim_package
+
+Memory = Literal["peak", "reserved", "once", "none"]
+"""What of a trial's memory depends on a setting.
+
+``peak``: the bytes that are allocated. ``reserved``: only how the allocator reserves them. ``once``: only one step that
+does not repeat, see ``MemoryPrediction.bucket_copy_bytes``. ``none``: nothing that counts.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One setting of an arm."""
+
+    name: str
+    """The field of ``Arm``, which has its type, its default and its words."""
+    values: tuple[Any, ...] = (False, True)
+    """The values that a search chooses among, the preferred one first; none where they follow from something else."""
+    part_of: str | None = None
+    """The setting without which it means nothing, so that it has its default where that one has."""
+    argument: str | None = None
+    """The field of ``TrainingArguments`` that sets it to its own value, where it is not the default."""
+    is_always_set: bool = False
+    """Whether ``argument`` is set also where it is the default, so that training runs as it was measured."""
+    memory: Memory = "peak"
+    alike: tuple[tuple[Any, Any], ...] = ()
+    """Pairs of values with the same peak memory, the one that stands for both second."""
+    saving: Callable[[Arm], float] | None = None
+    """A number that is larger the less memory an arm needs by it; ``None`` where no value is known to need less."""
+    operations: Callable[[Any], Any] | None = None
+    """The value whose traced step has the same operations; ``None``: each value has operations of its own."""
+    never_slower: Callable[[Arm], Any] | None = None
+    """The value with which an arm is never slower at the same batch."""
+    preference: int | None = None
+    """Place among the settings by which one of two equally fast arms is preferred; the lowest decides first."""
+    inconvenience: Callable[[Any], int] | None = None
+    """A number that is larger the less a value is preferred; ``None``: its place among ``values``."""
+    package: Callable[[Any], str | None] | None = None
+    """The optional package that a value needs."""
+    own_kernels: Callable[[Any], bool] | None = None
+    """Whether a value runs kernels that no trace of torch's operations shows."""
+    is_optunas: bool = False
+    """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
+
+
+def faster_precision(arm: Arm) -> Precision:
+    """Return a precision that is never slower.
+
+    fp32 computes on slower units than tf32, and fp16 is bf16 with loss scaling on top. That bf16 is faster than tf32 is
+    only certain where it costs no casts in autocast: under FSDP and ZeRO, which also exchange half the bytes.
+    """
+    if arm.precision == "tf32" and (arm.is_sharded or arm.zero_stage is not None):
+        return "bf16"
+    faster: dict[Precision, Precision] = {"fp32": "tf32", "fp16": "bf16"}
+    return faster.get(arm.precision, arm.precision)
+
+
+def _less_communication(arm: Arm) -> Any:
+    """Return the strategy that communicates less.
+
+    FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3 gathers weights in both passes,
+    and ZeRO-2 once after the update.
+    """
+    return {"fsdp": "fsdp-keep", "zero3": "zero2"}.get(arm.strategy or "", arm.strategy)
+
+
+_PLAIN_ATTENTIONS = ("sdpa", "eager")
+
+# Among precisions of equal speed: bf16 needs no loss scaling.
+PRECISION_PREFERENCE: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32")
+
+LEVERS: tuple[Lever, ...] = (
+    # Recorded peaks of such twins on an H200 differ by at most 2 MiB, which is the loss scaler.
+    Lever(
+        "precision", PRECISION_PREFERENCE, alike=(("bf16", "fp16"), ("tf32", "fp32")),
+        never_slower=faster_precision, preference=0, is_optunas=True,
+    ),
+    Lever(
+        "gradient_checkpointing", saving=lambda arm: arm.gradient_checkpointing, never_slower=lambda arm: False,
+        preference=3, is_optunas=True,
+    ),
+    Lever(
+        "attn_implementation", (), is_optunas=True,
+        package=lambda name: "flash-attn" if name == FLASH_ATTENTION else None,
+        own_kernels=lambda name: name not in _PLAIN_ATTENTIONS,
+    ),
+    Lever(
+        "optim", (), argument="optim", is_always_set=True, is_optunas=True, package=optim_package,
+        own_kernels=lambda name: optim_package(name) is not None,
+    ),
+    Lever(
+        "expandable_segments", memory="reserved", saving=lambda arm: arm.expandable_segments,
+        never_slower=lambda arm: False, preference=5, is_optunas=True,
+    ),
+    Lever(
+        "torch_compile", argument="torch_compile", is_always_set=True, preference=2, own_kernels=bool, is_optunas=True
+    ),
+    Lever(
+        "use_liger_kernel", argument="use_liger_kernel", is_always_set=True, preference=4, own_kernels=bool,
+        package=lambda on: "liger-kernel" if on else None, is_optunas=True,
+    ),
+    Lever(
+        "dataloader_num_workers", (), argument="dataloader_num_workers", memory="none", preference=6, inconvenience=int
+    ),
+    Lever(
+        "dataloader_prefetch_factor", (), part_of="dataloader_num_workers", argument="dataloader_prefetch_factor",
+        memory="none",
+    ),
+    Lever("cpu_affinity", memory="none", preference=7),
+    Lever(
+        "strategy", STRATEGIES, operations=lambda name: "ddp" if name in ("fsdp", "fsdp-keep") else name,
+        never_slower=_less_communication, preference=1, inconvenience=lambda name: name not in (None, "ddp"),
+        package=lambda name: DEEPSPEED if Arm(strategy=name).zero_stage is not None else None,
+    ),
+    Lever("ranks", (), part_of="strategy"),
+    # What DDP looks for or sends before a step takes no memory that counts. All arms of a search look for the same.
+    Lever(
+        "ddp_find_unused_parameters", (), part_of="strategy", argument="ddp_find_unused_parameters", memory="once"
+    ),
+    Lever("ddp_broadcast_buffers", (), part_of="strategy", argument="ddp_broadcast_buffers", memory="none"),
+    Lever("transformer_layer_cls_to_wrap", (), part_of="strategy", operations=lambda classes: None),
+    Lever(
+        "sync_each_batch", part_of="strategy", operations=lambda on: False, never_slower=lambda arm: False
+    ),
+)  # fmt: skip
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Arm)}
+_BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), key=lambda row: row.preference or 0)
+
+
+def changed(arm: Arm, **values: Any) -> Arm:
+    """Return an arm with other settings; what is part of one that is now the default gets its default, too."""
+    found = dataclasses.replace(arm, **values)
+    idle = [row.name for row in LEVERS if row.part_of and getattr(found, row.part_of) == _DEFAULTS[row.part_of]]
+    return dataclasses.replace(found, **{name: _DEFAULTS[name] for name in idle})
+
+
+def without(arm: Arm, names: Iterable[str]) -> Arm:
+    """Return an arm with the defaults of some settings."""
+    return changed(arm, **{name: _DEFAULTS[name] for name in names})
+
+
+@cache
+def memory_class(arm: Arm) -> Arm:
+    """Return the arm that represents all arms with the same peak memory: fp16 for bf16, fp32 for tf32, unpinned."""
+    values = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory in ("once", "none")}
+    for row in LEVERS:
+        for value, twin in row.alike:
+            if getattr(arm, row.name) == value:
+                values[row.name] = twin
+    return dataclasses.replace(arm, **values)
+
+
+@cache
+def prediction_class(arm: Arm) -> Arm:
+    """Return the arm that represents all arms that allocate the same bytes, however the allocator reserves them."""
+    reserving = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory == "reserved"}
+    return dataclasses.replace(memory_class(arm), **reserving)
+
+
+def as_asked(arm: Arm) -> Arm:
+    """Return an arm without what its memory does not depend on, as a prediction is asked for."""
+    plain = without(arm, [row.name for row in LEVERS if row.memory == "none"])
+    if arm.strategy is None:
+        return plain
+    # Whether DDP looks for unused parameters only matters for a second copy of its buckets.
+    looks = not arm.rebuilds_buckets if arm.strategy == "ddp" else None
+    return dataclasses.replace(plain, ddp_find_unused_parameters=looks)
+
+
+def arm_that_computes(arm: Arm) -> Arm:
+    """Return the arm whose trace has the operations of an arm.
+
+    A rank that keeps a part of the model computes what one with all of it does, so that under FSDP it is DDP's.
+    """
+    return dataclasses.replace(
+        arm, **{row.name: row.operations(getattr(arm, row.name)) for row in LEVERS if row.operations}
+    )
+
+
+@cache
+def needs_at_least(arm: Arm, other: Arm) -> bool:
+    """Return whether an arm needs at least as much memory as another: the same, or what the other saves."""
+    for row in LEVERS:
+        if row.saving is not None:
+            if row.saving(arm) > row.saving(other):
+                return False
+        elif getattr(arm, row.name) != getattr(other, row.name):
+            return False
+    return True
+
+
+def never_slower(arm: Arm, *, allows: Callable[[Arm], bool]) -> frozenset[Arm]:
+    """Return the arms that are never slower than another one at the same batch, that arm left out.
+
+    An arm that differs in several settings is never slower either. Another precision counts where it ``allows`` the
+    arm.
+    """
+    found = {arm}
+    for row in LEVERS:
+        if row.never_slower is not None:
+            better = {changed(one, **{row.name: row.never_slower(one)}) for one in found}
+            found |= {one for one in better if row.name != "precision" or allows(one)}
+    return frozenset(found - {arm})
+
+
+def inconvenience(arm: Arm) -> tuple[int, ...]:
+    """Return a key by which the least intrusive of several arms is the smallest.
+
+    Preferred in this order: bf16, then fp16, then tf32; DDP; no compilation; no checkpointing; no Liger kernels;
+    torch's default allocator; fewer data loader workers; no pinning to cores.
+    """
+    values = ((row, getattr(arm, row.name)) for row in _BY_PREFERENCE)
+    return tuple(row.inconvenience(v) if row.inconvenience else row.values.index(v) for row, v in values)
+
+
+def packages_of(arm: Arm) -> tuple[str, ...]:
+    """Return the optional packages that an arm needs."""
+    needed = (row.package(getattr(arm, row.name)) for row in LEVERS if row.package)
+    return tuple(package for package in needed if package is not None)
+
+
+def runs_plain_kernels(arm: Arm) -> bool:
+    """Return whether only kernels of torch and transformers run, which a trace with fake tensors shows."""
+    return not any(row.own_kernels(getattr(arm, row.name)) for row in LEVERS if row.own_kernels)
+
+
+def is_predictable(arm: Arm, workload: Workload) -> bool:
+    """Return whether memory can be predicted with fake tensors."""
+    return runs_plain_kernels(arm) and workload.quantize is None
+
+
+def compiles(arm: Arm) -> bool:
+    """Return whether a trial compiles in its first steps: torch.compile, or torchao, which compiles optimizer steps."""
+    return arm.torch_compile or optim_package(arm.optim) == "torchao"
+
+
+def trainer_fields(arm: Arm) -> dict[str, Any]:
+    """Return the fields of ``TrainingArguments`` that take a setting's own value."""
+    return {
+        row.argument: getattr(arm, row.name)
+        for row in LEVERS
+        if row.argument and (row.is_always_set or getattr(arm, row.name) != _DEFAULTS[row.name])
+    }

@@ -1,0 +1,95 @@
+"""Test the table of levers: it has every setting of an arm, and what is computed from its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from transformers import TrainingArguments
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.space.levers import (
+    LEVERS,
+    Lever,
+    as_asked,
+    changed,
+    inconvenience,
+    memory_class,
+    needs_at_least,
+    never_slower,
+    prediction_class,
+    without,
+)
+
+FIELDS = {field.name: field for field in dataclasses.fields(Arm)}
+PLAIN = Arm("bf16")
+
+
+def anything(arm: Arm) -> bool:
+    return True
+
+
+class TestTable:
+    def test_has_a_row_for_every_setting_in_its_order(self) -> None:
+        assert [row.name for row in LEVERS] == list(FIELDS)
+
+    @pytest.mark.parametrize("row", LEVERS, ids=lambda row: row.name)
+    def test_is_about_what_there_is(self, row: Lever) -> None:
+        assert row.part_of is None or row.part_of in FIELDS
+        assert row.argument is None or row.argument in {f.name for f in dataclasses.fields(TrainingArguments)}
+
+    def test_no_two_settings_have_the_same_place_in_a_preference(self) -> None:
+        places = [row.preference for row in LEVERS if row.preference is not None]
+        assert len(places) == len(set(places))
+
+    @pytest.mark.parametrize("row", [row for row in LEVERS if row.values], ids=lambda row: row.name)
+    def test_a_value_that_is_not_the_default_is_described(self, row: Lever) -> None:
+        others = [value for value in row.values if value != FIELDS[row.name].default]
+        assert all(Arm(**{row.name: value}).describe() != Arm().describe() for value in others)
+
+
+class TestWhatFollows:
+    def test_what_a_setting_is_part_of_takes_it_along(self) -> None:
+        loading = Arm(dataloader_num_workers=4, dataloader_prefetch_factor=4)
+        assert changed(loading, dataloader_num_workers=0) == Arm()
+        assert without(Arm(strategy="fsdp", ranks=2, sync_each_batch=True), ["strategy"]) == Arm()
+
+    def test_arms_of_one_memory_class_differ_in_what_takes_no_memory(self) -> None:
+        twins = [Arm(p, cpu_affinity=pinned) for p, pinned in itertools.product(("bf16", "fp16"), (False, True))]
+        assert {memory_class(arm) for arm in twins} == {Arm("fp16")}
+        assert memory_class(Arm(expandable_segments=True)) != memory_class(Arm())
+        assert prediction_class(Arm(expandable_segments=True)) == prediction_class(Arm())
+
+    def test_what_saves_memory_never_needs_more(self) -> None:
+        saving = [Arm(**values) for values in ({"gradient_checkpointing": True}, {"expandable_segments": True})]
+        assert all(needs_at_least(Arm(), arm) and not needs_at_least(arm, Arm()) for arm in saving)
+        assert not needs_at_least(*saving)
+        assert not needs_at_least(*reversed(saving))
+        assert needs_at_least(Arm(), Arm(gradient_checkpointing=True, expandable_segments=True))
+
+    def test_a_question_leaves_out_what_takes_no_memory(self) -> None:
+        assert as_asked(Arm("tf32", cpu_affinity=True, ddp_broadcast_buffers=False)) == Arm("tf32")
+        ddp = Arm("bf16", strategy="ddp", ranks=2, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False)
+        assert as_asked(ddp) == dataclasses.replace(ddp, ddp_broadcast_buffers=None)
+
+    def test_an_arm_that_is_slower_in_two_ways_is_never_faster(self) -> None:
+        faster = never_slower(Arm("fp16", True, expandable_segments=True), allows=anything)
+        assert {PLAIN, Arm("bf16", True)} <= faster
+        assert Arm("tf32") not in faster
+        assert never_slower(PLAIN, allows=anything) == frozenset()
+        assert never_slower(Arm("fp32"), allows=lambda arm: False) == frozenset()
+
+    def test_of_equals_the_one_with_less_to_set_is_preferred(self) -> None:
+        in_order = [
+            PLAIN, Arm("bf16", cpu_affinity=True), Arm("bf16", dataloader_num_workers=2),
+            Arm("bf16", expandable_segments=True), Arm("bf16", True), Arm("bf16", torch_compile=True),
+            Arm("bf16", strategy="fsdp", ranks=2), Arm("fp16"), Arm("tf32"),
+        ]  # fmt: skip
+        assert sorted({*in_order}, key=inconvenience) == in_order
+
+    def test_sparse_settings_are_recorded_where_they_are_not_the_default(self) -> None:
+        sparse = {name for name, field in FIELDS.items() if field.metadata.get("sparse")}
+        assert not sparse & set(Candidate(Arm(), 8).recorded_parameters())
+        every = Candidate(Arm("bf16", True, torch_compile=True), 8, 2)
+        assert Candidate.from_parameters(every.recorded_parameters()) == every
