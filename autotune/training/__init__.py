@@ -1,0 +1,50 @@
+"""Settings that make a training faster and have no field in ``TrainingArguments``: one line beside a ``Trainer``.
+
+    from autotune.training import apply
+    trainer = apply(Trainer(model=model, args=arguments, …), cuda_graphs=True)
+    trainer.train()
+
+A trial applies them by the same function, so that training runs as it was measured.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from transformers import Trainer
+
+from autotune.training.checkpointing import checkpoint_some_layers
+from autotune.training.graphs import GraphsUnavailableError as GraphsUnavailableError
+from autotune.training.graphs import use_cuda_graphs
+from autotune.training.loss import FusedLossUnavailableError as FusedLossUnavailableError
+from autotune.training.loss import fuse_loss
+from autotune.training.masks import PaddedError as PaddedError
+from autotune.training.masks import leave_out_full_masks
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def apply(
+    trainer: AnyTrainer,
+    *,
+    checkpointed_layers: int | None = None,
+    unpadded: bool = False,
+    fused_loss: bool = False,
+    cuda_graphs: bool = False,
+) -> AnyTrainer:
+    """Apply settings to a ``Trainer`` that has not begun to train, and return it.
+
+    ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
+    ``TrainingArguments``. ``unpadded``: pass no attention mask, since no sample is padded. ``fused_loss``: compute the
+    loss of a causal language model without all logits. ``cuda_graphs``: launch each forward and backward pass as one
+    CUDA graph. Raises ``GraphsUnavailableError`` or ``FusedLossUnavailableError`` where a training does not allow it.
+    """
+    if checkpointed_layers is not None:
+        checkpoint_some_layers(trainer, checkpointed_layers)
+    if unpadded:
+        leave_out_full_masks(trainer)
+    if fused_loss:
+        fuse_loss(trainer)
+    if cuda_graphs:
+        use_cuda_graphs(trainer)
+    return trainer

@@ -1,0 +1,181 @@
+"""Run the micro-steps of a ``Trainer`` as CUDA graphs: the same kernels, launched by one call.
+
+A micro-step is a forward and a backward pass. It is captured once for each shape of its inputs, and replayed from then
+on. The host then launches one graph in place of thousands of kernels, so that a step that waited for the host does not
+wait any more. No compiler is needed, and the kernels and their order stay the same.
+
+Two graphs of a shape are captured. The first micro-step of an optimizer step finds no gradients and writes them; the
+others add to them. Both keep gradients in the same tensors, since a graph reads and writes fixed addresses.
+``torch.cuda.make_graphed_callables`` cannot be used: it hands out its own gradient buffers, and the next replay
+overwrites what was accumulated in them (github.com/pytorch/pytorch/issues/181723).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers import Trainer
+
+# Kernels are chosen, compiled and loaded in the first micro-steps of a shape, which a capture would not survive.
+# torch.cuda.make_graphed_callables runs three before it captures; with less than two, Triton kernels are not loaded.
+EAGER_MICRO_STEPS = 3
+# Each shape keeps its activations for good, in a pool that the graphs share. Other shapes run without a graph.
+MOST_SHAPES = 8
+
+
+class GraphsUnavailableError(RuntimeError):
+    """CUDA graphs cannot be used for this training; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured micro-step, and the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[torch.Tensor, ...]
+    loss: torch.Tensor
+
+
+class _Shape:
+    """What is known of one shape of inputs: how often it ran, and its graphs."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.writing: _Graph | None = None
+        self.adding: _Graph | None = None
+
+
+class GraphedSteps:
+    """Takes the place of ``Trainer.training_step``."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._eager: Callable[..., torch.Tensor] = trainer.training_step
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._parameters: Sequence[torch.nn.Parameter] = ()
+        self._gradients: Sequence[torch.Tensor] = ()
+        """The gradients' tensors, once a graph writes them; in the order of ``_parameters``."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.replays = 0
+        """Micro-steps that ran as a graph."""
+
+    def __call__(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run a micro-step and return its loss, as ``Trainer.training_step`` does."""
+        if not self._parameters:
+            self._parameters = [p for p in model.parameters() if p.requires_grad]
+        trainer: Any = self._trainer
+        inputs = trainer._prepare_inputs(inputs)
+        leaves, structure = pytree.tree_flatten((inputs, num_items_in_batch))
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        key = self._key(leaves, structure)
+        shape = self._shapes.get(key) if key is not None else None
+        if shape is None:
+            if key is None or len(self._shapes) >= MOST_SHAPES:
+                return self._eager(model, inputs, num_items_in_batch)
+            shape = self._shapes[key] = _Shape()
+        is_first = self._parameters[0].grad is None
+        if (graph := shape.writing if is_first else shape.adding) is not None:
+            return self._replay(model, graph, tensors, is_first=is_first)
+        # What adds to gradients can only be captured once they are in the tensors that a graph writes.
+        adds_in_place = not is_first and self._gradients and self._parameters[0].grad is self._gradients[0]
+        if shape.seen < EAGER_MICRO_STEPS or not (is_first or adds_in_place):
+            shape.seen += 1
+            return self._eager(model, inputs, num_items_in_batch)
+        graph = self._capture(model, leaves, structure, is_first=is_first)
+        if is_first:
+            shape.writing = graph
+        else:
+            shape.adding = graph
+        return self._replay(model, graph, tensors, is_first=is_first)
+
+    def _key(self, leaves: list[Any], structure: Any) -> Hashable:
+        """Return what a graph is captured for; ``None`` for inputs that are neither on the device nor plain values."""
+        described: list[Hashable] = [structure, getattr(self._trainer, "current_gradient_accumulation_steps", None)]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                if leaf.device != self._trainer.args.device:
+                    return None
+                described.append((leaf.shape, leaf.dtype, leaf.stride()))
+            elif leaf is None or isinstance(leaf, bool | int | float | str):
+                described.append(leaf)
+            else:
+                return None
+        return tuple(described)
+
+    def _capture(self, model: torch.nn.Module, leaves: list[Any], structure: Any, *, is_first: bool) -> _Graph:
+        """Capture a micro-step. Nothing is computed yet."""
+        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs, num_items_in_batch = pytree.tree_unflatten(static, structure)
+        graph = torch.cuda.CUDAGraph()
+        # Memory that is cached for eager steps is of no use to a graph, whose memory is a pool of its own.
+        torch.cuda.empty_cache()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                if is_first and self._gradients:
+                    # A second shape: the tensors of the gradients are those of the first.
+                    torch._foreach_zero_(list(self._gradients))
+                    self._attach()
+                loss = self._eager(model, inputs, num_items_in_batch)
+        except RuntimeError as error:
+            raise GraphsUnavailableError(
+                f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        if is_first and not self._gradients:
+            gradients = [p.grad for p in self._parameters]
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                raise GraphsUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
+            self._gradients = [g for g in gradients if g is not None]
+        return _Graph(graph, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
+
+    def _replay(
+        self, model: torch.nn.Module, graph: _Graph, tensors: tuple[torch.Tensor, ...], *, is_first: bool
+    ) -> torch.Tensor:
+        if not model.training:
+            # As after an evaluation. Graphs hold the training's own kernels; the rest of the training may ask.
+            model.train()
+        torch._foreach_copy_(list(graph.inputs), list(tensors), non_blocking=True)
+        graph.graph.replay()
+        if is_first:
+            self._attach()
+        self.replays += 1
+        return graph.loss.clone()
+
+    def _attach(self) -> None:
+        """Give the parameters their gradients' tensors back, which ``zero_grad`` took away."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
+    """Have a ``Trainer`` run its micro-steps as CUDA graphs.
+
+    Raises ``GraphsUnavailableError`` where the training is known not to allow it. Code that runs in a micro-step in
+    Python, as a ``compute_loss`` of one's own, would run only while a graph is captured, so that it is refused.
+    """
+    args = trainer.args
+    if args.device.type != "cuda":
+        raise GraphsUnavailableError(f"CUDA graphs need a CUDA device; the training is on {args.device}")
+    if args.world_size > 1:
+        raise GraphsUnavailableError("CUDA graphs are for one rank: the exchange of gradients is not captured")
+    for method in ("training_step", "compute_loss"):
+        if getattr(type(trainer), method) is not getattr(Trainer, method):
+            raise GraphsUnavailableError(
+                f"{type(trainer).__name__}.{method} is your own; its Python code would run once instead of each step"
+            )
+    if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
+        raise GraphsUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
+    steps = GraphedSteps(trainer)
+    trainer.training_step = steps
+    return steps

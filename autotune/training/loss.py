@@ -1,0 +1,167 @@
+"""Compute the loss of a causal language model without all of its logits.
+
+Logits have a number for each token and each word of the vocabulary, so that they and their gradients are the largest
+tensors of a small model. Here they are made for some tokens at a time. Their gradients are known as soon as the loss
+is, and are reduced at once to those of the hidden states and of the output layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+# Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
+# more is gained.
+_LOGITS_AT_ONCE = 2**28
+_IGNORED = -100
+
+
+class FusedLossUnavailableError(RuntimeError):
+    """A model does not compute its loss in the way that is replaced; the message says what was found."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The cross entropies of ``hidden @ weight.T + bias``, summed and divided; see ``linear_cross_entropy``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        count: torch.Tensor,
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Autocast is off inside of a Function: the same casts by hand.
+        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
+        used = weight.to(dtype)
+        tokens = max(1, _LOGITS_AT_ONCE // weight.shape[0])
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], tokens):
+                piece, wanted = hidden[start : start + tokens].to(dtype), labels[start : start + tokens]
+                logits = functional.linear(piece, used, bias.to(dtype) if bias is not None else None).float()
+                is_counted = wanted != _IGNORED
+                wanted = wanted.where(is_counted, 0).unsqueeze(1)
+                normaliser = logits.logsumexp(1, keepdim=True)
+                loss += ((normaliser - logits.gather(1, wanted)).squeeze(1) * is_counted).sum()
+                # In place: softmax minus one at the label, zero where no label counts.
+                gradient = logits.sub_(normaliser).exp_()
+                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=torch.float32))
+                # Divided before the cast, so that it rounds as without this function: 0.999 alone is 1 in bfloat16.
+                gradient = gradient.mul_(is_counted.unsqueeze(1) / count).to(dtype)
+                if of_hidden is not None:
+                    of_hidden[start : start + tokens] = gradient @ used
+                if of_weight is not None:
+                    of_weight += gradient.T @ piece
+                if of_bias is not None:
+                    of_bias += gradient.float().sum(0)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
+        return loss / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            of_hidden.mul_(scale) if of_hidden is not None else None,
+            of_weight.mul_(scale).to(weight_dtype) if of_weight is not None else None,
+            of_bias.mul_(scale).to(bias_dtype) if of_bias is not None else None,
+            None,
+            None,
+        )
+
+
+def _autocasts(tensor: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    count: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Return the cross entropy of a linear layer's output; labels of -100 do not count.
+
+    ``hidden``: (tokens, size); ``weight``: (vocabulary, size); ``labels``: (tokens). The sum over the tokens is divided
+    by ``count``, by default the number of tokens that count. The result is float32. Gradients are computed with it, so
+    that it can be differentiated once.
+    """
+    divisor = (labels != _IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _FusedLoss:
+    """Takes the place of a model's output layer and of its loss, while the model trains."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self._layer = layer
+        self._logits = layer.forward
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits; while training the hidden states, of which the loss is then computed."""
+        return hidden if self._layer.training and torch.is_grad_enabled() else self._logits(hidden)
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return what ``ForCausalLMLoss`` returns."""
+        if logits.shape[-1] != self._layer.in_features or not (self._layer.training and torch.is_grad_enabled()):
+            stock: torch.Tensor = ForCausalLMLoss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+            return stock
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        flat = shift_labels.reshape(-1).to(logits.device)
+        flat = flat.where(flat != ignore_index, _IGNORED)
+        hidden = logits.reshape(-1, logits.shape[-1])
+        return linear_cross_entropy(hidden, self._layer.weight, self._layer.bias, flat, num_items_in_batch)  # type: ignore[no-any-return]
+
+
+def fuse_loss(trainer: Trainer) -> None:
+    """Have a causal language model compute its loss without all logits; it then returns no logits while it trains.
+
+    Raises ``FusedLossUnavailableError`` for a model with another loss or another kind of output layer, or one that
+    changes its logits after that layer (a cap or a scale).
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(model).__name__
+    layer = model.get_output_embeddings()
+    if type(layer) is not torch.nn.Linear:
+        raise FusedLossUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
+    if model.loss_function is not ForCausalLMLoss:
+        raise FusedLossUnavailableError(f"the loss of {name} is not that of a causal language model")
+    config = model.config.get_text_config()
+    for changed in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, changed, None) not in (None, 1, 1.0):
+            raise FusedLossUnavailableError(f"{name} changes its logits after the output layer ({changed})")
+    if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+        raise FusedLossUnavailableError(
+            "the Trainer computes the loss from logits (label smoothing or a loss of yours)"
+        )
+    fused = _FusedLoss(layer)
+    layer.forward = fused.logits  # type: ignore[method-assign, assignment]
+    model.loss_function = fused.loss

@@ -1,0 +1,61 @@
+"""Leave out attention masks that mask nothing.
+
+A mask of ones costs a check in each step, for which the host waits. While a model is compiled or captured as a graph it
+costs more: transformers cannot look at the mask's values then, and makes it explicit, with which
+``scaled_dot_product_attention`` loses its fast kernels. The same happens to a causal model without a mask: it might be
+given several samples in one row, which only the values of their positions would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer, masking_utils
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_POSITIONS = "position_ids"
+
+
+class PaddedError(ValueError):
+    """A batch is padded or packed in a training that was told that none is."""
+
+
+class WithoutFullMasks:
+    """Makes batches as another collator does, without the masks that mask nothing."""
+
+    def __init__(self, collator: Callable[..., Any]) -> None:
+        self._collator = collator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a batch. Its tensors are in the host's memory, so that looking at them costs the GPU nothing.
+
+        Raises ``PaddedError`` for a batch whose samples are padded, or several of which share a row.
+        """
+        batch = self._collator(*args, **kwargs)
+        if not isinstance(batch, Mapping):
+            return batch
+        if _POSITIONS in batch:
+            raise PaddedError(f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded")
+        masks = [name for name in _MASKS if isinstance(batch.get(name), torch.Tensor)]
+        for name in masks:
+            if not bool(batch[name].all()):
+                raise PaddedError(f"the {name} of a batch masks padding; train without unpadded")
+        return {name: value for name, value in batch.items() if name not in masks}
+
+
+def leave_out_full_masks(trainer: Trainer) -> None:
+    """Have a ``Trainer`` pass no attention mask, as long as no sample is padded and none are packed."""
+    trainer.data_collator = WithoutFullMasks(trainer.data_collator)
+    is_tracing = masking_utils.is_tracing
+
+    def is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
+        return tensor is not None and is_tracing(tensor)
+
+    def no_packed_samples(position_ids: torch.Tensor) -> None:
+        return None
+
+    # As transformers does by itself since 5.23 where there is no mask.
+    masking_utils.is_tracing = is_tracing_values
+    masking_utils.find_packed_sequence_indices = no_packed_samples

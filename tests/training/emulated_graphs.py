@@ -1,0 +1,70 @@
+"""CUDA graphs on a CPU: operations are recorded with the tensors they read and write, and run again on the same ones.
+
+As with a real graph, a replay reads and writes fixed addresses, capturing computes nothing that stays, and random
+numbers are drawn anew by each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class EmulatedGraph:
+    """Has the place of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+
+    def replay(self) -> None:
+        """Run the recorded operations again, each into the tensors that it wrote."""
+        with torch.no_grad():
+            for function, args, kwargs, outputs in self.operations:
+                again = pytree.tree_leaves(function(*args, **kwargs))
+                for old, new in zip(outputs, again, strict=True):
+                    if old is not None and new.data_ptr() != old.data_ptr():
+                        old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: EmulatedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+        self._made: set[int] = set()
+        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(a.alias_info is not None and a.alias_info.is_write for a in function._schema.arguments):
+            known = {tensor.data_ptr() for tensor, _ in self.before}
+            self.before += [
+                (tensor, tensor.clone())
+                for tensor in inputs
+                if tensor.untyped_storage().data_ptr() not in self._made and tensor.data_ptr() not in known
+            ]
+        result = function(*args, **kwargs)
+        outputs = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in pytree.tree_leaves(result)]
+        shared = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        for output in outputs:
+            if output is not None and output.untyped_storage().data_ptr() not in shared:
+                self._made.add(output.untyped_storage().data_ptr())
+        self._graph.operations.append((function, args, kwargs, outputs))
+        return result
+
+
+@contextmanager
+def capture(graph: EmulatedGraph, pool: object = None) -> Iterator[None]:
+    """Record what runs within, as ``torch.cuda.graph`` does."""
+    random = torch.get_rng_state()
+    recorder = _Recorder(graph)
+    with recorder:
+        yield
+    for tensor, value in recorder.before:
+        tensor.detach().copy_(value)
+    torch.set_rng_state(random)

@@ -1,0 +1,250 @@
+"""What ``autotune.training`` changes in a ``Trainer``: its speed and memory, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_graphs import EmulatedGraph, capture
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from autotune.training import FusedLossUnavailableError, GraphsUnavailableError, apply
+from autotune.training import loss as loss_module
+from autotune.training.checkpointing import checkpoint_layers
+from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
+from autotune.training.loss import linear_cross_entropy
+
+VOCABULARY = 200
+
+
+def language_model(**changes: Any) -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", **sizes, intermediate_size=64, vocab_size=VOCABULARY, **changes)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def classifier() -> Any:
+    """Return a small BERT, which has dropout."""
+    config = AutoConfig.for_model(
+        "bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=VOCABULARY
+    )
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def samples(tokens: int = 16, count: int = 256, *, classes: bool = False, padded: bool = False) -> list[dict[str, Any]]:
+    ids = torch.randint(5, VOCABULARY, (count, tokens), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(tokens, dtype=torch.long)
+    mask[tokens - padded :] = 0
+    return [
+        {"input_ids": row, "attention_mask": mask, "labels": torch.tensor(i % 2) if classes else row}
+        for i, row in enumerate(ids)
+    ]
+
+
+def trainer_of(model: Any, data: Any, folder: Path, **arguments: Any) -> Trainer:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 5, "learning_rate": 1e-3} | arguments
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder), use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
+            disable_tqdm=True, **settings,
+        ),
+        train_dataset=data,
+    )  # fmt: skip
+
+
+def train(trainer: Trainer) -> tuple[list[float], torch.Tensor]:
+    """Train; return the losses and all weights."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+class TestGraphs:
+    """The logic of captured micro-steps, on emulated graphs; ``tests/gpu`` has real ones."""
+
+    @pytest.fixture(autouse=True)
+    def emulated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", EmulatedGraph)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    @pytest.mark.parametrize("accumulation", [1, 2, 4])
+    def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path) -> None:
+        data, settings = samples(classes=True), {"gradient_accumulation_steps": accumulation, "max_steps": 8}
+        stock = train(trainer_of(classifier(), data, tmp_path, **settings))
+        trainer = trainer_of(classifier(), data, tmp_path, **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        losses, weights = train(trainer)
+        assert losses == stock[0]
+        assert torch.equal(weights, stock[1])
+        assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
+
+    def test_batches_of_several_lengths_share_their_gradients(self, tmp_path: Path) -> None:
+        data = [row for length in (16, 8) * 16 for row in samples(length, classes=True)[:4]] * 4
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 12, "train_sampling_strategy": "sequential"}
+        stock = train(trainer_of(classifier(), data, tmp_path, **settings))
+        trainer = trainer_of(classifier(), data, tmp_path, **settings)
+        trainer.training_step = steps = GraphedSteps(trainer)
+        losses, weights = train(trainer)
+        # The second length adds to zeroed gradients, where stock training begins with its own.
+        assert losses == pytest.approx(stock[0], rel=1e-5)
+        assert torch.allclose(weights, stock[1], atol=1e-6)
+        assert steps.replays > 8
+
+    def test_a_model_that_looks_at_values_is_named(self, tmp_path: Path) -> None:
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+        steps = GraphedSteps(trainer)
+        stock = trainer.training_step
+
+        calls: list[int] = []
+
+        def looks(*args: Any) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) > EAGER_MICRO_STEPS:
+                # What CUDA raises where a captured stream is waited for.
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return stock(*args)
+
+        steps._eager = looks
+        trainer.training_step = steps
+        with pytest.raises(
+            GraphsUnavailableError, match=r"BertForSequenceClassification cannot be captured.*capturing"
+        ):
+            trainer.train()
+
+
+class TestGraphsRefused:
+    def test_without_a_gpu(self, tmp_path: Path) -> None:
+        with pytest.raises(GraphsUnavailableError, match="need a CUDA device; the training is on cpu"):
+            apply(trainer_of(classifier(), samples(classes=True), tmp_path), cuda_graphs=True)
+
+
+class TestFusedLoss:
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Several pieces, the last one smaller.
+        monkeypatch.setattr(loss_module, "_LOGITS_AT_ONCE", VOCABULARY * 9)
+        data, settings = samples(), {"gradient_accumulation_steps": accumulation}
+        stock = train(trainer_of(language_model(), data, tmp_path, **settings))
+        fused = apply(trainer_of(language_model(), data, tmp_path, **settings), fused_loss=True)
+        losses, weights = train(fused)
+        assert losses == pytest.approx(stock[0], rel=1e-6)
+        # Adam takes a step of full size also where a gradient is all rounding.
+        assert torch.linalg.vector_norm(weights - stock[1]) <= 1e-3 * torch.linalg.vector_norm(stock[1])
+
+    def test_evaluation_still_has_logits(self, tmp_path: Path) -> None:
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path), fused_loss=True)
+        predicted = trainer.predict(samples(count=4))
+        assert predicted.predictions.shape == (4, 16, VOCABULARY)
+
+    def test_no_tensor_has_a_number_for_each_token_and_word(self) -> None:
+        made: list[int] = []
+
+        class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = function(*args, **(kwargs or {}))
+                made.extend(t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+                return result
+
+        hidden = torch.randn(64, 8, requires_grad=True)
+        weight = torch.randn(VOCABULARY, 8, requires_grad=True)
+        with pytest.MonkeyPatch.context() as patch, Sizes():
+            patch.setattr(loss_module, "_LOGITS_AT_ONCE", VOCABULARY * 4)
+            linear_cross_entropy(hidden, weight, None, torch.randint(0, VOCABULARY, (64,))).backward()
+        assert max(made) <= max(VOCABULARY * 8, VOCABULARY * 4)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gradients_with_labels_that_do_not_count_and_a_bias(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(30, 8, generator=generator)
+        weight, bias = torch.randn(VOCABULARY, 8, generator=generator), torch.randn(VOCABULARY, generator=generator)
+        labels = torch.randint(0, VOCABULARY, (30,), generator=generator)
+        labels[::3] = -100
+        ours = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        plain = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            logits = functional.linear(*plain)
+            stock = functional.cross_entropy(logits.float(), labels)
+            fused = linear_cross_entropy(ours[0], ours[1], ours[2], labels)
+        (stock * 3).backward()
+        (fused * 3).backward()
+        tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+        assert fused.item() == pytest.approx(stock.item(), rel=tolerance)
+        for one, other in zip(ours, plain, strict=True):
+            assert torch.linalg.vector_norm(one.grad - other.grad) <= tolerance * torch.linalg.vector_norm(other.grad)
+
+    def test_a_frozen_output_layer_gets_no_gradient(self) -> None:
+        hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(VOCABULARY, 8)
+        linear_cross_entropy(hidden, weight, None, torch.arange(6)).backward()
+        assert hidden.grad is not None
+        assert weight.grad is None
+
+    def test_a_model_without_such_a_loss_is_refused(self, tmp_path: Path) -> None:
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+        with pytest.raises(FusedLossUnavailableError, match="the output layer of BertForSequenceClassification is"):
+            apply(trainer, fused_loss=True)
+
+    def test_changed_logits_are_refused(self, tmp_path: Path) -> None:
+        trainer = trainer_of(language_model(), samples(), tmp_path)
+        trainer.model.config.final_logit_softcapping = 30.0
+        with pytest.raises(FusedLossUnavailableError, match="final_logit_softcapping"):
+            apply(trainer, fused_loss=True)
+
+
+class TestUnpadded:
+    def test_the_training_is_the_same_and_no_mask_is_passed(self, tmp_path: Path) -> None:
+        stock = train(trainer_of(language_model(), samples(), tmp_path))
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path), unpadded=True)
+        seen: list[set[str]] = []
+        trainer.model.register_forward_pre_hook(lambda m, a, k: seen.append(set(k)), with_kwargs=True)
+        losses, weights = train(trainer)
+        assert losses == stock[0]
+        assert torch.equal(weights, stock[1])
+        assert all("attention_mask" not in names for names in seen)
+
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            (samples(padded=True), "the attention_mask of a batch masks padding; train without unpadded"),
+            ([row | {"position_ids": torch.arange(16)} for row in samples()], "position_ids, so that its samples may"),
+        ],
+        ids=["padded", "packed"],
+    )
+    def test_padded_or_packed_samples_are_refused(self, data: Any, said: str, tmp_path: Path) -> None:
+        trainer = apply(trainer_of(language_model(), data, tmp_path), unpadded=True)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            trainer.train()
+
+
+class TestPartialCheckpointing:
+    def test_the_training_is_the_same(self, tmp_path: Path) -> None:
+        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        stock = train(trainer_of(language_model(), samples(), tmp_path))
+        trainer = apply(trainer_of(language_model(), samples(), tmp_path, **settings), checkpointed_layers=2)
+        assert train(trainer)[0] == stock[0]
+        assert [layer.gradient_checkpointing for layer in trainer.model.model.layers] == [False, True, False, True]
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+    def test_so_many_layers_evenly_spread(self, count: int) -> None:
+        model = language_model()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if count > 4:
+            with pytest.raises(ValueError, match=f"{count} of 4 checkpointed layers: name 1 to 4"):
+                checkpoint_layers(model, count)
+            return
+        assert checkpoint_layers(model, count) == 4
+        assert sum(layer.gradient_checkpointing for layer in model.model.layers) == count
