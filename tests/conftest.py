@@ -43,6 +43,10 @@ atexit.register(shutil.rmtree, os.environ["AUTOTUNE_LOCKS"], ignore_errors=True)
 # Runners start their servers warm, but within warm.cold(): most of a cold search is imports.
 launch.start_module = warm.start_module
 
+# Compiled kernels of tests stay among themselves, too.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autotune-test-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.core.candidate import Candidate
+from autotune.core.compiler_cache import keep_compiled
 from autotune.core.jobs import TrialWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
@@ -133,8 +133,7 @@ class Trial:
 
     def run(self) -> Outcome:
         """Train and measure, and return the outcome; an error of the training becomes a failure."""
-        # An own cache: kernels compiled by an earlier trial would make this one's start-up look cheap.
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "compiled")
+        keep_compiled(os.environ)
         try:
             outcome = self._train(self._scratch.output_dir)
         except Exception as error:
