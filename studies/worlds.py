@@ -363,7 +363,7 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     while True:
         while len(running) < slots and plan.exhausted() is None and machine.trials < _MOST_TRIALS:
             step = plan.next()
-            if step is None or step.candidate is None:
+            if step is None:
                 break
             effort = effort_of(prepared.request, step.candidate, step.stage, plan.best(), history)
             before = machine.seconds

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from autotune.core.candidate import PRECISIONS, STRATEGIES
 from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom, parse_headroom
@@ -26,6 +26,8 @@ LeverChoice = Literal["auto", "on", "off"]
 CheckpointingChoice = Literal["auto", "on", "off"]
 Objective = Literal["throughput", "max-batch"]
 SamplerName = Literal["autotune", "grid", "tpe", "random"]
+OPTUNA_SAMPLERS: Final[tuple[SamplerName, ...]] = ("tpe", "random")
+"""Names of Optuna's samplers, which know nothing of memory and never finish by themselves."""
 
 # No device holds more samples, and every number up to it has its divisors found at once.
 _MOST = 2**31 - 1

@@ -10,12 +10,14 @@ from autotune.tuning.plan import Plan
 class LookAhead:
     """Asks for predictions as the plan needs them. Without a ``forecast`` nothing is predicted."""
 
-    def __init__(self, forecast: Forecast | None, plan: Plan, *, beside_baseline: bool) -> None:
+    def __init__(self, forecast: Forecast | None, plan: Plan, *, beside_baseline: bool, everything: bool) -> None:
         self._forecast = forecast
         self._plan = plan
         self._beside_baseline = beside_baseline
         """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed,
         or processes of the user's own code load data: preparing them takes the cores."""
+        self._everything = everything
+        """Whether a proposal needs all predictions, as one of Optuna's samplers does: it may be any candidate."""
 
     def is_ready(self) -> bool:
         """Return whether the next trial may start, once what it needs is predicted.
@@ -26,18 +28,21 @@ class LookAhead:
         forecast = self._forecast
         if forecast is None or forecast.is_complete:
             return True
+        if self._plan.owes_baseline:
+            if self._beside_baseline:
+                forecast.begin(None if self._everything else self._upcoming_arm())
+            return True
+        if self._everything:
+            if not self._plan.pending:
+                forecast.complete()
+            return not self._plan.pending
         step = self._plan.next()
-        if step is not None and not step.proposed:
-            if step.stage == "baseline" and self._beside_baseline:
-                forecast.begin(self._upcoming_arm())
+        if step is not None and step.stage != "search":
             return True
         if self._plan.pending:
             arm = self._upcoming_arm()
             return arm is not None and forecast.is_settled(arm)
-        if self._plan.has_policy:
-            forecast.settle(self._upcoming_arm)
-        else:
-            forecast.complete()
+        forecast.settle(self._upcoming_arm)
         return True
 
     def _upcoming_arm(self) -> Arm | None:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError, NoResultError, StorageError
 from autotune.core.messages import Progress
+from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.outcome import Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
@@ -27,14 +28,15 @@ from autotune.store.repository import Store
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look_ahead import LookAhead
 from autotune.tuning.no_result import no_result
-from autotune.tuning.optuna_study import Asked, OptunaStudy
+from autotune.tuning.optuna_policy import OptunaPolicy, make_sampler
+from autotune.tuning.optuna_space import distributions
+from autotune.tuning.optuna_study import OptunaStudy, OptunaTrial
 from autotune.tuning.plan import Plan, Step
-from autotune.tuning.policy import make_policy
+from autotune.tuning.policy import Policy, make_policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.recorder import StudyRecorder
 from autotune.tuning.remeasure import effort_of, timeout_seconds
 from autotune.tuning.reuse import Library
-from autotune.tuning.sampler import candidate_of, distributions, make_sampler
 from autotune.tuning.studies import open_study
 
 
@@ -62,7 +64,7 @@ class Observer(Protocol):
 class _Running:
     """A running trial."""
 
-    asked: Asked
+    trial: OptunaTrial
     record: TrialRecord
     placement: Placement
     started_seconds: float
@@ -129,7 +131,17 @@ class Search:
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
         spent_seconds = opened.study.seconds + self._clock() - self._started
-        policy = make_policy(request.sampler, request.objective, self._prepared.space)
+        space, objective = self._prepared.space, request.objective
+        names = distributions(space, self._prepared.baseline, request.sampler)
+        optuna_study = OptunaStudy(opened.study.name, self._store, names, objective, self._prepared.ceiling)
+        self._records = StudyRecorder(opened.study, self._store, optuna_study)
+        is_optunas = request.sampler in OPTUNA_SAMPLERS
+        if is_optunas:
+            seed, is_parallel = request.seed + len(opened.trials), len(self._executor.slots) > 1
+            sampler = make_sampler(request.sampler, seed, is_parallel=is_parallel)
+            policy: Policy = OptunaPolicy(sampler, space, names, objective, optuna_study.skip)
+        else:
+            policy = make_policy(request.sampler, objective, space)
         self._plan = Plan(self._prepared, self._history, policy, self._clock, spent_seconds)
         for trial in opened.trials:
             self._plan.take(trial)
@@ -142,18 +154,8 @@ class Search:
         feeds_little = request.workload.is_text or (
             request.workload.source is not None and not self._prepared.model.dataloader_num_workers
         )
-        self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=feeds_little)
-        self._records = StudyRecorder(opened.study, self._store, self._optuna_study(opened.study.name))
+        self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=feeds_little, everything=is_optunas)
         self._records.settle(self._plan.records)
-
-    def _optuna_study(self, name: str) -> OptunaStudy:
-        request, prepared = self._request, self._prepared
-        space = distributions(prepared.space, prepared.baseline, request.sampler)
-        propose = self._plan.upcoming if self._plan.has_policy else None
-        is_parallel = len(self._executor.slots) > 1
-        seed = request.seed + len(self._history.tried)
-        sampler = make_sampler(request.sampler, propose, space, seed, is_parallel=is_parallel)
-        return OptunaStudy(name, self._store, sampler, space, request.objective, prepared.ceiling)
 
     def _close(self, stop: Stop) -> None:
         best, baseline = self._plan.best(), self._plan.baseline()
@@ -182,7 +184,7 @@ class Search:
                 self._executor.close()
             outcome = Failed("interrupted", "the search was stopped during this trial")
             for trial in running.values():
-                self._records.finish(trial.asked, trial.record, outcome, self._clock() - trial.started_seconds)
+                self._records.finish(trial.trial, trial.record, outcome, self._clock() - trial.started_seconds)
             self._close(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
         except StorageError as second:
             if not isinstance(error, StorageError):
@@ -212,7 +214,9 @@ class Search:
             step = self._plan.next()
             if step is None:
                 return self._plan.done()
-            self._take_step(step, placement)
+            if step.stage == "search":
+                self._say_level(step.candidate)
+            self._try(step, placement)
         return None
 
     def _free_slot(self) -> Placement | None:
@@ -220,20 +224,6 @@ class Search:
         for trial in self._running.values():
             free.remove(trial.placement)
         return free[0] if free else None
-
-    def _take_step(self, step: Step, placement: Placement) -> None:
-        # Optuna's sampler proposes what the policy proposed, since it asks the same plan.
-        asked = self._records.ask(None if step.proposed else step.candidate, step.stage)
-        candidate = step.candidate
-        if candidate is None:
-            candidate = candidate_of(asked.params, self._prepared.space)
-            refusal = self._plan.judge(candidate)
-            if candidate is None or refusal is not None:
-                self._records.skip(asked, refusal.why if refusal else "", refusal.known if refusal else None)
-                return
-        if step.proposed:
-            self._say_level(candidate)
-        self._try(asked, candidate, step.stage, placement)
 
     def _say_level(self, candidate: Candidate) -> None:
         """Tell the observer that the search continues at a smaller multiple, and why."""
@@ -249,29 +239,30 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _try(self, asked: Asked, candidate: Candidate, stage: Stage, placement: Placement) -> None:
+    def _try(self, step: Step, placement: Placement) -> None:
         """Take the candidate's outcome from an earlier trial where there is one; else start a trial."""
-        study = self._records.study
+        candidate, stage, study = step.candidate, step.stage, self._records.study
+        trial = self._records.ask(candidate, stage)
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
             study_id=study.id,
-            number=asked.number,
+            number=trial.number,
             candidate=candidate,
             workload_id=study.workload_id,
             environment_id=study.environment_id,
             stage=stage,
-            id=asked.trial_id,
-            log_path=str(self._log_folder / f"trial-{asked.number:04d}.log"),
+            id=trial.trial_id,
+            log_path=str(self._log_folder / f"trial-{trial.number:04d}.log"),
         )
         known = self._known(candidate, stage, effort)
         if known is not None:
-            self._take(self._records.reuse(asked, record, known))
+            self._take(self._records.reuse(trial, record, known))
             return
         with self._interruption.held():
             self._records.start(record)
-            self._running[record.id] = _Running(asked, record, placement, self._clock())
+            self._running[record.id] = _Running(trial, record, placement, self._clock())
         self._plan.begin(record)
-        self._observer.trial_begins(asked.number, candidate, stage)
+        self._observer.trial_begins(trial.number, candidate, stage)
         self._executor.submit(self._job(record, effort, placement))
 
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
@@ -296,7 +287,7 @@ class Search:
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)
-            ended = self._records.finish(trial.asked, trial.record, report, self._clock() - trial.started_seconds)
+            ended = self._records.finish(trial.trial, trial.record, report, self._clock() - trial.started_seconds)
         self._take(ended)
 
     def _take(self, ended: TrialRecord) -> None:

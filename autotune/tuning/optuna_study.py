@@ -1,8 +1,7 @@
-"""Record a search in an Optuna study by ask and tell: parameters, value, constraint and attributes of each trial."""
+"""Record a search in an Optuna study: parameters, value, constraint and attributes of each trial."""
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
@@ -23,46 +21,39 @@ from autotune.store.engine import storage_errors
 from autotune.store.optuna_private import create_trial, id_of_study
 from autotune.store.records import OBJECTIVE_NAMES, TRIAL_ID_ATTRIBUTE, Stage, TrialRecord, new_id
 from autotune.store.repository import Store
-from autotune.tuning.sampler import PolicySampler, params_of
+from autotune.tuning.optuna_space import params_of
 
 # The constraint: GiB above the line of a feasible trial; 0 or less is feasible.
 CONSTRAINT = "memory_over_line_gib"
-_THIS_MODULE = re.escape(__name__) + r"\Z"
+# ``optuna_policy`` causes the same.
+_WARNED_MODULES = r"autotune\.tuning\.optuna_(study|policy)\Z"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A trial that Optuna proposed, and that has not been told yet."""
+class OptunaTrial:
+    """A trial in Optuna's tables that has not ended."""
 
     trial_id: str
     number: int
     """Optuna's number of the trial within the study."""
-    params: dict[str, Any]
-    """The proposed candidate."""
     row_id: int
     """The key of the trial in Optuna's tables."""
-    proposal: optuna.Trial
-    """The same trial in the sampler's own study."""
+    draft: optuna.Trial
+    """The same trial in memory."""
 
 
 class OptunaStudy:
-    """Ask and tell of one study, which is created if it does not exist.
+    """The trials of one study in Optuna's tables. The study is created if it does not exist.
 
-    The sampler works on a copy of the study in memory. Optuna writes each parameter of a trial in its own transaction
-    when it is asked for a trial; here the trial is written as a whole once the sampler has proposed it.
+    Each trial is enqueued, asked for and told in a study in memory too. Optuna writes each parameter of a trial in its
+    own transaction when it is asked for a trial; here the trial is written as a whole.
     """
 
     def __init__(
-        self,
-        name: str,
-        store: Store,
-        sampler: optuna.samplers.BaseSampler,
-        space: dict[str, BaseDistribution],
-        objective: Objective,
-        ceiling: Ceiling,
+        self, name: str, store: Store, space: dict[str, BaseDistribution], objective: Objective, ceiling: Ceiling
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        _ignore_warnings()
+        ignore_warnings()
         self._space = space
         self._objective = objective
         self._ceiling = ceiling
@@ -70,8 +61,9 @@ class OptunaStudy:
         # Optuna's own tables know nothing of leases, so that is asked before each of its writes.
         self._check_lease = store.check_lease
         self._storage = store.optuna
-        self.sampler = sampler
-        self._copy: optuna.Study | None = None
+        # Every parameter is given, so that no sampler draws any.
+        sampler = optuna.samplers.RandomSampler()
+        self._drafts = optuna.create_study(direction="maximize", sampler=sampler)
         with storage_errors(self._label):
             self._study = optuna.create_study(
                 storage=store.optuna, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
@@ -97,7 +89,7 @@ class OptunaStudy:
             for left in (trial for trial in unfinished if trial.state is TrialState.RUNNING):
                 record = trials.get(left.user_attrs.get(TRIAL_ID_ATTRIBUTE, ""))
                 if record is not None and record.outcome is not None:
-                    state, value = self._state_and_value(record.candidate, record.outcome)
+                    state, value = state_and_value(record.candidate, record.outcome, self._objective)
                     self._check_lease()
                     self._study.tell(left.number, value, state)
                 else:
@@ -109,98 +101,93 @@ class OptunaStudy:
             for _ in range(self._storage.get_n_trials(study_id), last + 1):
                 self._study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
-    def ask(self, forced: Candidate | None = None, stage: Stage = "search") -> Asked:
-        """Return the next proposal, or ``forced`` as if it had been proposed."""
+    def ask(self, candidate: Candidate, stage: Stage = "search") -> OptunaTrial:
+        """Write a trial of a candidate that is about to run."""
+        return self._write(self._draft(params_of(candidate, self._space), stage))
+
+    def skip(self, params: Mapping[str, Any], why: str, excess: float | None) -> None:
+        """Write a proposal of one of Optuna's samplers that is not run, as a trial that was pruned."""
+        draft = self._draft(params, "search")
+        draft.set_user_attr("skipped", why)
+        if excess is not None:
+            constrain(draft, excess)
+        self._drafts.tell(draft, state=TrialState.PRUNED)
+        self._write(draft)
+
+    def _draft(self, params: Mapping[str, Any], stage: Stage) -> optuna.Trial:
+        draft = draft_trial(self._drafts, params, self._space)
+        draft.set_user_attr(TRIAL_ID_ATTRIBUTE, new_id())
+        draft.set_user_attr("stage", stage)
+        return draft
+
+    def _write(self, draft: optuna.Trial) -> OptunaTrial:
         self._check_lease()
         with storage_errors(self._label):
-            if self._copy is None:
-                self._copy = self._copy_study()
-            if forced is not None:
-                self._copy.enqueue_trial(params_of(forced, self._space))
-            proposal = self._copy.ask(self._space)
-            trial_id = new_id()
-            proposal.set_user_attr(TRIAL_ID_ATTRIBUTE, trial_id)
-            proposal.set_user_attr("stage", stage)
-            row_id, number = create_trial(self._storage, id_of_study(self._study), self._frozen(proposal))
-            return Asked(trial_id, number, proposal.params, row_id, proposal)
+            row_id, number = create_trial(self._storage, id_of_study(self._study), self._frozen(draft))
+        return OptunaTrial(draft.user_attrs[TRIAL_ID_ATTRIBUTE], number, row_id, draft)
 
-    def _copy_study(self) -> optuna.Study:
-        """Return a study in memory for the sampler, with the recorded trials where the sampler learns from them."""
-        storage = InMemoryStorage()
-        study = optuna.create_study(storage=storage, direction="maximize", sampler=self.sampler)
-        if not isinstance(self.sampler, PolicySampler):
-            # Study.add_trial would refuse a baseline that is not among the values of the search space.
-            for trial in self._study.get_trials(deepcopy=False):
-                storage.create_new_trial(id_of_study(study), trial)
-        return study
+    def _frozen(self, draft: optuna.Trial) -> FrozenTrial:
+        return self._drafts.get_trials(deepcopy=False)[draft.number]
 
-    def _frozen(self, proposal: optuna.Trial) -> FrozenTrial:
-        """Return a trial as it is in the sampler's study."""
-        assert self._copy is not None
-        return self._copy.get_trials(deepcopy=False)[proposal.number]
-
-    def describe(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
+    def describe(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
         """Set the attributes and the constraint of a trial that ended, so that only ``tell`` is left to do."""
         excess = over_line_gib(outcome, self._ceiling, candidate.arm)
-        self._set_attributes(asked, _attributes(candidate, outcome), excess)
-
-    def _set_attributes(self, asked: Asked, attributes: Mapping[str, float | str], excess: float | None) -> None:
         self._check_lease()
         with storage_errors(self._label):
-            for name, value in attributes.items():
-                asked.proposal.set_user_attr(name, value)
-                self._storage.set_trial_user_attr(asked.row_id, name, value)
+            for name, value in _attributes(candidate, outcome).items():
+                trial.draft.set_user_attr(name, value)
+                self._storage.set_trial_user_attr(trial.row_id, name, value)
             if excess is not None:
-                before = set(self._frozen(asked.proposal).system_attrs)
-                _constrain(asked.proposal, excess)
+                before = set(self._frozen(trial.draft).system_attrs)
+                constrain(trial.draft, excess)
                 # Optuna chooses the key.
-                after = self._frozen(asked.proposal).system_attrs
+                after = self._frozen(trial.draft).system_attrs
                 for name in after.keys() - before:
-                    self._storage.set_trial_system_attr(asked.row_id, name, after[name])
+                    self._storage.set_trial_system_attr(trial.row_id, name, after[name])
 
-    def tell(self, asked: Asked, candidate: Candidate, outcome: Outcome) -> None:
+    def tell(self, trial: OptunaTrial, candidate: Candidate, outcome: Outcome) -> None:
         """Tell how a trial ended. Out of memory is PRUNED with its constraint and no value; a fault is FAIL."""
-        self._tell_asked(asked, *self._state_and_value(candidate, outcome))
-
-    def skip(self, asked: Asked, why: str, known: Outcome | None = None) -> None:
-        """Tell that a proposal was not run, because its result is ``known`` or it is not wanted."""
-        excess = over_line_gib(known, self._ceiling) if known is not None else None
-        self._set_attributes(asked, {"skipped": why}, excess)
-        self._tell_asked(asked, TrialState.PRUNED, None)
-
-    def _tell_asked(self, asked: Asked, state: TrialState, value: float | None) -> None:
-        assert self._copy is not None
+        state, value = state_and_value(candidate, outcome, self._objective)
         self._check_lease()
         with storage_errors(self._label):
-            self._copy.tell(asked.proposal, value, state)
-            self._storage.set_trial_state_values(asked.row_id, state, None if value is None else [value])
+            self._drafts.tell(trial.draft, value, state)
+            self._storage.set_trial_state_values(trial.row_id, state, None if value is None else [value])
 
-    def _state_and_value(self, candidate: Candidate, outcome: Outcome) -> tuple[TrialState, float | None]:
-        if isinstance(outcome, Completed):
-            batch = candidate.per_device_train_batch_size
-            value = float(batch) if self._objective == "max-batch" else outcome.measurement.samples_per_second
-            return TrialState.COMPLETE, value
-        is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
-        return TrialState.PRUNED if is_over else TrialState.FAIL, None
+
+def draft_trial(study: optuna.Study, params: Mapping[str, Any], space: dict[str, BaseDistribution]) -> optuna.Trial:
+    """Have a study in memory propose ``params``, whatever its sampler."""
+    study.enqueue_trial(dict(params))
+    return study.ask(space)
+
+
+def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
+    """Return what Optuna is told of an outcome."""
+    if isinstance(outcome, Completed):
+        batch = candidate.per_device_train_batch_size
+        value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
+        return TrialState.COMPLETE, value
+    is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+    return TrialState.PRUNED if is_over else TrialState.FAIL, None
 
 
 def _name_objective(study: optuna.Study, name: str) -> None:
     study.set_metric_names([name])
 
 
-def _constrain(trial: optuna.Trial, excess: float) -> None:
+def constrain(trial: optuna.Trial, excess: float) -> None:
+    """Set how far a trial is above what is feasible; see ``over_line_gib``."""
     trial.set_constraint(CONSTRAINT, excess)
 
 
-def _ignore_warnings() -> None:
-    """Suppress two warnings of Optuna that this module causes, from now on.
+def ignore_warnings() -> None:
+    """Suppress two warnings of Optuna that this package causes, from now on.
 
     Not with ``warnings.catch_warnings``, which changes what all threads of the process show.
     """
-    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=_THIS_MODULE)
+    warnings.filterwarnings("ignore", category=ExperimentalWarning, module=_WARNED_MODULES)
     # The baseline's batch need not be one of the multiples that Optuna's samplers draw from. Before Python 3.12 the
     # warning counts as one of Optuna's own module.
-    for module in (_THIS_MODULE, r"optuna\.trial\._trial\Z"):
+    for module in (_WARNED_MODULES, r"optuna\.trial\._trial\Z"):
         warnings.filterwarnings("ignore", message="Fixed parameter", module=module)
 
 

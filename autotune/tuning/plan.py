@@ -12,9 +12,8 @@ from statistics import fmean
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed
-from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
+from autotune.core.stop import Stop, StopReason
 from autotune.core.units import format_seconds, plural
-from autotune.estimate.feasibility import Judge, Refusal
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
@@ -22,10 +21,6 @@ from autotune.store.repeats import Repeats
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another
-
-# After this many refused proposals in a row, Optuna's sampler is taken to have nothing new. A choice.
-_MOST_REFUSALS = 64
-
 
 # Final trials run at the same time only where company costs no more than this. A choice.
 _COMPANY_TOLERANCE = 0.01
@@ -69,20 +64,17 @@ class Step:
     """What to run next, and in which stage of the search."""
 
     stage: Stage
-    candidate: Candidate | None = None
-    """``None`` lets one of Optuna's samplers propose; its proposal is then checked."""
-    proposed: bool = False
-    """Whether the policy proposed it; otherwise the plan itself asks for it."""
+    candidate: Candidate
 
 
 class Plan:
-    """Plans one search. ``policy`` is ``None`` where one of Optuna's samplers proposes."""
+    """Plans one search."""
 
     def __init__(
         self,
         prepared: Prepared,
         history: History,
-        policy: Policy | None,
+        policy: Policy,
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
@@ -94,18 +86,11 @@ class Plan:
         self.pending: dict[str, TrialRecord] = {}
         """Trials under way, by id."""
         self._again = Repeats()
-        self._refusals = 0
         self._clock = clock
         self._spent_seconds = spent_seconds
         self._started = clock()
-        self._refused_while_pending = False
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether a policy proposes, rather than one of Optuna's samplers."""
-        return self._policy is not None
 
     # What is known
 
@@ -119,9 +104,6 @@ class Plan:
         """Record a trial that ended, unless it says nothing about its candidate and is repeated."""
         if self.pending.pop(trial.id, None) is not None:
             self.history.end(trial.candidate)
-        if self._refused_while_pending:
-            # A candidate that was refused may be worth a trial now.
-            self._refusals, self._refused_while_pending = 0, False
         self.records[trial.id] = trial
         self._company.take(trial)
         counts = self._again.take(trial) if trial.outcome is not None else None
@@ -180,25 +162,22 @@ class Plan:
             return None if forced.stage == "final" and self.pending and self._company.costs else forced
         if self._is_last and self._waits:
             return None
-        if self._policy is None:
-            return Step("search", proposed=True) if self._refusals < _MOST_REFUSALS else None
         candidate = self.upcoming()
-        return Step("search", candidate, proposed=True) if candidate is not None else None
+        return Step("search", candidate) if candidate is not None else None
+
+    @property
+    def owes_baseline(self) -> bool:
+        """Whether the baseline is wanted and has had no trial."""
+        request = self._request
+        is_wanted = request.measure_baseline and request.objective == "throughput"
+        return is_wanted and not self.history.attempts(self._prepared.baseline)
 
     def done(self) -> Stop | None:
-        """Return why the policy or the sampler has nothing more to propose; ``None`` if it may have."""
-        if self._waits:
-            return None
-        if self._policy is not None:
-            return NOTHING_LEFT if self.upcoming() is None else None
-        if self._refusals >= _MOST_REFUSALS:
-            return Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
-        return None
+        """Return why the policy has nothing more to propose; ``None`` if it may have."""
+        return self._policy.ending if not self._waits and self.upcoming() is None else None
 
     def upcoming(self) -> Candidate | None:
-        """Return the policy's next proposal; ``None`` where it has none or there is no policy."""
-        if self._policy is None:
-            return None
+        """Return the policy's next proposal; ``None`` where it has none."""
         # Predictions may have arrived since, and change what fits.
         memory = self.history.memory
         version = memory.version if memory is not None else 0
@@ -206,13 +185,6 @@ class Plan:
         if self._upcoming is None or self._upcoming[0] != key:
             self._upcoming = key, self._policy.next(self.history)
         return self._upcoming[1]
-
-    def judge(self, candidate: Candidate | None) -> Refusal | None:
-        """Return why a sampler's proposal is not run, and count refusals in a row."""
-        refusal = Judge(self._space, self.history).refusal(candidate)
-        self._refusals = 0 if refusal is None else self._refusals + 1
-        self._refused_while_pending = refusal is not None and bool(self.pending)
-        return refusal
 
     @property
     def _waits(self) -> bool:
@@ -237,16 +209,15 @@ class Plan:
         for stage, candidate in self._again.owed:
             if candidate not in self.history.pending:
                 return Step(stage, candidate)
-        request, baseline = self._request, self._prepared.baseline
-        if request.measure_baseline and request.objective == "throughput" and not self.history.attempts(baseline):
-            return Step("baseline", baseline)
+        if self.owes_baseline:
+            return Step("baseline", self._prepared.baseline)
         best = self.best()
         if best is None:
             return None
         variant = self._next_loader(best) or self._next_pinned(best)
         if variant is not None:
             return Step("search", variant)
-        if request.objective != "throughput":
+        if self._request.objective != "throughput":
             return None
         return self._final(best)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from autotune.core.candidate import Candidate
 from autotune.core.options import Objective, SamplerName
 from autotune.core.outcome import Failed
+from autotune.core.stop import NOTHING_LEFT, Stop
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History
 from autotune.estimate.throughput import FAR_ENOUGH, ArmView, Speeds, batch_of, speed_of
@@ -28,6 +29,10 @@ _MOST_UNKNOWN = 2
 class Policy(Protocol):
     """Proposes candidates until it has seen enough."""
 
+    @property
+    def ending(self) -> Stop:
+        """Why a search ends for which it has no proposal."""
+
     def next(self, history: History) -> Candidate | None:
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
 
@@ -40,6 +45,8 @@ class ThroughputPolicy:
     still gain, a smaller one only next to the best of an arm that is not hopeless, and only if it is not predicted to
     be slower.
     """
+
+    ending = NOTHING_LEFT
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -170,6 +177,8 @@ class MaxBatchPolicy:
     search aims at the boundary instead of bisecting.
     """
 
+    ending = NOTHING_LEFT
+
     def __init__(self, space: Space) -> None:
         self._space = space
         self._arms = sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing)
@@ -261,6 +270,8 @@ class MaxBatchPolicy:
 class ExhaustivePolicy:
     """Yields every candidate of the largest multiple that has any, in order, except those known not to fit."""
 
+    ending = NOTHING_LEFT
+
     def __init__(self, space: Space) -> None:
         self._space = space
 
@@ -278,10 +289,8 @@ class ExhaustivePolicy:
         return judge.last_resort()
 
 
-def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
-    """Return the policy of a sampler's name; ``None`` for Optuna's samplers, which have none."""
-    if sampler in ("tpe", "random"):
-        return None
+def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy:
+    """Return the policy of a sampler's name, which is none of Optuna's."""
     if sampler == "grid":
         return ExhaustivePolicy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else ThroughputPolicy(space)

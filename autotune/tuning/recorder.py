@@ -10,7 +10,7 @@ from autotune.core.outcome import Outcome
 from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.store.records import Stage, StudyRecord, TrialRecord, now
 from autotune.store.repository import Store
-from autotune.tuning.optuna_study import Asked, OptunaStudy
+from autotune.tuning.optuna_study import OptunaStudy, OptunaTrial
 
 
 class StudyRecorder:
@@ -26,34 +26,30 @@ class StudyRecorder:
         """Tell Optuna's study what a killed search did not; ``trials`` are those recorded, by id."""
         self._optuna.settle(trials)
 
-    def ask(self, candidate: Candidate | None, stage: Stage) -> Asked:
-        """Return Optuna's trial for a candidate, or for what its sampler proposes where that is ``None``."""
+    def ask(self, candidate: Candidate, stage: Stage) -> OptunaTrial:
+        """Return Optuna's trial for a candidate."""
         return self._optuna.ask(candidate, stage)
-
-    def skip(self, asked: Asked, why: str, known: Outcome | None) -> None:
-        """Record that a proposal of Optuna's was not run."""
-        self._optuna.skip(asked, why, known)
 
     def start(self, record: TrialRecord) -> None:
         """Record a trial that is about to run."""
         self._store.start_trial(record)
 
-    def finish(self, asked: Asked, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
+    def finish(self, trial: OptunaTrial, record: TrialRecord, outcome: Outcome, seconds: float) -> TrialRecord:
         """Record how a trial ended; return it with its end.
 
         Killed between any two of these, the next run of the study can still set right what is missing.
         """
-        self._optuna.describe(asked, record.candidate, outcome)
+        self._optuna.describe(trial, record.candidate, outcome)
         self._store.finish_trial(record.id, outcome, seconds)
-        self._optuna.tell(asked, record.candidate, outcome)
+        self._optuna.tell(trial, record.candidate, outcome)
         return replace(record, outcome=outcome, seconds=seconds)
 
-    def reuse(self, asked: Asked, record: TrialRecord, outcome: Outcome) -> TrialRecord:
+    def reuse(self, trial: OptunaTrial, record: TrialRecord, outcome: Outcome) -> TrialRecord:
         """Record an earlier trial's outcome as that of this one, which need not run; return it with its end."""
         ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
-        self._optuna.describe(asked, ended.candidate, outcome)
+        self._optuna.describe(trial, ended.candidate, outcome)
         self._store.start_trial(ended)
-        self._optuna.tell(asked, ended.candidate, outcome)
+        self._optuna.tell(trial, ended.candidate, outcome)
         return ended
 
     def close(

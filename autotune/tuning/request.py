@@ -14,6 +14,7 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import (
     HEADROOM,
     OPTIONS,
+    OPTUNA_SAMPLERS,
     CheckpointingChoice,
     LeverChoice,
     Objective,
@@ -155,7 +156,7 @@ class SearchRequest:
     @property
     def most_trials(self) -> int | None:
         """The budget of trials. Optuna's samplers never finish by themselves, so they always have one."""
-        return _FOREIGN_TRIALS if self.trials is None and self.sampler in ("tpe", "random") else self.trials
+        return _FOREIGN_TRIALS if self.trials is None and self.sampler in OPTUNA_SAMPLERS else self.trials
 
     @property
     def batches(self) -> Batches:

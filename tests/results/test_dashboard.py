@@ -200,7 +200,7 @@ def test_the_objective_is_named(tmp_path: Path, objective: Objective, label: str
             assert detail(port, "old")["objective_names"] == [label]
             assert "objective_names" not in detail(port, "plain-optuna")
             # Begun while the dashboard runs.
-            OptunaStudy("new", store, optuna.samplers.RandomSampler(), SPACE, objective, Ceiling(None, 2**30, 0))
+            OptunaStudy("new", store, SPACE, objective, Ceiling(None, 2**30, 0))
             assert detail(port, "new")["objective_names"] == [label]
             study_id = store.optuna.get_study_id_from_name("old")
             assert ask(port, f"/csv/{study_id}")[1].decode().startswith(f"Number,State,{label}")

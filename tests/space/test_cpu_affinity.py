@@ -24,7 +24,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import questions
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.space.levers import memory_class
-from autotune.tuning.sampler import candidate_of, distributions, params_of
+from autotune.tuning.optuna_space import candidate_of, distributions, params_of
 
 PLAIN = Arm("bf16")
 PINNED = Arm("bf16", cpu_affinity=True)

@@ -21,12 +21,14 @@ from autotune.core.candidate import OF_RANKS, Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import GIB, MIB
+from autotune.estimate.history import History, Tried
 from autotune.execution import Event, TrialJob
 from autotune.store.records import TRIAL_ID_ATTRIBUTE, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.optuna_policy import OptunaPolicy
+from autotune.tuning.optuna_space import distributions, params_of
 from autotune.tuning.optuna_study import CONSTRAINT, OptunaStudy, over_line_gib
 from autotune.tuning.prepare import prepare
-from autotune.tuning.sampler import distributions, params_of
 
 FOREIGN = ["tpe", "random"]
 # Of what asks Optuna a hundred times, one sampler is enough of a sample.
@@ -49,7 +51,7 @@ def told(store: Store) -> dict[str, FrozenTrial]:
 def test_a_trial_is_written_at_once(store: Store) -> None:
     ready = prepared()
     space = distributions(ready.space, ready.baseline, "autotune")
-    study = OptunaStudy("bert", store, optuna.samplers.RandomSampler(), space, "throughput", ready.ceiling)
+    study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
     # The first one reads what is recorded.
     study.ask(ready.baseline, "baseline")
     commits: list[object] = []
@@ -59,30 +61,8 @@ def test_a_trial_is_written_at_once(store: Store) -> None:
     _, written = optuna.load_study(study_name="bert", storage=store.optuna).get_trials()
     assert written.state is TrialState.RUNNING
     assert written.number == asked.number
-    assert written.params == asked.params == params_of(ready.baseline, space)
+    assert written.params == params_of(ready.baseline, space)
     assert written.user_attrs == {TRIAL_ID_ATTRIBUTE: asked.trial_id, "stage": "baseline"}
-
-
-def test_a_sampler_of_optunas_sees_what_was_recorded_before(store: Store) -> None:
-    seen: list[list[tuple[object, ...]]] = []
-
-    class Noting(optuna.samplers.RandomSampler):
-        def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-            seen.append([(t.number, t.state, t.params, t.constraints) for t in study.trials])
-
-    ready = prepared(sampler="random")
-    space = distributions(ready.space, ready.baseline, "random")
-    # A batch that the sampler itself never proposes.
-    unusual = Candidate(Arm("fp32"), 1, 64)
-    for _ in range(2):
-        study = OptunaStudy("bert", store, Noting(), space, "throughput", ready.ceiling)
-        asked = study.ask(unusual, "baseline")
-        study.describe(asked, unusual, OutOfMemory("full"))
-        study.tell(asked, unusual, OutOfMemory("full"))
-    recorded, asked_for = seen[1]
-    assert recorded[:3] == (0, TrialState.PRUNED, params_of(unusual, space))
-    assert list(recorded[3]) == [CONSTRAINT]  # type: ignore[call-overload]
-    assert asked_for[:2] == (1, TrialState.RUNNING)
 
 
 def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.WarningsRecorder) -> None:
@@ -101,11 +81,14 @@ def test_warnings_of_other_threads_are_left_alone(store: Store, recwarn: pytest.
     space = distributions(ready.space, ready.baseline, "random")
     warnings.filterwarnings("error")
     filters = warnings.filters
-    study = OptunaStudy("bert", store, Noting(), space, "throughput", ready.ceiling)
+    study = OptunaStudy("bert", store, space, "throughput", ready.ceiling)
+    # A batch that the sampler itself never proposes.
     unusual = Candidate(Arm("fp32"), 1, 64)
-    asked = study.ask(unusual, "baseline")
-    study.describe(asked, unusual, OutOfMemory("full"))
-    study.tell(asked, unusual, OutOfMemory("full"))
+    trial = study.ask(unusual, "baseline")
+    study.describe(trial, unusual, OutOfMemory("full"))
+    study.tell(trial, unusual, OutOfMemory("full"))
+    history = History(ready.ceiling, [Tried(trial.trial_id, unusual, OutOfMemory("full"))])
+    assert OptunaPolicy(Noting(), ready.space, space, "throughput", study.skip).next(history) is not None
     assert seen
     assert all(each is filters for each in seen)
     assert recwarn.list == []

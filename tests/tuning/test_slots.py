@@ -182,7 +182,6 @@ class TestPlan:
     def begin(self, plan: Plan, number: int) -> TrialRecord:
         step = plan.next()
         assert step is not None
-        assert step.candidate is not None
         record = TrialRecord("study", number, step.candidate, "w", "e", step.stage)
         plan.begin(record)
         return record

@@ -26,10 +26,10 @@ from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
 from autotune.tuning.forecasting import forecast_of
+from autotune.tuning.optuna_space import candidate_of, distributions, params_of
 from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest
-from autotune.tuning.sampler import candidate_of, distributions, params_of
 
 SECOND = dataclasses.replace(H200, uuid="GPU-1", index=1)
 LAYERS = {"layer_classes": ("BertLayer",), "after_step": AfterStep((), ())}

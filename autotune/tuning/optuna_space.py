@@ -1,18 +1,14 @@
-"""Map candidates to Optuna's parameters, and make the sampler of a search: the plan's proposals, or one of Optuna's."""
+"""Map candidates to Optuna's parameters, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.options import SamplerName
+from autotune.core.options import OPTUNA_SAMPLERS, SamplerName
 from autotune.space.levers import LEVERS
 from autotune.space.space import Space
 
@@ -32,7 +28,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
     batches = space.batches
     batch: BaseDistribution
     if batches.effective_batch is None:
-        own = sampler in ("autotune", "grid")
+        own = sampler not in OPTUNA_SAMPLERS
         step = 1 if own else batches.levels()[0]
         most = batches.most if own else max(_FOREIGN_LARGEST_FREE_BATCH, _FOREIGN_FEWEST_FREE_BATCHES * step)
         # Trimmed, since Optuna warns where the step does not lead exactly to the end.
@@ -73,55 +69,3 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
     """Return a candidate as Optuna's parameters."""
     parameters = candidate.parameters()
     return {name: parameters[name] for name in names}
-
-
-class PolicySampler(BaseSampler):
-    """An Optuna sampler that proposes what the plan of the search wants next.
-
-    ``propose`` returns the next candidate, or ``None`` where there is none: call it before ``study.ask``.
-    """
-
-    def __init__(self, propose: Callable[[], Candidate | None], search_space: dict[str, BaseDistribution]) -> None:
-        self._propose = propose
-        self._search_space = search_space
-
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return the whole space."""
-        return self._search_space
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Return the plan's candidate as parameters; nothing for an enqueued trial."""
-        if "fixed_params" in trial.system_attrs:
-            return {}
-        candidate = self._propose()
-        if candidate is None:
-            raise RuntimeError("there is no candidate left, as the plan says before ask()")
-        return params_of(candidate, self._search_space)
-
-    def sample_independent(
-        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """Raise an error: never called, since every parameter is in the relative space."""
-        raise RuntimeError(f"{param_name} is no parameter of this search")
-
-
-def make_sampler(
-    name: SamplerName,
-    propose: Callable[[], Candidate | None] | None,
-    search_space: dict[str, BaseDistribution],
-    seed: int,
-    *,
-    is_parallel: bool = False,
-) -> BaseSampler:
-    """Return Optuna's sampler of that name, or one that follows ``propose``.
-
-    Optuna's samplers are not stored, so a resumed search needs another ``seed``. ``is_parallel`` makes TPE avoid the
-    candidates of running trials.
-    """
-    if propose is not None:
-        return PolicySampler(propose, search_space)
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
-    return optuna.samplers.RandomSampler(seed=seed)

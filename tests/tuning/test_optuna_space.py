@@ -1,28 +1,21 @@
-"""Test Optuna's search space and parameters, and the sampler that follows the policy."""
+"""Test Optuna's search space and parameters."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
-import optuna
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from recorded import ComputedRunner, run_candidate
-from searching import arms, ceiling_of
+from searching import arms
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.options import Objective, SamplerName
-from autotune.core.units import GIB
-from autotune.estimate.history import History
+from autotune.core.options import SamplerName
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
-from autotune.tuning.policy import ThroughputPolicy, make_policy
-from autotune.tuning.sampler import (
-    PolicySampler,
+from autotune.tuning.optuna_space import (
     candidate_of,
     distributions,
-    make_sampler,
     params_of,
 )
 
@@ -109,60 +102,3 @@ class TestParameters:
         names = distributions(SPACE, BASELINE, "tpe")
         params = params_of(SPACE.candidate(Arm("bf16"), 32), names)
         assert candidate_of({**params, **change}, SPACE) is None
-
-
-class TestPolicySampler:
-    @pytest.fixture
-    def history(self) -> History:
-        return History(ceiling_of(20 * GIB))
-
-    @pytest.fixture
-    def study(self, history: History) -> optuna.Study:
-        names = distributions(SPACE, BASELINE, "autotune")
-        policy = ThroughputPolicy(SPACE)
-        sampler = make_sampler("autotune", lambda: policy.next(history), names, seed=1)
-        return optuna.create_study(direction="maximize", sampler=sampler)
-
-    def ask(self, study: optuna.Study) -> dict[str, Any]:
-        return study.ask(distributions(SPACE, BASELINE, "autotune")).params
-
-    def test_proposes_what_the_policy_wants(self, study: optuna.Study, history: History) -> None:
-        runner = ComputedRunner(lambda c: GIB * c.per_device_train_batch_size / 2)
-        policy = ThroughputPolicy(SPACE)
-        while (wanted := policy.next(history)) is not None:
-            assert candidate_of(self.ask(study), SPACE) == wanted
-            run_candidate(wanted, runner, history)
-        assert len(history.tried) > 3
-
-    def test_asked_beyond_its_end_says_so(self, study: optuna.Study, history: History) -> None:
-        runner = ComputedRunner(lambda _: GIB)
-        policy = ThroughputPolicy(SPACE)
-        while (wanted := policy.next(history)) is not None:
-            run_candidate(wanted, runner, history)
-        with pytest.raises(RuntimeError, match="no candidate left"):
-            self.ask(study)
-
-    def test_lets_what_was_enqueued_through(self, study: optuna.Study) -> None:
-        names = distributions(SPACE, BASELINE, "autotune")
-        study.enqueue_trial(params_of(BASELINE, names))
-        assert self.ask(study) == params_of(BASELINE, names)
-
-    def test_a_parameter_of_somebody_else_is_refused(self, study: optuna.Study) -> None:
-        with pytest.raises(RuntimeError, match="learning_rate is no parameter"):
-            study.ask({"learning_rate": optuna.distributions.FloatDistribution(0, 1)})
-
-
-@pytest.mark.parametrize(
-    ("name", "objective", "expected"),
-    [
-        ("tpe", "throughput", optuna.samplers.TPESampler),
-        ("random", "throughput", optuna.samplers.RandomSampler),
-        ("grid", "throughput", PolicySampler),
-        ("autotune", "throughput", PolicySampler),
-        ("autotune", "max-batch", PolicySampler),
-    ],
-)
-def test_the_sampler_of_each_name(name: SamplerName, objective: Objective, expected: type) -> None:
-    has_policy = make_policy(name, objective, SPACE) is not None
-    names = distributions(SPACE, BASELINE, name)
-    assert isinstance(make_sampler(name, (lambda: None) if has_policy else None, names, 1), expected)
