@@ -45,7 +45,7 @@ from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.request import DEFAULT_SEED, DEFAULT_TRIAL_TIMEOUT_SECONDS
+from autotune.tuning.request import DEFAULT_SEED
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.target import check_can_be_verified, placement_of, target_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
@@ -247,7 +247,7 @@ def search(
     objective: Objective = "throughput",
     trials: int | None = None,
     time_budget: float | str | None = None,
-    trial_timeout: float | str = DEFAULT_TRIAL_TIMEOUT_SECONDS,
+    trial_timeout: float | str | None = None,
     baseline: bool = True,
     fresh: bool = False,
     tolerance: float | str = DEFAULT_TOLERANCE,

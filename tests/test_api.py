@@ -140,7 +140,7 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
         ({"padding": 1.0}, "padding=1.0: "),
         ({"padding": None}, "padding=None is not a number"),
         ({"tolerance": [1]}, "tolerance of type list is not a number"),
-        ({"trial_timeout": None}, "trial_timeout=None is not a number"),
+        ({"trial_timeout": True}, "trial_timeout=True is not a number"),
         ({"time_budget": float("nan")}, "time_budget=nan: "),
         ({"time_budget": -1}, "time_budget=-1: "),
         ({"memory_limit": 24}, "write 24GiB"),

@@ -516,7 +516,7 @@ OPTIONS: tuple[Option, ...] = (
         request_field="time_budget_seconds",
     ),
     Option(
-        "trial_timeout", SECONDS, "Time limit of one trial.", HOW, BUDGET, "3m",
+        "trial_timeout", SECONDS, "Time limit of one trial [default: 3m, and more for large models].", HOW, BUDGET,
         help_in={"resume": "Time limit of one trial [default: as before]."}, request_field="trial_timeout_seconds",
     ),
     Option(

@@ -21,8 +21,6 @@ from autotune.space.space import Space
 # An arm with failures at this many batches and no success is doubtful. Policies try the next batch halfway between the
 # last failure and the smallest batch, so three failures reach well below batches that are too large for a kernel.
 _DOUBTFUL_FROM = 3
-# A timeout counts as two failures: it cost minutes, and a step too slow at one batch is too slow at most others.
-_TIMEOUT_COUNTS = 2
 # How many more batches of a doubtful arm are tried once nothing else is left.
 _LAST_TRIES = 2
 
@@ -82,12 +80,8 @@ class Judge:
         trials = [tried for tried in self._history.tried if tried.candidate.arm == arm]
         if any(tried.measurement for tried in trials):
             return False
-        failures = {t.candidate.per_device_train_batch_size: t for t in trials if failed_without_verdict(t)}
-        weight = sum(
-            _TIMEOUT_COUNTS if isinstance(t.outcome, Failed) and t.outcome.reason == "timeout" else 1
-            for t in failures.values()
-        )
-        return weight >= _DOUBTFUL_FROM
+        failures = {t.candidate.per_device_train_batch_size for t in trials if failed_without_verdict(t)}
+        return len(failures) >= _DOUBTFUL_FROM
 
     def fits_at(self, multiple: int) -> bool:
         """Return whether a batch divisible by ``multiple`` fits, so that smaller multiples need not be searched.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autotune.core.candidate import Candidate
@@ -111,6 +111,7 @@ class LocalExecutor:
             for trial_id, running in self._running.items():
                 progress = running.server.progress_of(trial_id)
                 if progress is not None:
+                    running.progress.append((time.monotonic(), progress))
                     return trial_id, Event(progress)
                 answer = running.server.end_of(trial_id)
                 if answer is not None:
@@ -159,6 +160,9 @@ class _Running:
     server: TrialServer
     kills_before: int | None
     """How many processes the kernel had ended for want of host memory."""
+    started: float = field(default_factory=time.monotonic)
+    progress: list[tuple[float, Progress]] = field(default_factory=list)
+    """What the trial said of its progress, and when."""
 
     def outcome(self, answer: Answer) -> Outcome:
         """Return the outcome that the job's end stands for."""
@@ -169,7 +173,25 @@ class _Running:
             count = (now or 0) - (self.kills_before or 0)
             message = f"the kernel ended {count} process for want of host memory, this trial"
             return OutOfMemory(message, where="host", during=outcome.during)
+        if isinstance(outcome, Failed) and outcome.reason == "timeout":
+            return replace(outcome, message=f"{outcome.message}{self._needed()}")
         return outcome
+
+    def _needed(self) -> str:
+        """Say how long a trial that was stopped would have needed, as far as its steps tell."""
+        effort = self.job.effort
+        least = effort.warmup_steps + min(2, effort.max_steps) + effort.busy_steps
+        # By number, since each of several ranks tells of its steps.
+        ended = list({progress.step: at for at, progress in self.progress if progress.step is not None}.values())
+        if not ended:
+            return ", before its first step ended; --trial-timeout gives it longer"
+        if len(ended) >= least:
+            return ""
+        training = max([self.started, *(at for at, progress in self.progress if progress.phase is not None)])
+        step_seconds = (ended[-1] - training) / len(ended)
+        seconds = ended[-1] - self.started + (least - len(ended)) * step_seconds
+        steps = f"{len(ended)} of at least {least} steps"
+        return f" with {steps} done: it would have needed about {seconds:.3g} s (--trial-timeout)"
 
 
 def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:

@@ -273,7 +273,7 @@ class Search:
             cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
             effort=effort,
             seed=request.seed,
-            timeout_seconds=timeout_seconds(request, candidate, effort, self._history),
+            timeout_seconds=timeout_seconds(request, self._prepared.model.parameters, candidate, effort, self._history),
             log_path=record.log_path or "",
             unmodified=record.stage == "baseline" and request.workload.source is not None,
             placement=placement,

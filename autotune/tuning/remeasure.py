@@ -8,10 +8,11 @@ was measured in its share of processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autotune.core.candidate import Candidate
+from autotune.core.device import DeviceKind
 from autotune.core.outcome import Effort
 from autotune.core.statistics import CONFIDENCE
 from autotune.estimate.history import History
@@ -32,6 +33,16 @@ _FINAL_TIMES = 3
 _LONGEST_FINAL_STEP_SECONDS = 6.0
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
 _COMPILE_SECONDS = 300.0
+# Starting a process, building a model and its Trainer: seconds, and on a busy machine minutes.
+_USUAL_SECONDS = 180.0
+# A candidate of unknown speed gets no longer than this: one that hangs holds the search up for so long.
+_MOST_SECONDS = 3600.0
+# Reading weights from a slow disk or network: 100 MB/s in 16 bits. Random weights take less.
+_BUILT_PARAMETERS_PER_SECOND = 50e6
+# Operations a second that the slowest GPU or CPU computes in float32, in any step that is worth waiting for.
+_LEAST_RATE: Mapping[DeviceKind, float] = {"cuda": 4e12, "cpu": 2e10}
+# Patches or frames a sample of a model that reads no text.
+_LEAST_TOKENS = 256
 # Factor by which a trial's steps may exceed their expected time: machines slow down, and new shapes compile kernels.
 _TIMEOUT_TIMES = 4.0
 
@@ -97,16 +108,31 @@ def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -
     return max(effort.max_micro_steps, min(whole, int(_LONGEST_FINAL_STEP_SECONDS / micro_seconds)))
 
 
-def timeout_seconds(request: SearchRequest, candidate: Candidate, effort: Effort, history: History) -> float:
-    """Return the trial's timeout in seconds: the request's limit plus the expected time of its steps."""
-    limit = request.trial_timeout_seconds + (_COMPILE_SECONDS if compiles(candidate.arm) else 0.0)
-    speed = history.speed(candidate)
-    if speed is None:
-        return limit
+def timeout_seconds(
+    request: SearchRequest, parameters: int, candidate: Candidate, effort: Effort, history: History
+) -> float:
+    """Return the trial's timeout in seconds: the request's limit plus the expected time of its steps.
+
+    Without a limit of the user's it grows with the model, and where no speed is known, with what a step computes.
+    """
+    limit = _USUAL_SECONDS if request.trial_timeout_seconds is None else request.trial_timeout_seconds
+    limit += _COMPILE_SECONDS if compiles(candidate.arm) else 0.0
+    if request.trial_timeout_seconds is None:
+        limit += parameters / _BUILT_PARAMETERS_PER_SECOND
     run = min(candidate.gradient_accumulation_steps, effort.max_micro_steps)
-    step_seconds = run * candidate.per_device_train_batch_size / speed.samples_per_second
-    steps = effort.warmup_steps + effort.busy_steps + min(effort.max_steps, 2 + effort.max_seconds / step_seconds)
-    return limit + _TIMEOUT_TIMES * steps * step_seconds
+    samples = run * candidate.per_device_train_batch_size
+    speed = history.speed(candidate)
+    if speed is not None:
+        step_seconds = _TIMEOUT_TIMES * samples / speed.samples_per_second
+    elif request.trial_timeout_seconds is None:
+        # Forward and backward pass take six operations a parameter and token, eight where activations are recomputed.
+        operations = 8.0 * parameters * max(request.workload.seq_len, _LEAST_TOKENS) * samples
+        step_seconds = operations / _LEAST_RATE[request.device.kind]
+    else:
+        return limit
+    most = min(effort.max_steps, 2 + _TIMEOUT_TIMES * effort.max_seconds / step_seconds)
+    limit += (effort.warmup_steps + effort.busy_steps + most) * step_seconds
+    return min(limit, _MOST_SECONDS) if speed is None else limit
 
 
 def finals(history: History, among: Iterable[Candidate]) -> list[Candidate]:

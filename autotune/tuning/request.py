@@ -43,7 +43,6 @@ from autotune.space.space import Batches, choose_precisions
 # Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
 # A trial that takes longer is no candidate for the fastest, and may hang. A choice.
-DEFAULT_TRIAL_TIMEOUT_SECONDS = 180.0
 DEFAULT_SEED = 42
 # Only the peak matters here, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
@@ -93,7 +92,8 @@ class SearchRequest:
     time_budget_seconds: float | None = None
     sampler: SamplerName = "autotune"
     seed: int = DEFAULT_SEED
-    trial_timeout_seconds: float = DEFAULT_TRIAL_TIMEOUT_SECONDS
+    trial_timeout_seconds: float | None = None
+    """``None`` means a limit that grows with the model and the batch."""
     measure_baseline: bool = True
     fresh: bool = False
     """Measure everything again, instead of reusing trials of earlier studies."""

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from autotune.tuning.nodes.remote import Nodes
     from autotune.tuning.prepare import Prepared
 
+# Own code may load a large checkpoint before it trains. How large is not known before.
+_OWN_CODE_SECONDS = 300.0
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
 
@@ -234,7 +236,7 @@ def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Insp
     if source is None:
         return server.inspect()
     observer.note(f"running {source.name} up to its training …")
-    facts = server.inspect(request.trial_timeout_seconds, arms_to_trace(request))
+    facts = server.inspect(request.trial_timeout_seconds or _OWN_CODE_SECONDS, arms_to_trace(request))
     if facts.written:
         wrote = ", ".join(facts.written)
         observer.note(f"{source.name} itself wrote {wrote}; what was not there before is removed in the end")

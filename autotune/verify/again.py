@@ -161,12 +161,14 @@ def _job(target: Target, request: SearchRequest, log_path: Path) -> TrialJob:
     effort = effort_of(request, candidate, "final", None, history)
     # What a profiled step tells is known from the search.
     effort = replace(effort, busy_steps=0)
+    # Not recorded. The peak held all weights, of about a byte each or more; only how long building may take depends on it.
+    parameters = target.promised.peak_allocated_bytes
     return TrialJob(
         uuid.uuid4().hex,
         candidate,
         cap_of(candidate.arm, target.report.ceiling),
         effort,
         request.seed,
-        timeout_seconds(request, candidate, effort, history),
+        timeout_seconds(request, parameters, candidate, effort, history),
         str(log_path),
     )

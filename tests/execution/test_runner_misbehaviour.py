@@ -22,7 +22,7 @@ from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Progress
-from autotune.core.outcome import Completed, Failed
+from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.devices import Device
@@ -91,10 +91,17 @@ def test_a_trial_that_hangs_is_ended_at_its_time_limit(
     stand_in_runner: TrialServer, tmp_path: Path, behaviour: str
 ) -> None:
     outcome = run_trial(stand_in_runner, behaviour, timeout_seconds=0.5, log_path=tmp_path / "trial.log")
-    assert outcome == Failed("timeout", "stopped after the time limit of 0.5 s", "train")
+    why = "stopped after the time limit of 0.5 s, before its first step ended; --trial-timeout gives it longer"
+    assert outcome == Failed("timeout", why, "train")
     assert all_gone(descendants_in(tmp_path / "trial.log"))
     assert children(server()) == []
     assert isinstance(run_trial(stand_in_runner, "complete"), Completed)
+
+
+def test_a_trial_that_is_too_slow_says_what_it_would_have_needed(stand_in_runner: TrialServer) -> None:
+    outcome = run_trial(stand_in_runner, "progress 2, hang", timeout_seconds=0.5, effort=Effort(2, busy_steps=1))
+    assert isinstance(outcome, Failed)
+    assert " with 2 of at least 5 steps done: it would have needed about " in outcome.message
 
 
 def test_much_output_goes_to_the_log_and_blocks_nothing(stand_in_runner: TrialServer, tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 from recorded import measurement
-from searching import ceiling_of
+from searching import BERT_LARGE, ceiling_of, prepared, request
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Source
 from autotune.core.units import GIB
+from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
-from autotune.tuning.remeasure import finals
+from autotune.tuning.remeasure import finals, timeout_seconds
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)
@@ -116,3 +117,39 @@ def test_what_compiles_is_not_compiled_again_for_that() -> None:
 
 def test_nothing_is_owed_where_nothing_is_known() -> None:
     assert finals(History(ceiling_of(24 * GIB)), ALL) == []
+
+
+class TestTimeLimit:
+    """The limit of a trial whose speed is not known yet."""
+
+    @staticmethod
+    def seconds(parameters: int, seq_len: int, limit: float | None = None, told: Told | None = None) -> float:
+        asked = request(workload=dataclasses.replace(BERT_LARGE, seq_len=seq_len), trial_timeout_seconds=limit)
+        history = (told or Told()).history
+        return timeout_seconds(asked, parameters, Candidate(Arm("bf16"), 1, 64), asked.effort, history)
+
+    def test_a_small_model_gets_the_usual_time(self) -> None:
+        assert 180 < self.seconds(4_000_000, 128) < 185
+
+    def test_a_large_model_with_a_long_context_gets_more(self) -> None:
+        assert self.seconds(7_000_000_000, 512) > 180 + 140
+        # Five steps of three micro-steps, of 20 s each on a fast GPU.
+        assert self.seconds(7_000_000_000, 32_768) > 180 + 5 * 3 * 20
+
+    def test_one_that_hangs_is_given_up_after_an_hour(self) -> None:
+        assert self.seconds(70_000_000_000, 131_072) == 3600
+
+    def test_what_was_asked_for_stays(self) -> None:
+        assert self.seconds(7_000_000_000, 32_768, limit=60.0) == 60
+
+    def test_measured_steps_always_have_their_time(self) -> None:
+        slow = Told().measured(Candidate(Arm("bf16"), 1, 64), 0.1)
+        assert self.seconds(4_000_000, 128, limit=60.0, told=slow) > 60 + 4 * 4 * 30
+
+
+def test_a_timeout_counts_as_one_failure() -> None:
+    history, arm = Told().history, Arm("bf16")
+    judge = Judge(prepared().space, history)
+    for failures, batch in enumerate((64, 32, 16), start=1):
+        history.add(Tried(str(batch), Candidate(arm, batch, 64 // batch), Failed("timeout", "too slow")))
+        assert judge.is_doubtful(arm) == (failures == 3)
