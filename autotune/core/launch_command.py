@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.placeholders import placeholders_in
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z_0-9]*=")
@@ -115,7 +116,8 @@ def take_launchers_off(words: Sequence[str], ranks: int = 1) -> Launched:
     Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.
     """
     command = shlex.join(words)
-    left, launch = list(words), _Launch(command, ranks, {})
+    filled, left = _split_filled_variables(words)
+    launch = _Launch(command, ranks, filled)
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
@@ -123,6 +125,16 @@ def take_launchers_off(words: Sequence[str], ranks: int = 1) -> Launched:
             break
         left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
     return Launched(tuple(left), tuple(sorted(launch.variables.items())))
+
+
+def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables with placeholders that a command begins with, as in ``BATCH={batch} python train.py``."""
+    left = list(words[1:] if words and Path(words[0]).name == "env" else words)
+    filled = {}
+    while left and _ASSIGNMENT.match(left[0]) and placeholders_in(left[0]):
+        name, _, value = left.pop(0).partition("=")
+        filled[name] = value
+    return (filled, left) if filled else ({}, list(words))
 
 
 def find_command(name: str) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from autotune.core.errors import InvalidRequestError
 from autotune.core.launch_command import Launched, find_command, take_launchers_off
 from autotune.core.masking import mask_secrets
+from autotune.core.placeholders import Template, read_template
 
 DEFAULT_FUNCTION = "build"
 DEFAULT_LOOP = "train"
@@ -56,6 +57,11 @@ class TrainingSource:
             return f"{Path(self.file).name}:{self.function}"
         return self.module or Path(self.file).name
 
+    @property
+    def template(self) -> Template:
+        """Its command line as a template; one without placeholders where the code is a function."""
+        return read_template(self.argv, self.variables, self.cwd)
+
     def masked(self) -> TrainingSource:
         """Return the source as it is recorded and shown: without secrets on its command line."""
         return dataclasses.replace(self, argv=mask_secrets(self.argv))
@@ -64,7 +70,7 @@ class TrainingSource:
         """Return the source with the digest that its file has now; raises ``InvalidRequestError`` where it is gone."""
         if not Path(self.file).is_file():
             raise InvalidRequestError(f"{self.file} is gone", "put it back, or search anew under another --study")
-        return dataclasses.replace(self, digest=_digest(Path(self.file)))
+        return dataclasses.replace(self, digest=_digest(Path(self.file), self.template.files))
 
 
 def find_trainer(text: str) -> TrainingSource:
@@ -117,7 +123,8 @@ def locate_function(function: Any, option: str = "trainer") -> str:
 
 
 def kind_of_code(interface: dict[str, Any]) -> str:
-    """Return what code of the user's own trains with: ``trainer``, ``loop``, ``accelerate`` or ``lightning``."""
+    """Return what code of the user's own trains with: ``trainer``, ``loop``, ``accelerate``, ``lightning``; or
+    ``placeholders``, whatever it trains with."""
     return str(interface.get("kind", "trainer"))
 
 
@@ -145,8 +152,15 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
 
 
 def _script(file: Path, arguments: Sequence[str], launched: Launched, module: str | None = None) -> TrainingSource:
+    template = read_template(arguments, launched.variables, os.getcwd())
     return TrainingSource(
-        "script", str(file), _digest(file), os.getcwd(), tuple(arguments), module, variables=launched.variables
+        "script",
+        str(file),
+        _digest(file, template.files),
+        os.getcwd(),
+        tuple(arguments),
+        module,
+        variables=launched.variables,
     )
 
 
@@ -192,9 +206,11 @@ def _file(name: str, what: str, hint: str) -> Path:
     return path.resolve()
 
 
-def _digest(file: Path) -> str:
+def _digest(file: Path, others: Sequence[str] = ()) -> str:
+    """Return a hash of a file, and of others that are as much a part of the training."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        content = b"".join(path.read_bytes() for path in (file, *map(Path, others)))
+        return hashlib.sha256(content).hexdigest()[:16]
     except OSError as error:
         raise InvalidRequestError(f"{file} cannot be read: {error.strerror}", "make it readable") from error
 

@@ -36,6 +36,8 @@ class Batches:
     """Number of samples in the dataset of a device, which no batch can exceed. ``None`` for synthetic samples."""
     only: int | None = None
     """The one per-device batch that the user's code can be run with; ``None``: any."""
+    own_accumulation: int = 1
+    """Accumulation of a free batch, where the user's code has one of its own."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -109,7 +111,7 @@ class Batches:
 
     def accumulation(self, batch: int) -> int:
         """Return the accumulation steps that go with a per-device batch."""
-        return 1 if self.effective_batch is None else self._per_device // batch
+        return self.own_accumulation if self.effective_batch is None else self._per_device // batch
 
     def valid(self, batch: int) -> bool:
         """Return whether a per-device batch belongs to the space."""
@@ -126,7 +128,7 @@ class Batches:
         if self.only is not None:
             return self.only, self.accumulation(self.only)
         if self.effective_batch is None:
-            return min(DEFAULT_MULTIPLE, self.most), 1
+            return min(DEFAULT_MULTIPLE, self.most), self.own_accumulation
         batch = max(d for d in _divisors(self._per_device) if d <= DEFAULT_MULTIPLE)
         return batch, self._per_device // batch
 

@@ -28,10 +28,7 @@ def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
 
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     """Return the request with the settings that the user's own code was seen to use, where none were asked for."""
-    own = model.own_candidate
-    effective_batch = request.effective_batch
-    if effective_batch is None and request.objective == "throughput" and own is not None:
-        effective_batch = own.samples_per_step * request.world_size
+    effective_batch = _effective_batch(request, model)
     optim = model.own.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
     assert source is not None
@@ -54,6 +51,35 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
     )
 
 
+def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
+    """Return what was asked for, or else what the user's own code has; ``None`` where every batch makes another.
+
+    Raises ``InvalidRequestError`` where the code is told its batch by placeholders, and cannot make what was asked for.
+    """
+    asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
+    assert source is not None
+    fixed = model.interface.get("fixed", {})
+    total = fixed.get("effective_batch")
+    if total is not None and asked not in (None, total):
+        raise InvalidRequestError(
+            f"--effective-batch {asked}: {source.name} makes its accumulation of a total of {total} samples",
+            "put {effective_batch} or {effective_tokens} where its command line says that total, or use "
+            f"--effective-batch {total}",
+        )
+    if asked is not None or request.objective != "throughput":
+        return asked
+    if total is not None:
+        return int(total)
+    if "accumulation" in fixed and "batch" in _searched(model):
+        return None
+    if own is None and kind_of_code(model.interface) == "placeholders":
+        raise InvalidRequestError(
+            f"it is not known which effective batch {source.name} trains at by itself",
+            "give --effective-batch, the samples of an optimizer step",
+        )
+    return own.samples_per_step * request.world_size if own is not None else None
+
+
 def _searched(model: ModelFacts) -> frozenset[str]:
     """Return what of a candidate the user's code takes: a Trainer everything, other code what it was seen to use."""
     return frozenset(model.interface.get("searched", loop.FIELDS))
@@ -71,6 +97,9 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
             f"{source.name} uses nothing of its config, so that nothing can be searched",
             "have it make its batches of config.per_device_batch_size, or read config.precision",
         )
+    named: tuple[Precision, ...] = tuple(model.interface.get("precisions", ()))
+    if named and "precision" in searched:
+        return _with_named_precisions(request, named)
     if "precision" not in searched:
         own: Precision = model.own.precision if model.own is not None else "fp32"
         if request.precisions not in (None, (own,)):
@@ -79,10 +108,22 @@ def _without_what_is_not_read(request: SearchRequest, model: ModelFacts) -> Sear
                 "leave --precision out",
             )
         return replace(request, precisions=(own,))
-    if kind_of_code(source.interface) == "loop" and request.precisions is None:
+    if kind_of_code(source.interface) in ("loop", "placeholders") and request.precisions is None:
         # A loop may know no precision of that name.
         return replace(request, precisions=tuple(p for p in request.chosen_precisions if p != "tf32"))
     return request
+
+
+def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...]) -> SearchRequest:
+    """Return the request with the precisions for which a placeholder says what the script calls them."""
+    asked = request.precisions or named
+    if unnamed := [name for name in asked if name not in named]:
+        raise InvalidRequestError(
+            f"--precision {unnamed[0]}: the placeholder does not say what the script calls it",
+            f"name it there: {{precision:{unnamed[0]}=…}}",
+        )
+    usable = tuple(name for name in asked if request.precisions or name in request.chosen_precisions)
+    return replace(request, precisions=usable or asked)
 
 
 def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
@@ -103,7 +144,12 @@ def batches_of(request: SearchRequest, model: ModelFacts) -> Batches:
     """Return the batches of the space; none is larger than the dataset."""
     if request.workload.source is None:
         return request.batches
-    return replace(request.batches, samples=model.samples, only=_only_batch(request, model))
+    return replace(
+        request.batches,
+        samples=model.samples,
+        only=_only_batch(request, model),
+        own_accumulation=model.interface.get("fixed", {}).get("accumulation", 1),
+    )
 
 
 def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
@@ -113,8 +159,9 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     source, searched = request.workload.source, _searched(model)
     assert source is not None
-    own = model.own or OwnSettings(OWN_OPTIM)
-    batch, accumulation = own.per_device_train_batch_size, own.gradient_accumulation_steps
+    own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.get("fixed", {})
+    batch = fixed.get("batch", own.per_device_train_batch_size)
+    accumulation = fixed.get("accumulation", own.gradient_accumulation_steps)
     asked = request.effective_batch
     if {"batch", "accumulation"} <= searched or (asked is None and "batch" in searched):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -117,3 +118,41 @@ def forget_optimizer_hooks() -> None:
 
     optimizer._global_optimizer_pre_hooks.clear()
     optimizer._global_optimizer_post_hooks.clear()
+
+
+def on_checkpoint(called: Callable[[], None]) -> None:
+    """Call ``called`` whenever ``torch.utils.checkpoint`` is about to run something that it recomputes later.
+
+    Its function itself may have been imported by name already, so what that calls is wrapped.
+    """
+    import torch.utils.checkpoint as module
+
+    made: Any = module
+    generator, apply = made._checkpoint_without_reentrant_generator, made.CheckpointFunction.apply
+
+    def watched_generator(*words: Any, **options: Any) -> Any:
+        called()
+        return generator(*words, **options)
+
+    def watched_apply(*words: Any, **options: Any) -> Any:
+        called()
+        return apply(*words, **options)
+
+    made._checkpoint_without_reentrant_generator = watched_generator
+    made.CheckpointFunction.apply = staticmethod(watched_apply)
+
+
+def on_loaded_batch(loaded: Callable[[Any, float], None]) -> None:
+    """Call ``loaded`` with the iterator of a ``DataLoader`` and the seconds that its next batch was waited for."""
+    from torch.utils.data import dataloader
+
+    base: Any = dataloader._BaseDataLoaderIter
+    give = base.__next__
+
+    def __next__(iterator: Any) -> Any:  # noqa: N807
+        asked = time.perf_counter()
+        batch = give(iterator)
+        loaded(iterator, time.perf_counter() - asked)
+        return batch
+
+    base.__next__ = __next__

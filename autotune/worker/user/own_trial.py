@@ -40,8 +40,12 @@ class OwnTrial(Trial):
         self._source = self._workload.source
         self._finish = finish
         self._is_unmodified = work.unmodified
-        self._guard = Guard(self._source, self._refuse)
+        self._guard = self.make_guard()
         self._callback: MeasureCallback | None = None
+
+    def make_guard(self) -> Guard:
+        """Return what keeps the code from training where nothing measures it."""
+        return Guard(self._source, self._refuse)
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code with the candidate's settings, to where it ends the process."""

@@ -14,7 +14,15 @@ from autotune.core.training_source import kind_of_code
 from autotune.core.workload import Workload
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user import accelerate_trial, lightning_trial, loop_trial, trainer_inspection, trainer_trial
+from autotune.worker.user import (
+    accelerate_trial,
+    lightning_trial,
+    loop_trial,
+    placeholder_inspection,
+    placeholder_trial,
+    trainer_inspection,
+    trainer_trial,
+)
 from autotune.worker.user.own_trial import OwnTrial
 
 _TRIALS: dict[str, type[OwnTrial]] = {
@@ -22,6 +30,7 @@ _TRIALS: dict[str, type[OwnTrial]] = {
     "loop": loop_trial.LoopTrial,
     "accelerate": accelerate_trial.AccelerateTrial,
     "lightning": lightning_trial.LightningTrial,
+    "placeholders": placeholder_trial.PlaceholderTrial,
 }
 
 SendMessage = Callable[[str, Any], None]
@@ -59,5 +68,7 @@ def run_own(
         trial.run_and_end()
     elif source.kind == "loop":
         loop_trial.inspect(source, work, scratch, finish)
+    elif source.template.names:
+        placeholder_inspection.inspect(source, work, scratch, finish)
     else:
         trainer_inspection.inspect(source, work, scratch, finish, ranks)

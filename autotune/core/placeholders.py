@@ -1,0 +1,327 @@
+"""Fill placeholders in a script's command line, such as ``--batch-size {batch}``, with the values of a candidate.
+
+A placeholder may stand in any word of the command line, in a variable of the environment before it, and in a
+configuration file that a word names.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.core.candidate import PRECISIONS, Candidate, Precision
+from autotune.core.errors import InvalidRequestError
+
+NAMES = ("batch", "accumulation", "precision", "checkpointing", "effective_batch", "effective_tokens")
+_KEYS: dict[str, tuple[str, ...]] = {"precision": PRECISIONS, "checkpointing": ("on", "off")}
+"""The values that have names of their own in a script, for those placeholders that have such values."""
+_UNSET = {"precision": "fp32", "checkpointing": "off"}
+"""The value that a script has without an option: ``{checkpointing:on=--flag}`` says nothing of the other one."""
+
+_PLACEHOLDER = re.compile(r"\{(" + "|".join(NAMES) + r")(?::([^{}]*))?\}")
+# What a shell leaves of {precision:fp32=a,bf16=b}: precision:fp32=a and bf16=b, each a word.
+_SPLIT = re.compile(r"(?:^|=)(" + "|".join(_KEYS) + r"):(?:" + "|".join((*PRECISIONS, "on", "off")) + r")=")
+
+_CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml", ".py", ".cfg", ".ini", ".conf")
+# A configuration file is no larger. A choice.
+_MOST_CONFIG_BYTES = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values that a command line is filled with."""
+
+    batch: int
+    accumulation: int
+    precision: Precision = "fp32"
+    checkpointing: bool = False
+    sample_tokens: int | None = None
+    """Tokens of a sample, for ``{effective_tokens}``."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, sample_tokens: int | None = None) -> Values:
+        """Return the values of a candidate."""
+        arm = candidate.arm
+        return cls(
+            candidate.per_device_train_batch_size,
+            candidate.gradient_accumulation_steps,
+            arm.precision,
+            arm.gradient_checkpointing,
+            sample_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A placeholder as it was written."""
+
+    name: str
+    said: str | None
+    """What stands after its colon; ``None`` without one."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What the script calls each value: ``fp32=float32,bf16=bfloat16``."""
+        pairs = (pair.partition("=") for pair in (self.said or "").split(",") if pair)
+        return {key.strip(): value for key, _, value in pairs}
+
+    @property
+    def is_option(self) -> bool:
+        """Whether it stands for options of the script, rather than for the value of one."""
+        return any(value.startswith("-") for value in self.words.values())
+
+    def allows(self, key: str) -> bool:
+        """Return whether it can be filled with a value."""
+        return not self.words or key in self.words or (key == _UNSET.get(self.name) and self._may_be_unset)
+
+    @property
+    def _may_be_unset(self) -> bool:
+        return self.name == "checkpointing" or self.is_option
+
+    def fill(self, values: Values) -> str:
+        """Return what stands in its place."""
+        match self.name:
+            case "batch":
+                return str(values.batch)
+            case "accumulation":
+                return str(values.accumulation)
+            case "effective_batch":
+                return str(values.batch * values.accumulation)
+            case "effective_tokens":
+                tokens = int(self.said) if self.said else values.sample_tokens
+                assert tokens is not None
+                return str(values.batch * values.accumulation * tokens)
+            case "precision":
+                return self.words.get(values.precision, "") if self.words else values.precision
+            case _:
+                if not self.words:
+                    return "true" if values.checkpointing else "false"
+                return self.words.get("on" if values.checkpointing else "off", "")
+
+    def check(self) -> None:
+        """Raise ``InvalidRequestError`` where what stands after its colon cannot be meant."""
+        if self.said is None:
+            return
+        written = f"{{{self.name}:{self.said}}}"
+        if self.name == "effective_tokens":
+            if not self.said.isdigit() or not int(self.said):
+                raise InvalidRequestError(
+                    f"{written} does not say how many tokens a sample has", "write it as {effective_tokens:1024}"
+                )
+            return
+        keys = _KEYS.get(self.name)
+        if keys is None:
+            raise InvalidRequestError(f"{written} is a number and takes no names", f"write it as {{{self.name}}}")
+        example = "{precision:fp32=float32,bf16=bfloat16}" if self.name == "precision" else "{checkpointing:on=--flag}"
+        for pair in self.said.split(","):
+            key, equals, _ = pair.partition("=")
+            if key.strip() not in keys or not equals:
+                raise InvalidRequestError(
+                    f"{written}: {pair!r} is not one of {', '.join(keys)} with what the script calls it",
+                    f"write it as '{example}'",
+                )
+
+
+def placeholders_in(text: str) -> list[Placeholder]:
+    """List the placeholders of a text."""
+    return [Placeholder(found[1], found[2]) for found in _PLACEHOLDER.finditer(text)]
+
+
+def fill_text(text: str, values: Values) -> str:
+    """Return a text with its placeholders filled."""
+    return _PLACEHOLDER.sub(lambda found: Placeholder(found[1], found[2]).fill(values), text)
+
+
+def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
+    """Return the words of a command line with their placeholders filled.
+
+    An argument of which nothing is left goes: a word that is a placeholder for options, an option with the placeholder
+    for its value, ``name=`` with nothing after it.
+    """
+    filled: list[str] = []
+    for word in words:
+        found = _PLACEHOLDER.fullmatch(word)
+        if found is not None:
+            placeholder = Placeholder(found[1], found[2])
+            text = placeholder.fill(values)
+            if placeholder.is_option:
+                filled += shlex.split(text)
+            elif text:
+                filled.append(text)
+            elif filled and _takes_next(filled[-1]):
+                filled.pop()
+            continue
+        text = fill_text(word, values)
+        if text == word or not text.endswith("="):
+            filled.append(text)
+    return tuple(filled)
+
+
+def without_placeholders(words: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the words without every argument that has a placeholder: the script then uses its own defaults.
+
+    ``None`` where one stands by itself without an option before it, so that what follows would take its place.
+    """
+    left: list[str] = []
+    for word in words:
+        found = _PLACEHOLDER.fullmatch(word)
+        if found is not None and not Placeholder(found[1], found[2]).is_option:
+            if not left or not _takes_next(left[-1]):
+                return None
+            left.pop()
+        elif found is None and not _PLACEHOLDER.search(word):
+            left.append(word)
+        elif found is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
+            return None
+    return tuple(left)
+
+
+def _takes_next(word: str) -> bool:
+    """Return whether the next word may be the value of this one."""
+    return word.startswith("-") and "=" not in word
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A command line with placeholders in it, and the configuration files with placeholders that it names."""
+
+    words: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    files: tuple[str, ...]
+    """Absolute paths."""
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """All placeholders, in order."""
+        texts = [*(value for _, value in self.variables), *self.words]
+        found = [placeholder for text in texts for placeholder in placeholders_in(text)]
+        return found + [placeholder for path in self.files for placeholder in _in_file(path)]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all placeholders; none where nothing is to be filled."""
+        return frozenset(placeholder.name for placeholder in self.placeholders)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...] | None:
+        """The precisions that it can be filled with; ``None`` where every name will do, or none has a place."""
+        asked = [each for each in self.placeholders if each.name == "precision" and each.words]
+        if not asked:
+            return None
+        return tuple(name for name in PRECISIONS if all(each.allows(name) for each in asked))
+
+    @property
+    def asks_sample_tokens(self) -> bool:
+        """Whether it has to be found out how many tokens a sample has."""
+        return any(each.name == "effective_tokens" and not each.said for each in self.placeholders)
+
+    def own_words(self) -> tuple[str, ...] | None:
+        """Return the words with which the script uses its own defaults; ``None`` where that cannot be known."""
+        return None if self.files else without_placeholders(self.words)
+
+    def fill(self, values: Values, folder: str, cwd: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Return words and variables with the values in place, files being named by filled copies in ``folder``."""
+        copies = {path: _filled_copy(path, values, os.path.join(folder, str(at))) for at, path in enumerate(self.files)}
+        named = [_exchange(word, cwd, copies) for word in self.words]
+        variables = tuple((name, fill_text(value, values)) for name, value in self.variables)
+        return fill_words(named, values), variables
+
+
+def read_template(words: Sequence[str], variables: Sequence[tuple[str, str]], cwd: str) -> Template:
+    """Return the template of a script's options; raises ``InvalidRequestError`` where a placeholder is malformed."""
+    for word in words:
+        _check_is_whole(word, words)
+    named = (path for word in words for path in _paths_in(word, cwd))
+    files = tuple(dict.fromkeys(path for path in named if _in_file(path)))
+    template = Template(tuple(words), tuple(variables), files)
+    for placeholder in template.placeholders:
+        placeholder.check()
+    if template.precisions == ():
+        raise InvalidRequestError(
+            "the {precision} placeholders have no precision in common", "name the same ones in each of them"
+        )
+    return template
+
+
+def _check_is_whole(word: str, words: Sequence[str]) -> None:
+    """Raise ``InvalidRequestError`` for a placeholder that a shell has split at its commas."""
+    found = _SPLIT.search(word)
+    if found is None or "{" in word[: found.start(1)]:
+        return
+    before = word[: found.start(1)]
+    rest = [other.removeprefix(before) for other in words[words.index(word) + 1 :]]
+    named = [other for other in rest if re.match(rf"({'|'.join(_KEYS[found[1]])})=", other)]
+    whole = f"{before}{{{','.join([word[found.start(1) :], *named])}}}"
+    raise InvalidRequestError(
+        f"the shell has taken the braces of {word!r} for its own", f"put quotes around it: {shlex.quote(whole)}"
+    )
+
+
+def _paths_in(word: str, cwd: str) -> Iterable[str]:
+    """Yield the configuration file that a word names, if it does: ``conf.yaml`` or ``--config=conf.yaml``."""
+    for text in (word, word.partition("=")[2]):
+        if text.endswith(_CONFIG_ENDINGS):
+            path = os.path.join(cwd, os.path.expanduser(text))
+            if os.path.isfile(path) and os.path.getsize(path) <= _MOST_CONFIG_BYTES:
+                yield os.path.realpath(path)
+
+
+def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
+    """Return a word with a copy's path in place of the file that it names."""
+    for path in _paths_in(word, cwd):
+        if path in copies:
+            name, equals, value = word.partition("=")
+            return f"{name}={copies[path]}" if equals and value.endswith(_CONFIG_ENDINGS) else copies[path]
+    return word
+
+
+def _in_file(path: str) -> list[Placeholder]:
+    found: list[Placeholder] = []
+
+    def take(placeholder: Placeholder) -> str:
+        found.append(placeholder)
+        return ""
+
+    _replace_in_file(path, take)
+    return found
+
+
+def _filled_copy(path: str, values: Values, folder: str) -> str:
+    os.makedirs(folder, exist_ok=True)
+    copy = os.path.join(folder, os.path.basename(path))
+    text = _replace_in_file(path, lambda placeholder: placeholder.fill(values))
+    Path(copy).write_text(text, encoding="utf-8")
+    return copy
+
+
+def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:
+    """Return the content of a file with each placeholder replaced; empty for what is no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    spared = _formatted_lines(text) if path.endswith(".py") else frozenset()
+    lines = text.splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if at + 1 not in spared:
+            lines[at] = _PLACEHOLDER.sub(lambda found: replace(Placeholder(found[1], found[2])), line)
+    return "".join(lines)
+
+
+def _formatted_lines(text: str) -> frozenset[int]:
+    """Return the lines of Python with f-strings, in which braces have a meaning of their own."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return frozenset()
+    spans = [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+    ]
+    return frozenset(line for span in spans for line in span)

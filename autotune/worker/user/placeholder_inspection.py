@@ -1,0 +1,500 @@
+"""Find out what a script trains with, and which of the placeholders on its command line it obeys.
+
+It is run up to its second step with its own defaults, then with two sets of values. A placeholder counts as obeyed
+where both did what they said; the dimension of the model's inputs that changed with the batch is the one of samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
+from autotune.core.jobs import InspectionWork
+from autotune.core.messages import Problem
+from autotune.core.placeholders import Template, Values
+from autotune.core.schema import encode
+from autotune.core.scratch import Scratch
+from autotune.core.training_source import TrainingSource
+from autotune.worker.facts import inspect_environment
+from autotune.worker.process import Beside, in_fork
+from autotune.worker.user.code import UserCodeError, enter, run_script
+from autotune.worker.user.guard import Guard
+from autotune.worker.user.inspection import SeenGradients, facts_of, problem_of
+from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
+from autotune.worker.user.placeholder_trial import AUTOCAST, HowItSteps, Site, set_variables
+from autotune.worker.user.written_files import WrittenFiles
+
+# Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
+_ANY_SAMPLE_TOKENS = 2**16
+_MOST_CALLS = 256
+# Optimizers that a script makes and never steps are waited for until others have stepped so often: WGAN's critic
+# steps five times before its generator does.
+_MOST_STEPS = 12
+# The script's own defaults may be far larger than what is searched. They are waited for so many times as long as a run
+# with a small batch took, and no less than this.
+_PATIENCE = 4.0
+_LEAST_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run of a script showed up to its second step."""
+
+    facts: ModelFacts | None = None
+    calls: tuple[tuple[str, Shapes], ...] = ()
+    """The calls of outermost models that compute gradients, in the last whole step."""
+    calls_without_gradients: int = 0
+    cycle: tuple[tuple[int, int], ...] = ()
+    """The steps of optimizers in a whole step: which one, after how many backward passes."""
+    anchor: int = 0
+    autocast: tuple[str, ...] = ()
+    checkpoints: bool = False
+    computes_in_tf32: bool = False
+    loader_workers: int = 0
+    loader_prefetch: int | None = None
+    written: tuple[str, ...] = ()
+    problem: Problem | None = None
+
+    @property
+    def passes(self) -> int:
+        """Backward passes of a whole step."""
+        return sum(passes for _, passes in self.cycle)
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of most weights."""
+        return self.facts.dtype if self.facts is not None else "float32"
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that the run computed in; weights of 16 bits are computed in without an autocast."""
+        for name, dtype in AUTOCAST.items():
+            if dtype in self.autocast:
+                return "bf16" if name == "bf16" else "fp16"
+        return "tf32" if self.computes_in_tf32 else "fp32"
+
+    def computes_in(self, precision: Precision) -> bool:
+        """Return whether it did what a precision says."""
+        wanted = AUTOCAST.get(precision)
+        if wanted is not None:
+            return wanted in self.autocast or self.weights_dtype == wanted
+        return not self.autocast and self.weights_dtype == "float32"
+
+    def describe_numerics(self) -> str:
+        """Return what it computed in, in words."""
+        casts = f"autocast to {' and '.join(self.autocast)}" if self.autocast else "no autocast"
+        return f"{casts}, {self.weights_dtype} weights"
+
+
+def inspect(
+    source: TrainingSource, work: InspectionWork, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]
+) -> NoReturn:
+    """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys."""
+    environment = inspect_environment()
+    try:
+        seen = _Inspecting(source, scratch)
+        model = seen.model()
+        finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=seen.written)))
+    except UserCodeError as error:
+        finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
+
+
+class _Inspecting:
+    """The runs of one script, and what follows from all of them."""
+
+    def __init__(self, source: TrainingSource, scratch: Scratch) -> None:
+        self._source = source
+        self._scratch = scratch
+        self._template: Template = source.template
+        self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
+        self.written: tuple[str, ...] = ()
+
+    def model(self) -> ModelFacts:
+        """Return the facts of the model, and what of a candidate the script takes.
+
+        Raises ``UserCodeError`` where it does not do what its placeholders say.
+        """
+        names = self._template.names
+        own = self._run_own() if "batch" not in names else None
+        first, second = self._two(own)
+        began = time.monotonic()
+        one = self._run(first)
+        seconds = time.monotonic() - began
+        if self._template.asks_sample_tokens:
+            one = self._with_sample_tokens(one, first)
+        two = self._run(second)
+        if own is None:
+            own = self._run_own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
+        return self._facts(own, (first, one), (second, two))
+
+    def _two(self, own: Seen | None) -> tuple[Values, Values]:
+        """Return two sets of values that differ in everything, with the same samples of a step."""
+        precisions = self._template.precisions or ("fp32", "bf16")
+        batches = (4, 2)
+        if own is not None and "batch" not in self._template.names:
+            rows = _likely_batch(own)
+            batches = (rows, rows)
+        accumulations = (2, 4)
+        one, *others = precisions
+        two = next((name for name in ("bf16", "fp16", "tf32") if name in others), one)
+        return (
+            Values(batches[0], accumulations[0], one, False, self._sample_tokens),
+            Values(batches[1], accumulations[1], two, True, self._sample_tokens),
+        )
+
+    def _with_sample_tokens(self, seen: Seen, values: Values) -> Seen:
+        """Find out how many tokens a sample has, and run the script again with a total that follows from that."""
+        lengths = Counter(
+            shape[1]
+            for _, shapes in seen.calls
+            for shape in shapes.values()
+            if len(shape) == 2 and shape[0] == values.batch
+        )
+        if not lengths:
+            raise UserCodeError(
+                f"{self._source.name}: it could not be seen how many tokens a sample has",
+                "say it in the placeholder: {effective_tokens:1024}",
+            )
+        self._sample_tokens = lengths.most_common(1)[0][0]
+        return self._run(dataclasses.replace(values, sample_tokens=self._sample_tokens))
+
+    def _run_own(self, patience_seconds: float = _LEAST_PATIENCE_SECONDS) -> Seen | None:
+        """Run the script with its own defaults; ``None`` where it does not train with them, or not soon."""
+        words = self._template.own_words()
+        if words is None:
+            return None
+        seen = Beside(Seen, lambda send: self._run_here(words, {}, send)).result(patience_seconds)
+        return seen if seen is not None and seen.problem is None else None
+
+    def _run(self, values: Values) -> Seen:
+        """Run the script with some values; raises ``UserCodeError`` where it does not train with them."""
+        values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
+        folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
+        words, variables = self._template.fill(values, folder, self._source.cwd)
+        seen = in_fork(Seen, lambda send: self._run_here(words, dict(variables), send))
+        self.written = self.written or seen.written
+        if seen.problem is not None:
+            raise UserCodeError(seen.problem.message, seen.problem.hint)
+        return seen
+
+    def _run_here(
+        self, words: tuple[str, ...], variables: dict[str, str], send: Callable[[Seen], NoReturn]
+    ) -> NoReturn:
+        """Run the script in this process up to its second step."""
+        # What is looked at is the same without a compiler, which would take its time.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        source = self._source
+        log_start = _log_size()
+
+        def fail(error: BaseException) -> NoReturn:
+            if isinstance(error, SystemExit):
+                error = _left(source, words, error, log_start)
+            send(Seen(problem=problem_of(error, source)))
+
+        def refuse(message: str, hint: str) -> NoReturn:
+            fail(UserCodeError(message, hint))
+
+        def refuse_writing(what: str, hint: str) -> NoReturn:
+            refuse(f"{source.name} {what}", hint)
+
+        try:
+            written = WrittenFiles(source.cwd, self._scratch.made_list, refuse_writing)
+            enter(source)
+            set_variables(source.variables, variables)
+            Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
+            written.watch()
+            gradients = SeenGradients()
+            gradients.watch()
+            _Watching(
+                source, gradients, lambda seen: send(dataclasses.replace(seen, written=tuple(written.first))), fail
+            )
+            run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
+            raise UserCodeError(
+                f"{source.name} ended before the second step of its optimizer",
+                "give it the options with which it trains, and for more steps",
+            )
+        except BaseException as error:
+            fail(error)
+
+    def _facts(self, own: Seen | None, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> ModelFacts:
+        """Return what follows from the three runs."""
+        (values, one), (others, two) = first, second
+        names, source = self._template.names, self._source
+        site = _site((values.batch, one.calls), (others.batch, two.calls)) if values.batch != others.batch else None
+        if "batch" in names and site is None:
+            raise UserCodeError(
+                f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
+                f"{_describe(one)} and {_describe(two)}",
+                "put {batch} where the script takes the samples of one forward pass",
+            )
+        follows = _follows(values, one, others, two)
+        tells_total = not {"accumulation", "effective_batch", "effective_tokens"}.isdisjoint(names)
+        if tells_total and not follows:
+            raise UserCodeError(
+                f"{source.name} ignores {self._total()}: it made {one.passes} and {two.passes} backward passes for a "
+                f"step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
+                "put {accumulation} where the script takes the micro-steps of a step",
+            )
+        accumulation, fixed = values.accumulation, dict[str, int]()
+        if not tells_total:
+            # Of several optimizers in turn, each has its own backward passes.
+            accumulation = min((count for _, count in one.cycle if count), default=1)
+            fixed = {"effective_batch": values.batch * accumulation} if follows else {"accumulation": accumulation}
+        passes = max(1, one.passes // accumulation)
+        if site is None:
+            site = _first_dimension(one)
+            fixed["batch"] = _likely_batch(one)
+        site = dataclasses.replace(site, calls=_calls(one, site) // accumulation) if site is not None else None
+        self._check_numerics(first, second)
+        searched = [
+            *(["batch"] if "batch" not in fixed else []),
+            *(["accumulation"] if "accumulation" not in fixed else []),
+            *(["precision"] if "precision" in names else []),
+            *(["checkpointing"] if "checkpointing" in names else []),
+        ]
+        how = HowItSteps(one.anchor, passes, min(one.calls_without_gradients, two.calls_without_gradients), site)
+        assert one.facts is not None
+        always = own.checkpoints if own is not None else one.checkpoints
+        return dataclasses.replace(
+            one.facts,
+            gradient_checkpointing="checkpointing" in names or always,
+            always_checkpoints="checkpointing" not in names and always,
+            interface={
+                "kind": "placeholders",
+                "searched": searched,
+                "fixed": fixed,
+                "precisions": list(self._template.precisions or ()),
+                "sample_tokens": self._sample_tokens,
+                "steps": encode(how),
+                "loader_workers": one.loader_workers,
+                "loader_prefetch": one.loader_prefetch,
+                "tunes_loader": False,
+                "memory_unknown": "a script is told its batch by its command line",
+            },
+            own=self._own_settings(own, how) if own is not None else None,
+        )
+
+    def _total(self) -> str:
+        names = [
+            name for name in ("accumulation", "effective_batch", "effective_tokens") if name in self._template.names
+        ]
+        return " and ".join(f"{{{name}}}" for name in names)
+
+    def _check_numerics(self, first: tuple[Values, Seen], second: tuple[Values, Seen]) -> None:
+        names, name = self._template.names, self._source.name
+        for values, seen in (first, second):
+            if "precision" in names and not seen.computes_in(values.precision):
+                raise UserCodeError(
+                    f"{name} ignores {{precision}}: told {values.precision}, it trained with "
+                    f"{seen.describe_numerics()}",
+                    "check what the script calls it: '{precision:fp32=float32,bf16=bfloat16}'",
+                )
+            if "checkpointing" in names and seen.checkpoints != values.checkpointing:
+                told, did = ("on", "nothing") if values.checkpointing else ("off", "activations")
+                raise UserCodeError(
+                    f"{name} ignores {{checkpointing}}: told {told}, it recomputed {did}",
+                    "check what the script calls it: '{checkpointing:on=--grad-checkpointing}'",
+                )
+
+    def _own_settings(self, own: Seen, how: HowItSteps) -> OwnSettings:
+        micro_steps = max(1, own.passes // how.passes)
+        site = how.site
+        rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
+        batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
+        return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
+
+
+class _Watching:
+    """What a run of a script shows; ends the process with its second whole step."""
+
+    def __init__(
+        self,
+        source: TrainingSource,
+        gradients: SeenGradients,
+        finish: Callable[[Seen], NoReturn],
+        fail: Callable[[BaseException], NoReturn],
+    ) -> None:
+        self._source = source
+        self._gradients = gradients
+        self._finish = finish
+        self._fail = fail
+        self._made: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._steps: list[_Between] = []
+        self._now = _Between()
+        self._numerics = Numerics()
+        self._numerics.watch()
+        self._loading = Loading()
+        self._loading.watch()
+        self._watch_making()
+        self._models = observe(self)
+
+    def _watch_making(self) -> None:
+        kind: Any = torch.optim.Optimizer
+        make, made = kind.__init__, self._made
+
+        def __init__(optimizer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+            make(optimizer, *words, **options)
+            made.append(optimizer)
+
+        kind.__init__ = __init__
+
+    def model_is_called(self, name: str, shapes: Shapes, *, trains: bool) -> None:
+        """Take down what goes in."""
+        if not trains:
+            self._now.without_gradients += 1
+            return
+        self._numerics.look()
+        if len(self._now.calls) < _MOST_CALLS:
+            self._now.calls.append((name, shapes))
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Do nothing: passes are counted at their end."""
+
+    def backward_ends(self) -> None:
+        """Count the pass."""
+        self._now.passes += 1
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Do nothing: steps are counted at their end."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Take the step down, and end the run after two of every optimizer."""
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._now.optimizer = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
+        self._steps.append(self._now)
+        self._now = _Between()
+        counts = Counter(step.optimizer for step in self._steps)
+        waits = len(self._made) > len(self._optimizers) and max(counts.values()) < _MOST_STEPS
+        if min(counts.values()) >= 2 and not waits:
+            try:
+                self._gradients.check(self._source)
+                seen = self._seen(counts)
+            except BaseException as error:
+                self._fail(error)
+            self._finish(seen)
+
+    def _seen(self, counts: Counter[int]) -> Seen:
+        least = min(counts.values())
+        rare = {optimizer for optimizer, count in counts.items() if count == least}
+        anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
+        ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
+        whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
+        return Seen(
+            facts_of(self._models.first, None),
+            tuple(call for step in whole for call in step.calls),
+            sum(step.without_gradients for step in whole),
+            tuple((step.optimizer, step.passes) for step in whole),
+            anchor,
+            tuple(sorted(self._numerics.autocast)),
+            self._numerics.checkpoints,
+            torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
+            self._loading.workers,
+            self._loading.prefetch,
+        )
+
+
+@dataclass
+class _Between:
+    """What was seen between two steps of optimizers."""
+
+    optimizer: int = 0
+    """The one that stepped at the end."""
+    passes: int = 0
+    without_gradients: int = 0
+    calls: list[tuple[str, Shapes]] = field(default_factory=list)
+
+
+def _follows(values: Values, one: Seen, others: Values, two: Seen) -> bool:
+    """Return whether the backward passes of a step followed the accumulation."""
+    each = one.passes / values.accumulation
+    return each >= 1 and each == int(each) and two.passes == each * others.accumulation
+
+
+Calls = tuple[tuple[str, Shapes], ...]
+
+
+def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
+    """Return the dimension that changed with the batch; ``None`` where none did. The smallest factor counts."""
+    (batch, calls), (other, others) = first, second
+    found: list[Site] = []
+    sizes, other_sizes = _sizes(calls), _sizes(others)
+    for place, size in sizes.items():
+        factor = size // batch
+        if factor and size == factor * batch and other_sizes.get(place) == factor * other:
+            found.append(Site(*place, factor=factor))
+    return min(found, key=lambda site: site.factor, default=None)
+
+
+def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:
+    """Return the usual size of each dimension of what models are called with, in the order of the calls."""
+    counts: dict[tuple[str, str, int], Counter[int]] = {}
+    for model, shapes in calls:
+        for path, shape in shapes.items():
+            for dimension, size in enumerate(shape):
+                counts.setdefault((model, path, dimension), Counter())[size] += 1
+    return {place: sizes.most_common(1)[0][0] for place, sizes in counts.items()}
+
+
+def _first_dimension(seen: Seen) -> Site | None:
+    place = next((place for place in _sizes(seen.calls) if place[2] == 0), None)
+    return Site(*place) if place is not None else None
+
+
+def _likely_batch(seen: Seen) -> int:
+    """Return the first dimension of what goes in first: by custom that is the batch."""
+    site = _first_dimension(seen)
+    return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
+
+
+def _calls(seen: Seen, site: Site) -> int:
+    return sum(model == site.model and site.path in shapes for model, shapes in seen.calls)
+
+
+def _describe(seen: Seen) -> str:
+    shapes = [shape for _, call in seen.calls for shape in call.values()]
+    return " × ".join(map(str, shapes[0])) if shapes else "no tensors"
+
+
+def _left(source: TrainingSource, words: tuple[str, ...], left: SystemExit, log_start: int) -> UserCodeError:
+    """Return what to say of a script that ends itself, with its own last words."""
+    said = left.code if isinstance(left.code, str) else _last_words(log_start)
+    code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+    what = f"left with exit code {code}" if code else "ended without training"
+    return UserCodeError(
+        f"{source.name} {what}" + (f": {said[:300]}" if said else ""),
+        f"it was started with: {' '.join(words)[:300]}",
+    )
+
+
+def _log_size() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    try:
+        return os.fstat(2).st_size
+    except OSError:
+        return 0
+
+
+def _last_words(start: int) -> str:
+    """Return the last line that this process wrote into its log from ``start`` on."""
+    _log_size()
+    try:
+        with Path("/proc/self/fd/2").open("rb") as log:
+            log.seek(start)
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

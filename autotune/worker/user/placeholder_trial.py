@@ -1,0 +1,290 @@
+"""Run trials of scripts of any kind, whose command line has placeholders for what is searched.
+
+The script is started with the candidate's values in place, and nothing of it is changed. Its steps are timed from one
+step of its optimizer to the next, and count only where the script did what it was told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.core.candidate import Candidate
+from autotune.core.messages import Progress
+from autotune.core.placeholders import Values, placeholders_in
+from autotune.core.schema import decode
+from autotune.worker.user.code import UserCodeError, run_script
+from autotune.worker.user.guard import Guard
+from autotune.worker.user.loop_steps import MeasuredSteps
+from autotune.worker.user.loop_trial import StepsTrial
+from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
+from autotune.worker.user.own_trial import after_what_lies_ready
+
+# So many steps in which the script did not do what it was told, before any in which it did, are no accident.
+_MOST_OTHERWISE = 3
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes of the precisions that have one of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where samples go into a model: a dimension of what an outermost model is called with."""
+
+    model: str
+    path: str
+    dimension: int
+    factor: int = 1
+    """Rows for each sample: tokens, where a model takes them all in one dimension."""
+    calls: int = 1
+    """Calls for each micro-step."""
+
+    def rows(self, model: str, shapes: Shapes) -> int:
+        """Return the size of the dimension in a call; 0 for a call of another model."""
+        shape = shapes.get(self.path) if model == self.model else None
+        return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the model is given it by name, which the first call of a model does not show."""
+        return not self.path.partition(".")[0].isdigit()
+
+
+@dataclass(frozen=True, slots=True)
+class HowItSteps:
+    """How a script makes the steps of its optimizers, as its inspection has shown."""
+
+    anchor: int = 0
+    """The optimizer, in the order of their first steps, whose step ends a whole step."""
+    passes: int = 1
+    """Backward passes of a micro-step."""
+    calls_without_gradients: int = 0
+    """Calls of models in a step that compute no gradients, such as those of a teacher; more are an evaluation."""
+    site: Site | None = None
+    """``None`` where it is not known where samples go in."""
+
+
+class PlaceholderTrial(StepsTrial):
+    """A trial of a script that is started with other values on its command line."""
+
+    def run_code(self, output_dir: str) -> None:
+        """Run the script with the candidate's values in place, or with its own."""
+        source, interface = self._source, self._source.interface
+        template = source.template
+        self._run_all_micro_steps()
+        words, variables = template.own_words() or (), {}
+        if not self._is_unmodified:
+            values = Values.of(self._candidate, interface.get("sample_tokens"))
+            words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
+            variables = dict(filled)
+        set_variables(source.variables, variables)
+        self._numerics = Numerics()
+        self._numerics.watch()
+        self._steps = self._observed()  # type: ignore[assignment]
+        run_script(dataclasses.replace(source, argv=words), output_dir)
+        raise UserCodeError(
+            f"{source.name} ended before enough steps were measured", "have it train for more steps, or on more data"
+        )
+
+    def make_guard(self) -> Guard:
+        """Return a guard that lets this process train, which is measured wherever it begins, and no other."""
+        return Guard(self._source, self._refuse, is_known=lambda: True)
+
+    def _observed(self) -> HookedSteps:
+        assert self._meter is not None
+        interface = self._source.interface
+        self._effort = after_what_lies_ready(
+            self._effort, self._candidate, interface.get("loader_workers", 0), interface.get("loader_prefetch")
+        )
+        self._callback = measured = MeasuredSteps(
+            self._meter,
+            self._candidate,
+            self._effort,
+            on_enough=self._enough,
+            on_step=lambda step: self._send(Progress(step=step)),
+            busy=self._busy_step(),
+        )
+        how = decode(interface.get("steps", {}), HowItSteps)
+        return HookedSteps(
+            self._source.name,
+            self._candidate,
+            how,
+            measured,
+            on_begin=self.begins,
+            on_call=self._numerics.look,
+            on_step=self._check_numerics,
+            refuse=lambda message: self._refuse(message, ""),
+        )
+
+    def _set_tf32(self) -> None:
+        """Leave it to the script, which is told by its placeholders."""
+
+    def _check_numerics(self) -> None:
+        """End the trial where the script was seen to compute in another way than it was told."""
+        searched, arm, seen = self._source.interface.get("searched", ()), self._candidate.arm, self._numerics.autocast
+        if self._is_unmodified:
+            return
+        name, wanted = self._source.name, AUTOCAST.get(arm.precision)
+        if "precision" in searched and seen and wanted not in seen:
+            self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
+        if "checkpointing" in searched and self._numerics.checkpoints and not arm.gradient_checkpointing:
+            self._refuse(f"{name} recomputes activations, and was told not to", "")
+
+
+class HookedSteps:
+    """Divides what is observed into whole steps, and has those measured in which the script did what it was told.
+
+    A step in which the script evaluates or saves is not counted either.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        candidate: Candidate,
+        how: HowItSteps,
+        listener: MeasuredSteps,
+        *,
+        on_begin: Callable[[], None],
+        on_call: Callable[[], None],
+        on_step: Callable[[], None],
+        refuse: Callable[[str], NoReturn],
+    ) -> None:
+        self._name = name
+        self._candidate = candidate
+        self._how = how
+        self._listener = listener
+        self._on_begin = on_begin
+        self._on_call = on_call
+        self._on_step = on_step
+        self._refuse = refuse
+        accumulation, site = candidate.gradient_accumulation_steps, how.site
+        self._wanted_passes = how.passes * accumulation
+        batch = candidate.per_device_train_batch_size
+        self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
+        self._may_skip = candidate.arm.precision == "fp16"
+        self._optimizers: list[Any] = []
+        self._has_begun = False
+        self._whole_steps = self._otherwise = 0
+        self._marks: tuple[Any, Any] | None = None
+        self._passes = self._rows = self._calls_without_gradients = 0
+        self._is_saving = False
+        self.loss: Any = None
+        """The last one that a backward pass began from."""
+        self._loading = Loading()
+        self._loading.watch()
+        self._calls = observe(self)
+        self._watch_saving()
+
+    def _watch_saving(self) -> None:
+        save = torch.save
+
+        def watched(*words: Any, **options: Any) -> Any:
+            self._is_saving = True
+            return save(*words, **options)
+
+        torch.save = watched
+
+    def model_is_called(self, name: str, shapes: Shapes, *, trains: bool) -> None:
+        """Count the samples that go in."""
+        if not trains:
+            self._calls_without_gradients += 1
+            return
+        self._begin()
+        self._on_call()
+        self._rows += self._how.site.rows(name, shapes) if self._how.site is not None else 0
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_begin()
+            self._loading.take()
+            self._listener.begin()
+            self._listener.step_begins()
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Take the loss down; what an optimizer did before was not the end of the step."""
+        self._begin()
+        self._marks = None
+        first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        self.loss = first.detach() if hasattr(first, "detach") else None
+
+    def backward_ends(self) -> None:
+        """Mark the end of a micro-step, unless it is the last."""
+        self._passes += 1
+        if self._passes % self._how.passes == 0 and self._passes < self._wanted_passes:
+            self._listener.micro_step_ends()
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Mark the end of the last micro-step."""
+        if self._marks is None:
+            mark = self._listener.mark()
+            self._marks = mark, mark
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Mark the end of the update, and end the step with that of the anchor."""
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        if self._marks is not None:
+            self._marks = self._marks[0], self._listener.mark()
+        if self._has_begun and optimizer is next(iter(self._optimizers[self._how.anchor :]), None):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        marks, passes, rows = self._marks, self._passes, self._rows
+        is_interrupted = self._is_saving or self._calls_without_gradients > self._how.calls_without_gradients
+        self._marks, self._is_saving = None, False
+        self._passes = self._rows = self._calls_without_gradients = 0
+        wait_seconds = self._loading.take()
+        self._calls.settle()
+        if marks is None or not self._is_as_told(passes, rows):
+            self._refuse_if_lasting(passes, rows)
+            self._listener.step_is_dropped()
+        elif is_interrupted and self._whole_steps:
+            self._listener.step_is_dropped()
+        else:
+            self._on_step()
+            self._whole_steps += 1
+            self._listener.step_ends(marks, wait_seconds)
+        self._listener.step_begins()
+
+    def _is_as_told(self, passes: int, rows: int) -> bool:
+        if passes != self._wanted_passes:
+            return False
+        is_blind = not self._whole_steps and self._how.site is not None and self._how.site.is_named
+        return rows == self._wanted_rows or (is_blind and rows < self._wanted_rows)
+
+    def _refuse_if_lasting(self, passes: int, rows: int) -> None:
+        """End the trial of a script that never does what it was told.
+
+        A gradient scaler may leave steps out, whose backward passes then come with those of the next.
+        """
+        if self._may_skip and passes > self._wanted_passes and passes % self._wanted_passes == 0:
+            return
+        self._otherwise += 1
+        if self._whole_steps or self._otherwise <= _MOST_OTHERWISE:
+            return
+        asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
+        site = self._how.site
+        if passes != self._wanted_passes or site is None:
+            self._refuse(
+                f"{self._name} makes {passes} backward passes for a step of its optimizer, and {asked} makes "
+                f"{self._wanted_passes}"
+            )
+        seen = rows / site.factor / site.calls
+        self._refuse(
+            f"{self._name} puts {seen:g} samples into {site.model.partition('#')[0]} for a step of its optimizer, "
+            f"and {asked} makes {self._wanted_rows // site.factor // site.calls}"
+        )
+
+
+def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) -> None:
+    """Set the variables of a command line in this process, and remove those with placeholders that have no value."""
+    for name, said in named:
+        if name in values:
+            os.environ[name] = values[name]
+        elif placeholders_in(said):
+            os.environ.pop(name, None)
