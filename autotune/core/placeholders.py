@@ -228,8 +228,11 @@ class Template:
         """Return words and variables with the values in place, files being named by filled copies in ``folder``."""
         copies = {path: _filled_copy(path, values, os.path.join(folder, str(at))) for at, path in enumerate(self.files)}
         named = [_exchange(word, cwd, copies) for word in self.words]
-        variables = tuple((name, fill_text(value, values)) for name, value in self.variables)
-        return fill_words(named, values), variables
+        return fill_words(named, values), self.fill_variables(values)
+
+    def fill_variables(self, values: Values) -> tuple[tuple[str, str], ...]:
+        """Return the variables with the values in place."""
+        return tuple((name, fill_text(value, values)) for name, value in self.variables)
 
 
 def read_template(words: Sequence[str], variables: Sequence[tuple[str, str]], cwd: str) -> Template:

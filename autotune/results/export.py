@@ -13,8 +13,9 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
 from autotune.core.outcome import Completed
+from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.schema import decode
-from autotune.core.training_source import kind_of_code
+from autotune.core.training_source import TrainingSource, kind_of_code
 from autotune.core.units import in_one_line
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
@@ -66,6 +67,8 @@ class Export:
     """Whether the user's own code is a script, which takes options, rather than a function."""
     command: tuple[str, ...] = ("train.py",)
     """What a launcher starts: the user's own script with its own options, or the file of their function."""
+    template: Template | None = None
+    """Of a script that is told its settings by placeholders; ``None`` for other code."""
     launched_precision: str | None = None
     """The precision that ``accelerate launch`` set for the user's own script; ``None`` where it set none."""
     world_size: int = 1
@@ -94,7 +97,13 @@ class Export:
         """All environment variables that a launcher does not set as they were measured by itself."""
         # torchrun and accelerate set it to 1.
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
-        return {**self.environment, **threads}
+        filled = self.template.fill_variables(self.filling) if self.template is not None else ()
+        return {**self.environment, **threads, **dict(filled)}
+
+    @property
+    def filling(self) -> Values:
+        """The values for the placeholders of the command line."""
+        return Values.of(self.candidate, self.interface.get("sample_tokens"))
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
@@ -154,6 +163,9 @@ def make_export(report: Report) -> Export:
         on_cpu=environment["device_kind"] == "cpu",
         is_script=is_script(report.workload),
         command=_command(report.workload.get("source") or {}),
+        template=decode(report.workload["source"], TrainingSource).template
+        if kind_of_code(interface) == "placeholders"
+        else None,
         launched_precision=dict((report.workload.get("source") or {}).get("variables", ())).get(
             "ACCELERATE_MIXED_PRECISION"
         ),
@@ -204,6 +216,8 @@ def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> l
 def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     several = [*_processes(export, form), *_set_variables(export, form)]
     if export.task == "own":
+        if export.template is not None:
+            return [*_by_hand(export.template), *several, *_placement(export), f"measured on {export.measured}"]
         if kind_of_code(export.interface) != "trainer":
             lines = hand_over(export.interface, export.model, export.arguments, export.candidate)
             return [*lines, *several, *_placement(export), f"measured on {export.measured}"]
@@ -233,6 +247,14 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
+    ]
+
+
+def _by_hand(template: Template) -> list[str]:
+    """Say what a command line with its placeholders filled (``--format cli``) does not fill."""
+    return [
+        f"{os.path.relpath(path)} has placeholders: write the values of --format json there, or train with autotune run"
+        for path in template.files
     ]
 
 
@@ -404,7 +426,12 @@ def _bits(export: Export) -> str:
 
 
 def _flags(export: Export) -> list[str]:
-    """Return the arguments as words of a command line, as far as the script has flags for them."""
+    """Return the arguments as words of a command line, as far as the script has flags for them.
+
+    Of a script with placeholders it is the whole command line.
+    """
+    if export.template is not None:
+        return [shlex.join(["python", *fill_words(export.command, export.filling)])]
     if kind_of_code(export.interface) == "trainer":
         kwargs = {"use_reentrant": False}
         left_out = [

@@ -30,12 +30,19 @@ _NAMES: dict[str, dict[str, str]] = {
         "workers": "num_workers",
         "prefetch": "prefetch_factor",
     },
+    "placeholders": {
+        "batch": "per_device_train_batch_size",
+        "accumulation": "gradient_accumulation_steps",
+        "precision": "precision",
+        "checkpointing": "gradient_checkpointing",
+    },
 }
 _PRECISIONS = {"accelerate": precision_names.ACCELERATE, "lightning": precision_names.LIGHTNING}
 
 
 class OwnArguments(TypedDict, total=False):
-    """A winner under the names of what the user's own code trains with: Accelerate, Lightning, or a loop."""
+    """A winner under the names of what the user's own code trains with: Accelerate, Lightning, a loop, a command line
+    with placeholders."""
 
     per_device_train_batch_size: int
     per_device_batch_size: int

@@ -95,7 +95,8 @@ class ModelCalls:
         # In a backward pass, parts of a model are called that recompute their activations.
         if self._depth or is_in_autograd() or id(module) in self._names or next(module.parameters(), None) is None:
             return
-        name = f"{type(module).__name__}#{len(self._names)}"
+        # What torch.compile makes of a module has the module in it.
+        name = f"{type(getattr(module, '_orig_mod', module)).__name__}#{len(self._names)}"
         self._names[id(module)] = name
         module.register_forward_pre_hook(self._begins, with_kwargs=True)
         module.register_forward_hook(self._ends, always_call=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -103,7 +104,7 @@ def inspect(
     """Run the script with its own defaults and with two sets of values, and say what it trains and what it obeys."""
     environment = inspect_environment()
     try:
-        seen = _Inspecting(source, scratch)
+        seen = _Inspecting(source, scratch, predicts=work.arms is not None and work.arms.chip is not None)
         model = seen.model()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=seen.written)))
     except UserCodeError as error:
@@ -113,8 +114,10 @@ def inspect(
 class _Inspecting:
     """The runs of one script, and what follows from all of them."""
 
-    def __init__(self, source: TrainingSource, scratch: Scratch) -> None:
+    def __init__(self, source: TrainingSource, scratch: Scratch, *, predicts: bool) -> None:
         self._source = source
+        self._predicts = predicts
+        """Whether memory is to be predicted, as far as that is possible."""
         self._scratch = scratch
         self._template: Template = source.template
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
@@ -128,11 +131,11 @@ class _Inspecting:
         names = self._template.names
         own = self._run_own() if "batch" not in names else None
         first, second = self._two(own)
+        if self._template.asks_sample_tokens:
+            self._sample_tokens = self._tokens_of_sample(first)
         began = time.monotonic()
         one = self._run(first)
         seconds = time.monotonic() - began
-        if self._template.asks_sample_tokens:
-            one = self._with_sample_tokens(one, first)
         two = self._run(second)
         if own is None:
             own = self._run_own(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
@@ -153,21 +156,17 @@ class _Inspecting:
             Values(batches[1], accumulations[1], two, True, self._sample_tokens),
         )
 
-    def _with_sample_tokens(self, seen: Seen, values: Values) -> Seen:
-        """Find out how many tokens a sample has, and run the script again with a total that follows from that."""
-        lengths = Counter(
-            shape[1]
-            for _, shapes in seen.calls
-            for shape in shapes.values()
-            if len(shape) == 2 and shape[0] == values.batch
+    def _tokens_of_sample(self, values: Values) -> int:
+        """Find out how many tokens a sample has, of which a total is to be given."""
+        seen = self._run(values, to_first_call=True)
+        for _, shapes in seen.calls:
+            for shape in shapes.values():
+                if len(shape) == 2 and shape[0] == values.batch:
+                    return shape[1]
+        raise UserCodeError(
+            f"{self._source.name}: its model was given {_describe(seen)}, and it is not known what a sample of that is",
+            "say it in the placeholder: {effective_tokens:1024}",
         )
-        if not lengths:
-            raise UserCodeError(
-                f"{self._source.name}: it could not be seen how many tokens a sample has",
-                "say it in the placeholder: {effective_tokens:1024}",
-            )
-        self._sample_tokens = lengths.most_common(1)[0][0]
-        return self._run(dataclasses.replace(values, sample_tokens=self._sample_tokens))
 
     def _run_own(self, patience_seconds: float = _LEAST_PATIENCE_SECONDS) -> Seen | None:
         """Run the script with its own defaults; ``None`` where it does not train with them, or not soon."""
@@ -177,21 +176,26 @@ class _Inspecting:
         seen = Beside(Seen, lambda send: self._run_here(words, {}, send)).result(patience_seconds)
         return seen if seen is not None and seen.problem is None else None
 
-    def _run(self, values: Values) -> Seen:
+    def _run(self, values: Values, *, to_first_call: bool = False) -> Seen:
         """Run the script with some values; raises ``UserCodeError`` where it does not train with them."""
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
-        seen = in_fork(Seen, lambda send: self._run_here(words, dict(variables), send))
+        seen = in_fork(Seen, lambda send: self._run_here(words, dict(variables), send, to_first_call=to_first_call))
         self.written = self.written or seen.written
         if seen.problem is not None:
             raise UserCodeError(seen.problem.message, seen.problem.hint)
         return seen
 
     def _run_here(
-        self, words: tuple[str, ...], variables: dict[str, str], send: Callable[[Seen], NoReturn]
+        self,
+        words: tuple[str, ...],
+        variables: dict[str, str],
+        send: Callable[[Seen], NoReturn],
+        *,
+        to_first_call: bool = False,
     ) -> NoReturn:
-        """Run the script in this process up to its second step."""
+        """Run the script in this process up to its second step, or only to the first call of a model."""
         # What is looked at is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         source = self._source
@@ -199,8 +203,11 @@ class _Inspecting:
 
         def fail(error: BaseException) -> NoReturn:
             if isinstance(error, SystemExit):
-                error = _left(source, words, error, log_start)
-            send(Seen(problem=problem_of(error, source)))
+                error = _left(source, error, log_start)
+            problem = problem_of(error, source)
+            if not isinstance(error, UserCodeError) or not error.hint:
+                problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(words)[:300]}")
+            send(Seen(problem=problem))
 
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
@@ -216,9 +223,11 @@ class _Inspecting:
             written.watch()
             gradients = SeenGradients()
             gradients.watch()
-            _Watching(
-                source, gradients, lambda seen: send(dataclasses.replace(seen, written=tuple(written.first))), fail
-            )
+
+            def finish(seen: Seen) -> NoReturn:
+                send(dataclasses.replace(seen, written=tuple(written.first)))
+
+            _Watching(source, gradients, finish, fail, to_first_call=to_first_call)
             run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)
             raise UserCodeError(
                 f"{source.name} ended before the second step of its optimizer",
@@ -280,7 +289,7 @@ class _Inspecting:
                 "loader_workers": one.loader_workers,
                 "loader_prefetch": one.loader_prefetch,
                 "tunes_loader": False,
-                "memory_unknown": "a script is told its batch by its command line",
+                **({"memory_unknown": "its batches are made by its own command line"} if self._predicts else {}),
             },
             own=self._own_settings(own, how) if own is not None else None,
         )
@@ -324,7 +333,10 @@ class _Watching:
         gradients: SeenGradients,
         finish: Callable[[Seen], NoReturn],
         fail: Callable[[BaseException], NoReturn],
+        *,
+        to_first_call: bool,
     ) -> None:
+        self._to_first_call = to_first_call
         self._source = source
         self._gradients = gradients
         self._finish = finish
@@ -358,6 +370,8 @@ class _Watching:
         self._numerics.look()
         if len(self._now.calls) < _MOST_CALLS:
             self._now.calls.append((name, shapes))
+        if self._to_first_call and shapes:
+            self._finish(Seen(calls=((name, shapes),)))
 
     def backward_begins(self, tensors: Any) -> None:
         """Do nothing: passes are counted at their end."""
@@ -468,15 +482,12 @@ def _describe(seen: Seen) -> str:
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"
 
 
-def _left(source: TrainingSource, words: tuple[str, ...], left: SystemExit, log_start: int) -> UserCodeError:
+def _left(source: TrainingSource, left: SystemExit, log_start: int) -> UserCodeError:
     """Return what to say of a script that ends itself, with its own last words."""
     said = left.code if isinstance(left.code, str) else _last_words(log_start)
     code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     what = f"left with exit code {code}" if code else "ended without training"
-    return UserCodeError(
-        f"{source.name} {what}" + (f": {said[:300]}" if said else ""),
-        f"it was started with: {' '.join(words)[:300]}",
-    )
+    return UserCodeError(f"{source.name} {what}" + (f": {said[:300]}" if said else ""))
 
 
 def _log_size() -> int:

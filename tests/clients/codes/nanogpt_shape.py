@@ -51,7 +51,8 @@ class GPT(nn.Module):
 
 def get_batch():
     at = torch.randint(len(data) - block_size - 1, (batch_size,))
-    return torch.stack([data[i : i + block_size] for i in at]), torch.stack([data[i + 1 : i + 1 + block_size] for i in at])
+    x, y = (torch.stack([data[i + by : i + by + block_size] for i in at]) for by in (0, 1))
+    return x, y
 
 
 @torch.no_grad()

@@ -1,0 +1,155 @@
+"""Command lines with placeholders: what is recognised, refused, filled, left out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from autotune.core.errors import InvalidRequestError
+from autotune.core.launch_command import take_launchers_off
+from autotune.core.placeholders import Template, Values, read_template
+from autotune.core.training_source import find_script
+
+ON = Values(16, 4, "bf16", True)
+OFF = Values(8, 8, "fp32", False)
+
+
+def template(line: str) -> Template:
+    return read_template(shlex.split(line), (), "/")
+
+
+def filled(line: str, values: Values = ON) -> str:
+    words, _ = template(line).fill(values, "/nowhere", "/")
+    return shlex.join(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "on", "off"),
+    [
+        ("--batch-size {batch} --accum {accumulation}", "--batch-size 16 --accum 4", "--batch-size 8 --accum 8"),
+        ("--batch_size={batch} total={effective_batch}", "--batch_size=16 total=64", "--batch_size=8 total=64"),
+        ("-b{batch} --tokens {effective_tokens:128}", "-b16 --tokens 8192", "-b8 --tokens 8192"),
+        ("--dtype '{precision:fp32=float32,bf16=bfloat16}'", "--dtype bfloat16", "--dtype float32"),
+        ("--precision {precision}", "--precision bf16", "--precision fp32"),
+        ("'{checkpointing:on=--grad-checkpointing}' -v", "--grad-checkpointing -v", "-v"),
+        # Several words for one value, and the absence of an option for another.
+        ("'{precision:bf16=--amp --amp-dtype bfloat16}' -v", "--amp --amp-dtype bfloat16 -v", "-v"),
+        # An option whose value would be empty goes with it; a flag before options stays.
+        ("-v --amp-dtype '{precision:fp32=,bf16=bfloat16}'", "-v --amp-dtype bfloat16", "-v"),
+        ("amp={precision:fp32=,bf16=bf16} -v", "amp=bf16 -v", "-v"),
+        ("--verbose '{checkpointing:on=--gc}'", "--verbose --gc", "--verbose"),
+        ("--gc {checkpointing} --flag '{checkpointing:on=1,off=0}'", "--gc true --flag 1", "--gc false --flag 0"),
+        # Other braces are the script's own.
+        ("--json '{\"batch\": 1}' --name run-{now} {a,b}", "--json '{\"batch\": 1}' --name 'run-{now}' '{a,b}'", None),
+    ],
+)
+def test_the_values_stand_in_place(line: str, on: str, off: str | None) -> None:
+    assert filled(line) == on
+    assert filled(line, OFF) == (on if off is None else off)
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("-v --batch-size {batch} --accum={accumulation} x", "-v x"),
+        ("-b{batch} lr=1 batch={batch} '{checkpointing:on=--gc}'", "lr=1"),
+        # What follows a placeholder without an option would take its place.
+        ("train {batch} 3", None),
+        ("--lr 1 size{batch}", None),
+    ],
+)
+def test_its_own_defaults_are_those_without_the_options(line: str, own: str | None) -> None:
+    words = template(line).own_words()
+    assert (None if words is None else " ".join(words)) == own
+
+
+@pytest.mark.parametrize(
+    ("line", "quoted"),
+    [
+        ("--dtype {precision:fp32=float32,bf16=bfloat16}", "{precision:fp32=float32,bf16=bfloat16}"),
+        ("--dtype={precision:fp32=float32,bf16=bfloat16} -v", "--dtype={precision:fp32=float32,bf16=bfloat16}"),
+        ("{checkpointing:on=--gc,off=--no-gc}", "{checkpointing:on=--gc,off=--no-gc}"),
+    ],
+)
+def test_braces_that_a_shell_took_are_refused_with_the_word_in_quotes(line: str, quoted: str) -> None:
+    words = shlex.split(_expand_as_bash(line))
+    with pytest.raises(InvalidRequestError, match="the shell has taken the braces") as refused:
+        read_template(words, (), "/")
+    assert shlex.quote(quoted) in refused.value.hint
+
+
+def _expand_as_bash(line: str) -> str:
+    """Expand the one brace expression with a comma in a line."""
+    import subprocess
+
+    return subprocess.run(["bash", "-c", f"echo {line}"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{precision:f32=a}", "'f32=a' is not one of fp32, tf32, fp16, bf16"),
+        ("{precision:bf16}", "'bf16' is not one of"),
+        ("{checkpointing:yes=--gc}", "is not one of on, off"),
+        ("{batch:8}", "takes no names"),
+        ("{effective_tokens:many}", "does not say how many tokens"),
+        ("'{precision:fp32=a}' '{precision:bf16=b}'", "no precision in common"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line: str, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        template(line)
+
+
+def test_the_precisions_are_those_that_have_a_name() -> None:
+    assert template("--dtype {precision}").precisions is None
+    assert template("'{precision:bf16=bfloat16,fp32=float32}'").precisions == ("fp32", "bf16")
+    assert template("'{precision:bf16=--amp}'").precisions == ("fp32", "bf16")
+    both = "'{precision:fp16=--amp,bf16=--amp}' --amp-dtype '{precision:fp16=float16,bf16=bfloat16,fp32=}'"
+    assert template(both).precisions == ("fp32", "fp16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("c.yaml", "batch: {batch}\ndtype: '{precision:fp32=float,bf16=bf16}'\n", "batch: 16\ndtype: 'bf16'\n"),
+        ("c.toml", "batch = {batch}\n[other]\nx = {{}}\n", "batch = 16\n[other]\nx = {{}}\n"),
+        ("c.json", '{"batch": {batch}, "gc": {checkpointing}}', '{"batch": 16, "gc": true}'),
+        ("c.py", "batch = {batch}\nprint(f'{batch}')\n", "batch = 16\nprint(f'{batch}')\n"),
+    ],
+)
+def test_a_configuration_file_is_copied_with_the_values(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text)
+    (tmp_path / "plain.yaml").write_text("a: 1")
+    for words in ([name, "plain.yaml"], [f"--config={name}", "plain.yaml"]):
+        found = read_template(words, (), str(tmp_path))
+        assert found.files == (str(tmp_path / name),)
+        assert "batch" in found.names
+        assert found.own_words() is None
+        (word, other), _ = found.fill(ON, str(tmp_path / "copies"), str(tmp_path))
+        assert other == "plain.yaml"
+        assert Path(word.rpartition("=")[2]).read_text() == expected
+    assert (tmp_path / name).read_text() == text
+
+
+def test_another_configuration_is_another_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("pass")
+    Path("c.json").write_text(json.dumps({"batch": "{batch}", "lr": 1}))
+    words = ["python", "train.py", "--config", "c.json"]
+    before = find_script(words)
+    Path("c.json").write_text(json.dumps({"batch": "{batch}", "lr": 2}))
+    assert find_script(words).digest != before.digest
+    assert before.as_it_is_now().digest == find_script(words).digest
+
+
+def test_variables_of_the_environment_may_have_placeholders() -> None:
+    for words in (["BATCH={batch}", "python", "t.py"], ["env", "BATCH={batch}", "python", "t.py"]):
+        launched = take_launchers_off(words)
+        assert (launched.words, launched.variables) == (("t.py",), (("BATCH", "{batch}"),))
+    assert read_template((), launched.variables, "/").fill(ON, "/nowhere", "/") == ((), (("BATCH", "16"),))
+    with pytest.raises(InvalidRequestError, match="begins with a variable"):
+        take_launchers_off(["OMP_NUM_THREADS=1", "python", "t.py", "{batch}"])

@@ -1,0 +1,243 @@
+"""Trials of scripts that are told their settings by placeholders, whatever their loop is, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_client import ServerClient
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.inspection import ModelFacts
+from autotune.core.outcome import Failed
+from autotune.core.training_source import find_script
+from autotune.core.workload import Workload
+
+# A loop in which nearly everything can be asked for.
+LOOP = """
+import argparse, contextlib, json, os, torch
+from torch.utils.checkpoint import checkpoint
+p = argparse.ArgumentParser()
+p.add_argument("-b", "--batch-size", type=int, default=int(os.environ.get("BATCH", 3)))
+p.add_argument("--accum", type=int, default=1)
+p.add_argument("--total", type=int, help="samples of a step, from which the accumulation follows")
+p.add_argument("--total-tokens", type=int)
+p.add_argument("--dtype", default="float32")
+p.add_argument("--ckpt", action="store_true")
+p.add_argument("--steps", type=int, default=60)
+p.add_argument("--config")
+p.add_argument("--shape", default="plain", choices=["plain", "named", "flat", "gan", "wgan", "two", "parts", "teacher"])
+p.add_argument("--evaluate-every", type=int, default=0)
+p.add_argument("--save-every", type=int, default=0)
+p.add_argument("--compile", action="store_true")
+p.add_argument("--double", action="store_true", help="take twice the batch that was asked for, with accumulation")
+p.add_argument("--freeze", action="store_true")
+args = p.parse_args()
+if args.config:
+    vars(args).update(json.load(open(args.config))["training"])
+batch, accum = args.batch_size, args.accum
+if args.total_tokens:
+    assert args.total_tokens % (batch * 8) == 0, "total tokens must be a multiple of a micro-batch"
+    args.total = args.total_tokens // 8
+if args.total:
+    accum = args.total // batch
+if args.double and accum > 1:
+    batch *= 2
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+    def forward(self, ids, scale=1.0):
+        x = self.a(ids) * scale
+        return checkpoint(self.b, x, use_reentrant=False) if args.ckpt else self.b(x)
+
+def loss_of(net, ids):
+    if args.shape == "named":
+        return net(ids=ids).float().logsumexp(-1).mean()
+    return net(ids.reshape(-1) if args.shape == "flat" else ids).float().logsumexp(-1).mean()
+
+cast = contextlib.nullcontext() if args.dtype == "float32" else torch.autocast("cpu", getattr(torch, args.dtype))
+net, other = Net(), Net()
+if args.freeze:
+    net.requires_grad_(False)
+    other.b.requires_grad_(False)
+first = torch.optim.SGD((other if args.freeze else net).parameters(), 0.01)
+second = torch.optim.AdamW(other.parameters(), 0.01)
+if args.compile:
+    net = torch.compile(net, backend="eager")
+new = lambda: torch.randint(16, (batch, 8))
+for step in range(args.steps):
+    if args.evaluate_every and step % args.evaluate_every == 0:
+        net.eval()
+        with torch.no_grad():
+            [net(torch.randint(16, (5, 8))) for _ in range(3)]
+        net.train()
+    for _ in range(accum):
+        with cast:
+            if args.shape == "teacher":
+                with torch.no_grad():
+                    other(new())
+            loss = loss_of(net, new()) if not args.freeze else torch.ones(1, requires_grad=True).sum()
+            if args.shape == "parts":
+                loss = loss + other(new()).float().mean()
+        (loss / accum).backward()
+    if args.shape in ("gan", "wgan"):
+        first.step(), first.zero_grad()
+        if args.shape == "gan" or step % 3 == 2:
+            for _ in range(accum):
+                (loss_of(other, new()) / accum).backward()
+            second.step(), second.zero_grad()
+    else:
+        first.step(), first.zero_grad()
+        if args.shape == "two":
+            second.step(), second.zero_grad()
+    if args.save_every and step % args.save_every == 0:
+        torch.save(net.state_dict(), "saved.pt")
+    print(f"step {step} of {batch} x {accum}", flush=True)
+"""
+OPTIONS = "-b {batch} --accum {accumulation}"
+ALL = OPTIONS + " --dtype '{precision:fp32=float32,bf16=bfloat16}' '{checkpointing:on=--ckpt}'"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the loop in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP)
+    return tmp_path
+
+
+def workload(options: str) -> Workload:
+    words = shlex.split(options)
+    at = words.index("loop.py") if "loop.py" in words else 0
+    before, after = (words[:at], words[at + 1 :]) if "loop.py" in words else ([], words)
+    return Workload.of_source(find_script([*before, "python", "loop.py", *after]))
+
+
+def inspected(trial_server: ServerClient, options: str) -> tuple[Workload, ModelFacts]:
+    """The workload of some options with the interface that its inspection found."""
+    found = workload(options)
+    model = trial_server.model(found)
+    assert found.source is not None
+    return Workload.of_source(dataclasses.replace(found.source, interface=model.interface)), model
+
+
+def own_batch(model: ModelFacts) -> tuple[Any, ...]:
+    own = model.own
+    return () if own is None else (own.per_device_train_batch_size, own.gradient_accumulation_steps, own.precision)
+
+
+def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -> None:
+    told, model = inspected(trial_server, ALL)
+    assert model.interface["searched"] == ["batch", "accumulation", "precision", "checkpointing"]
+    assert (model.class_name, model.parameters, model.always_checkpoints) == ("Net", 16 * 8 + 8 * 16 + 16, False)
+    assert own_batch(model) == (3, 1, "fp32")
+    answer = trial_server.trial(told, Candidate(Arm("bf16", gradient_checkpointing=True), 6, 4))
+    measured = answer.completed.measurement
+    assert "step 1 of 6 x 4" in answer.log
+    assert measured.micro_steps_run == 4
+    assert measured.samples_per_second == pytest.approx(24 / measured.step_seconds)
+    unmodified = trial_server.trial(told, Candidate(Arm(), 3, 1), unmodified=True)
+    assert unmodified.completed.measurement.micro_steps_run == 1
+    assert "step 1 of 3 x 1" in unmodified.log
+    assert [path.name for path in folder.iterdir()] == ["loop.py"]
+
+
+@pytest.mark.parametrize(
+    ("options", "searched", "fixed", "own"),
+    [
+        # By name, and all tokens in one dimension.
+        (OPTIONS + " --shape named", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape flat", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        # Two optimizers in one step, in turn, and one that steps more seldom; a teacher; a model in two parts.
+        (OPTIONS + " --shape two", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape gan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape teacher", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        (OPTIONS + " --shape parts --compile", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        # Accumulation from a total: one that it is told, one in tokens, and one of its own.
+        ("-b {batch} --total {effective_batch}", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        ("-b {batch} --total-tokens {effective_tokens}", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        ("-b {batch} --total 24", ["batch", "accumulation"], {"effective_batch": 24}, (3, 8, "fp32")),
+        # One of the two alone.
+        ("-b {batch} --accum 5", ["batch"], {"accumulation": 5}, (3, 5, "fp32")),
+        ("-b 6 --accum {accumulation}", ["accumulation"], {"batch": 6}, (6, 1, "fp32")),
+        ("'{checkpointing:on=--ckpt}' -b 6 --dtype bfloat16", ["checkpointing"], {"accumulation": 1, "batch": 6},
+         (6, 1, "bf16")),
+        # In the environment.
+        ("BATCH={batch} loop.py", ["batch"], {"accumulation": 1}, (3, 1, "fp32")),
+    ],
+)  # fmt: skip
+def test_what_is_obeyed_is_seen_in_any_loop(
+    trial_server: ServerClient, options: str, searched: list[str], fixed: dict[str, int], own: tuple[Any, ...]
+) -> None:
+    told, model = inspected(trial_server, options)
+    assert (model.interface["searched"], model.interface["fixed"]) == (searched, fixed)
+    assert own_batch(model) == own
+    batch = 8 if "batch" in searched else fixed["batch"]
+    accumulation = fixed.get("accumulation") or fixed.get("effective_batch", 2 * batch) // batch
+    answer = trial_server.trial(told, Candidate(Arm(own[2]), batch, accumulation))
+    measured = answer.completed.measurement
+    assert f"step 1 of {batch} x {accumulation}\n" in answer.log
+    assert measured.samples_per_second == pytest.approx(batch * accumulation / measured.step_seconds)
+
+
+def test_a_configuration_file_is_filled(trial_server: ServerClient, folder: Path) -> None:
+    text = '{"training": {"batch_size": {batch}, "accum": {accumulation}, "ckpt": {checkpointing}}}'
+    (folder / "settings.json").write_text(text)
+    told, model = inspected(trial_server, "--config settings.json")
+    assert model.interface["searched"] == ["batch", "accumulation", "checkpointing"]
+    assert model.own is None
+    assert "step 1 of 8 x 2\n" in trial_server.trial(told, Candidate(Arm(), 8, 2)).log
+    assert (folder / "settings.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--save-every 9{batch}", "ignores {batch}: with 4 and 2 its model was given 3 × 8 and 3 × 8"),
+        ("-b {batch} --steps {accumulation}0", "ignores {accumulation}: it made 1 and 1 backward passes"),
+        ("-b {batch} --save-every '{precision:fp32=80,bf16=90}'", "ignores {precision}: told bf16"),
+        ("-b {batch} '{checkpointing:on=--save-every 90}'", "ignores {checkpointing}: told on, it recomputed nothing"),
+        ("--bs {batch}", "left with exit code 2: loop.py: error: unrecognized arguments: --bs 4"),
+        ("-b {batch} --shape '{precision:fp32=plain,bf16=round}'", "argument --shape: invalid choice: 'round'"),
+        ("-b {batch}x", "left with exit code 2: loop.py: error: argument -b/--batch-size: invalid int value: '4x'"),
+        ("-b {batch} --total-tokens 100", "raised AssertionError: total tokens must be a multiple of a micro-batch"),
+        ("-b {batch} --steps 1", "ended before the second step of its optimizer"),
+        ("-b {batch} --freeze", "steps an optimizer whose parameters get no gradients"),
+    ],
+)
+def test_what_is_not_obeyed_is_refused_with_what_was_seen(
+    trial_server: ServerClient, options: str, message: str
+) -> None:
+    problem = trial_server.inspection(workload(options)).problem
+    assert message in problem.message
+    assert problem.hint
+
+
+def test_a_candidate_that_is_trained_otherwise_is_refused(trial_server: ServerClient) -> None:
+    """It takes other batches than it was told where it accumulates; the two sets of values showed nothing of that."""
+    told, _ = inspected(trial_server, OPTIONS)
+    source = told.source
+    assert source is not None
+    other = dataclasses.replace(source, argv=(*source.argv, "--double"))
+    outcome = trial_server.trial(Workload.of_source(other), Candidate(Arm(), 8, 2)).outcome
+    assert isinstance(outcome, Failed)
+    assert outcome.message == "loop.py puts 32 samples into Net for a step of its optimizer, and 8 × 2 makes 16"
+    fixed = dataclasses.replace(source, argv=("-b", "{batch}"))
+    outcome = trial_server.trial(Workload.of_source(fixed), Candidate(Arm(), 8, 2)).outcome
+    assert isinstance(outcome, Failed)
+    assert "makes 1 backward passes for a step of its optimizer, and 8 × 2 makes 2" in outcome.message
+
+
+def test_steps_with_an_evaluation_or_a_saved_model_are_not_counted(trial_server: ServerClient) -> None:
+    """Every second step evaluates, every third saves; as many are measured, and the data may end then."""
+    told, _ = inspected(trial_server, OPTIONS + " --evaluate-every 2 --save-every 3 --steps 30")
+    answer = trial_server.trial(told, Candidate(Arm(), 4, 2))
+    measured = answer.completed.measurement
+    steps = answer.log.count("step ")
+    assert steps > 2 * len(measured.step_seconds_each)
