@@ -49,14 +49,29 @@ class Arm:
     """A candidate without its batch. Fields are named as in ``TrainingArguments`` where it has them."""
 
     precision: Precision = field(default="fp32", metadata=_said(lambda arm: arm.precision))
-    gradient_checkpointing: bool = field(default=False, metadata=_said("checkpointing"))
+    gradient_checkpointing: bool = field(
+        default=False,
+        metadata=_said(
+            lambda arm: (
+                f"checkpointing {arm.checkpointed_layers} layers" if arm.checkpointed_layers else "checkpointing"
+            )
+        ),
+    )
     attn_implementation: str = field(default="sdpa", metadata=_said(lambda arm: arm.attn_implementation))
     optim: str = field(
         default="adamw_torch_fused", metadata=_said(lambda arm: None if arm.optim == OWN_OPTIM else arm.optim)
     )
     expandable_segments: bool = field(default=False, metadata=_said("expandable segments"))
     """A setting of CUDA's caching allocator, not of the Trainer: its segments grow, which avoids fragmentation."""
-    torch_compile: bool = field(default=False, metadata=_said("compiled"))
+    torch_compile: bool = field(
+        default=False,
+        metadata=_said(
+            lambda arm: (
+                ("compiled by layer" if arm.regional_compilation else "compiled")
+                + (f" ({arm.torch_compile_mode})" if arm.torch_compile_mode else "")
+            )
+        ),
+    )
     use_liger_kernel: bool = field(default=False, metadata=_said("liger"))
     dataloader_num_workers: int = field(default=0, metadata=_said(lambda arm: f"{arm.dataloader_num_workers} loaders"))
     dataloader_prefetch_factor: int | None = field(
@@ -78,6 +93,18 @@ class Arm:
     """The layer classes that FSDP shards one by one, with commas between them; ``None`` where nothing is sharded."""
     sync_each_batch: bool = field(default=False, metadata=_said("sync each batch"))
     """Whether each micro-step reduces its gradients, so that no rank keeps whole gradients while it accumulates."""
+    torch_compile_mode: str | None = field(default=None, metadata=_said(None, sparse=True))
+    """``reduce-overhead`` has compiled code run as CUDA graphs; ``None`` is torch's default."""
+    regional_compilation: bool = field(default=False, metadata=_said(None, sparse=True))
+    """Compile one layer and use it for all, in place of the whole model."""
+    checkpointed_layers: int | None = field(default=None, metadata=_said(None, sparse=True))
+    """How many of the model's layers recompute their activations, evenly spread; ``None``: all."""
+    cuda_graphs: bool = field(default=False, metadata=_said("CUDA graphs", sparse=True))
+    """Forward and backward passes are captured once as CUDA graphs and replayed, without a compiler."""
+    unpadded: bool = field(default=False, metadata=_said("no mask", sparse=True))
+    """No attention mask is passed, since no sample is padded."""
+    fused_loss: bool = field(default=False, metadata=_said("fused loss", sparse=True))
+    """The loss of a causal language model is computed in parts, so that its logits never exist as a whole."""
 
     @property
     def is_sharded(self) -> bool:

@@ -71,6 +71,8 @@ class ModelFacts:
     attn_implementations: tuple[str, ...]
     gradient_checkpointing: bool = False
     """Whether it can recompute activations."""
+    checkpointing_layers: int | None = None
+    """How many of its layers can each recompute their activations; ``None`` where they cannot be told apart."""
     layer_classes: tuple[str, ...] = ()
     """The classes of the layers that FSDP shards one by one; none where it has none."""
     sharding_error: str | None = None

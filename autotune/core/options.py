@@ -25,6 +25,7 @@ from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
 LeverChoice = Literal["auto", "on", "off"]
 CheckpointingChoice = Literal["auto", "on", "off"]
 Objective = Literal["throughput", "max-batch"]
+SearchEffort = Literal["quick", "default"]
 SamplerName = Literal["autotune", "grid", "tpe", "random"]
 OPTUNA_SAMPLERS: Final[tuple[SamplerName, ...]] = ("tpe", "random")
 """Names of Optuna's samplers, which know nothing of memory and never finish by themselves."""
@@ -218,6 +219,19 @@ def _check_counts(name: str, value: Any) -> tuple[int, ...]:
     return tuple(sorted({COUNT.check(name, count) for count in given}))
 
 
+def _read_layers(text: str) -> str:
+    word = text.strip()
+    return word if word in ("auto", "off") else str(COUNT.read(word))
+
+
+def _check_layers(name: str, value: Any) -> str:
+    return value if value in ("auto", "off") else str(COUNT.check(name, int(value) if _is_digits(value) else value))
+
+
+def _is_digits(value: Any) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit()
+
+
 TEXT = Kind("text", str, _check_text)
 PATH = Kind("path", str, _check_path)
 TRAINER = Kind("path", str, _check_trainer)
@@ -226,6 +240,7 @@ SCRIPT = Kind("words", str, _check_script)
 GPUS = Kind("gpus", str, _check_gpus)
 FLAG = Kind("flag", str, _check_flag, bool)
 COUNT = _whole(1)
+LAYERS = Kind("auto|off|n", _read_layers, _check_layers)
 COUNTS = Kind("n,…", _read_counts, _check_counts, tuple[int, ...], 1)
 SEED = _whole(0)
 BYTES = _quantity("size", parse_bytes, int, 1)
@@ -483,8 +498,30 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "torch_compile", LEVER,
-        "auto: try it on the best candidate at the end; on: on every candidate; off: never.", TRIED, default_text="off",
+        "auto: try it on the best candidates once there is a first answer, where the gain is expected to be worth its "
+        "time; on: on every candidate; off: never.", TRIED, default_text="auto",
         request_field="torch_compile", sparse=True,
+    ),
+    Option(
+        "cuda_graphs", LEVER,
+        "Forward and backward passes as CUDA graphs, without a compiler. auto, on, off: as --torch-compile.", TRIED,
+        default_text="auto", request_field="cuda_graphs", sparse=True,
+    ),
+    Option(
+        "partial_checkpointing", LAYERS,
+        "Recompute only some of the layers. auto: as many as memory asks for, once there is a first answer; a number: "
+        "that many; off: all or none.", TRIED,
+        default_text="auto", request_field="partial_checkpointing", sparse=True,
+    ),
+    Option(
+        "unpadded", LEVER,
+        "Pass no attention mask where no sample is padded. auto, on, off: as --torch-compile.", TRIED,
+        default_text="auto", request_field="unpadded", sparse=True,
+    ),
+    Option(
+        "fused_loss", LEVER,
+        "Compute the loss of a causal language model without its whole logits. auto, on, off: as --torch-compile.",
+        TRIED, default_text="auto", request_field="fused_loss", sparse=True,
     ),
     Option(
         "liger", LEVER, "Liger kernels. auto: try with and without; on: always; off: never.", TRIED, default_text="off",
@@ -505,6 +542,12 @@ OPTIONS: tuple[Option, ...] = (
         "objective", _choice(*get_args(Objective)),
         "Find the most samples a second, or the largest batch that fits.", HOW,
         default_text="throughput", request_field="objective",
+    ),
+    Option(
+        "effort", _choice(*get_args(SearchEffort)),
+        "quick: stop at the first answer, of batch, accumulation, checkpointing and precision; default: go on with "
+        "what may make it faster, on a GPU.", HOW, default_text="default", request_field="search_effort",
+        recorded_as="effort", sparse=True,
     ),
     Option(
         "trials", COUNT, "Run at most N trials.", HOW, BUDGET, request_field="trials",

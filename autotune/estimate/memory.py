@@ -14,7 +14,7 @@ from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.devices import Ceiling
-from autotune.space.levers import arm_that_computes, as_asked, needs_at_least, prediction_class, runs_plain_kernels
+from autotune.space.levers import arm_that_computes, as_asked, is_traced, needs_at_least, prediction_class
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.
@@ -248,7 +248,7 @@ class MemoryModel:
 
         Under DeepSpeed nothing is known: the model itself is in 16 bits there, and the CPU may update it.
         """
-        if arm.zero_stage is not None or not runs_plain_kernels(arm):
+        if arm.zero_stage is not None or not is_traced(arm):
             return None
         return self._operations.get(prediction_class(arm_that_computes(arm)))
 

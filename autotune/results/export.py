@@ -24,6 +24,7 @@ from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_a
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, offloading_threads
+from autotune.space.levers import variables_of
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
     TunedArguments,
@@ -203,9 +204,9 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _variables(candidate: Candidate, torch_version: str) -> dict[str, str]:
-    if not candidate.arm.expandable_segments:
-        return {}
-    return {allocator_variable(torch_version): "expandable_segments:True"}
+    expands = candidate.arm.expandable_segments
+    allocator = {allocator_variable(torch_version): "expandable_segments:True"} if expands else {}
+    return {**allocator, **variables_of(candidate.arm)}
 
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:

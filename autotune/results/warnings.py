@@ -124,9 +124,9 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
         if gain is not None:
             found.append(f"{words}, the winner is {gain:.2f} × as fast as without")
     request = report.study.request
-    may_compile = request["objective"] == "throughput" and request.get("torch_compile", "off") == "off"
-    if may_compile and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
-        found.append("the winner is host-bound: --torch-compile auto measures whether compiling helps")
+    is_quick = request["objective"] == "throughput" and request.get("effort", "quick") == "quick"
+    if is_quick and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
+        found.append("the winner is host-bound: --effort default measures what compiling and CUDA graphs gain")
     return found
 
 

@@ -8,13 +8,15 @@ here, its effect in a trial, and its option.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from autotune.core.candidate import STRATEGIES, Arm, Precision
-from autotune.core.workload import Workload
+from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, optim_package
 
 Memory = Literal["peak", "reserved", "once", "none"]
@@ -23,6 +25,39 @@ Memory = Literal["peak", "reserved", "once", "none"]
 ``peak``: the bytes that are allocated. ``reserved``: only how the allocator reserves them. ``once``: only one step that
 does not repeat, see ``MemoryPrediction.bucket_copy_bytes``. ``none``: nothing that counts.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What decides whether a training can have a lever."""
+
+    device_kind: str
+    ranks: int
+    task: Task
+    is_own_code: bool = False
+    pads: bool = False
+    """Whether samples are padded."""
+    shapes_vary: bool = False
+    """Whether batches differ in length."""
+    layers: int | None = None
+    """How many layers of the model can recompute their activations; ``None`` where that is not known."""
+
+    @classmethod
+    def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
+        """Return what is known of a workload on so many ranks."""
+        data = workload.data
+        lengths = data.facts.lengths if data is not None and data.facts is not None else None
+        ends = (lengths.shortest, lengths.longest) if lengths is not None else ()
+        padded = [data.padded(tokens, workload.seq_len) for tokens in ends] if data is not None else []
+        return cls(
+            device_kind,
+            ranks,
+            workload.task,
+            is_own_code=workload.source is not None,
+            pads=workload.padding > 0 or len({*ends, *padded}) > 1,
+            shapes_vary=len({*padded}) > 1,
+            layers=layers,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +89,16 @@ class Lever:
     """A number that is larger the less a value is preferred; ``None``: its place among ``values``."""
     package: Callable[[Any], str | None] | None = None
     """The optional package that a value needs."""
-    own_kernels: Callable[[Any], bool] | None = None
-    """Whether a value runs kernels that no trace of torch's operations shows."""
+    is_traced: Callable[[Any], bool] | None = None
+    """Whether a trace with fake tensors shows what runs with a value; ``None``: it does with each."""
+    excludes: tuple[str, ...] = ()
+    """Other settings that have to be at their defaults beside it."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables that training needs from its start where it is on."""
+    obstacle: Callable[[Training], str | None] | None = None
+    """Why a training cannot have it, in words; ``None`` where it can."""
+    option: str | None = None
+    """The option of a search, ``auto``, ``on`` or ``off``, of a lever that ``auto`` tries on the best candidates."""
     is_optunas: bool = False
     """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
 
@@ -81,6 +124,41 @@ def _less_communication(arm: Arm) -> Any:
     return {"fsdp": "fsdp-keep", "zero3": "zero2"}.get(arm.strategy or "", arm.strategy)
 
 
+def _checkpointed(arm: Arm) -> float:
+    """Return how many layers recompute their activations; infinity stands for all."""
+    return (arm.checkpointed_layers or math.inf) if arm.gradient_checkpointing else 0
+
+
+def _no_graphs(training: Training) -> str | None:
+    if training.device_kind != "cuda":
+        return f"{training.device_kind} has no CUDA graphs"
+    if training.is_own_code:
+        return "a training of your own captures its steps itself"
+    if training.shapes_vary:
+        return "batches differ in length, and a graph has one shape"
+    return "several ranks are not captured" if training.ranks > 1 else None
+
+
+def _no_layers_to_choose(training: Training) -> str | None:
+    if training.is_own_code:
+        return "your own code decides which layers recompute"
+    return None if (training.layers or 0) > 1 else "the layers of this model cannot be told apart"
+
+
+def _needs_mask(training: Training) -> str | None:
+    if training.is_own_code:
+        return "your own code makes its batches"
+    if training.task in ("image-classification", "speech-seq2seq"):
+        return f"{training.task} has no attention mask"
+    return "samples are padded, which the mask hides" if training.pads else None
+
+
+def _no_logits(training: Training) -> str | None:
+    if training.is_own_code:
+        return "your own code computes its loss"
+    return None if training.task == "causal-lm" else f"{training.task} has no loss over a vocabulary for every token"
+
+
 _PLAIN_ATTENTIONS = ("sdpa", "eager")
 
 # Among precisions of equal speed: bf16 needs no loss scaling.
@@ -93,27 +171,27 @@ LEVERS: tuple[Lever, ...] = (
         never_slower=faster_precision, preference=0, is_optunas=True,
     ),
     Lever(
-        "gradient_checkpointing", saving=lambda arm: arm.gradient_checkpointing, never_slower=lambda arm: False,
-        preference=3, is_optunas=True,
+        "gradient_checkpointing", saving=_checkpointed, never_slower=lambda arm: False, preference=3, is_optunas=True
     ),
     Lever(
         "attn_implementation", (), is_optunas=True,
         package=lambda name: "flash-attn" if name == FLASH_ATTENTION else None,
-        own_kernels=lambda name: name not in _PLAIN_ATTENTIONS,
+        is_traced=lambda name: name in _PLAIN_ATTENTIONS,
     ),
     Lever(
         "optim", (), argument="optim", is_always_set=True, is_optunas=True, package=optim_package,
-        own_kernels=lambda name: optim_package(name) is not None,
+        is_traced=lambda name: optim_package(name) is None,
     ),
     Lever(
         "expandable_segments", memory="reserved", saving=lambda arm: arm.expandable_segments,
         never_slower=lambda arm: False, preference=5, is_optunas=True,
     ),
     Lever(
-        "torch_compile", argument="torch_compile", is_always_set=True, preference=2, own_kernels=bool, is_optunas=True
+        "torch_compile", argument="torch_compile", is_always_set=True, preference=2, is_traced=operator.not_,
+        is_optunas=True,
     ),
     Lever(
-        "use_liger_kernel", argument="use_liger_kernel", is_always_set=True, preference=4, own_kernels=bool,
+        "use_liger_kernel", argument="use_liger_kernel", is_always_set=True, preference=4, is_traced=operator.not_,
         package=lambda on: "liger-kernel" if on else None, is_optunas=True,
     ),
     Lever(
@@ -138,6 +216,32 @@ LEVERS: tuple[Lever, ...] = (
     Lever("transformer_layer_cls_to_wrap", (), part_of="strategy", operations=lambda classes: None),
     Lever(
         "sync_each_batch", part_of="strategy", operations=lambda on: False, never_slower=lambda arm: False
+    ),
+    Lever(
+        "torch_compile_mode", (None, "reduce-overhead"), part_of="torch_compile", argument="torch_compile_mode"
+    ),
+    # What accelerate reads: with torch_compile=True a stock Trainer compiles the layers that repeat.
+    Lever(
+        "regional_compilation", part_of="torch_compile",
+        variables=(("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"),),
+    ),
+    Lever(
+        "checkpointed_layers", (), part_of="gradient_checkpointing", saving=_checkpointed,
+        obstacle=_no_layers_to_choose, is_traced=operator.not_,
+    ),
+    # Graphs keep a memory pool of their own, so that they need at least as much memory.
+    Lever(
+        "cuda_graphs", saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
+        excludes=("gradient_checkpointing", "torch_compile", "use_liger_kernel"), obstacle=_no_graphs,
+        option="cuda_graphs",
+    ),
+    Lever(
+        "unpadded", saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_, obstacle=_needs_mask,
+        option="unpadded",
+    ),
+    Lever(
+        "fused_loss", saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
+        excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss",
     ),
 )  # fmt: skip
 
@@ -231,20 +335,36 @@ def inconvenience(arm: Arm) -> tuple[int, ...]:
     return tuple(row.inconvenience(v) if row.inconvenience else row.values.index(v) for row, v in values)
 
 
+def excluding(arm: Arm) -> str | None:
+    """Return which two settings of an arm cannot be together, in words; ``None`` where all can."""
+    for row in LEVERS:
+        beside = [name for name in row.excludes if getattr(arm, name) != _DEFAULTS[name]]
+        if beside and getattr(arm, row.name) != _DEFAULTS[row.name]:
+            return f"{row.name} does not go with {beside[0]}"
+    return None
+
+
+def variables_of(arm: Arm) -> dict[str, str]:
+    """Return the environment variables that training with an arm needs from its start, besides the allocator's."""
+    return {
+        name: value for row in LEVERS for name, value in row.variables if getattr(arm, row.name) != _DEFAULTS[row.name]
+    }
+
+
 def packages_of(arm: Arm) -> tuple[str, ...]:
     """Return the optional packages that an arm needs."""
     needed = (row.package(getattr(arm, row.name)) for row in LEVERS if row.package)
     return tuple(package for package in needed if package is not None)
 
 
-def runs_plain_kernels(arm: Arm) -> bool:
-    """Return whether only kernels of torch and transformers run, which a trace with fake tensors shows."""
-    return not any(row.own_kernels(getattr(arm, row.name)) for row in LEVERS if row.own_kernels)
+def is_traced(arm: Arm) -> bool:
+    """Return whether a trace with fake tensors shows what runs: only kernels of torch and transformers."""
+    return all(row.is_traced(getattr(arm, row.name)) for row in LEVERS if row.is_traced)
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
     """Return whether memory can be predicted with fake tensors."""
-    return runs_plain_kernels(arm) and workload.quantize is None
+    return is_traced(arm) and workload.quantize is None
 
 
 def compiles(arm: Arm) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import PRECISION_PREFERENCE
+from autotune.space.levers import PRECISION_PREFERENCE, changed, excluding
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -232,21 +233,21 @@ def choose_arms(
     expandable_segments: LeverChoice = "off",
     torch_compile: LeverChoice = "off",
     liger: LeverChoice = "off",
-    pinned: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Arm, ...]:
     """Return every combination as an arm, those without checkpointing first, then by preference of precision.
 
     Arms with expandable segments come late: they are never faster at the same batch, so they are worth trying only
     where memory kept the best arm from a larger one. Compiled arms come last, since each of their trials takes a
-    minute. ``pinned`` runs every arm on one core.
+    minute. Every arm has the ``settings``, without those that do not go with them.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
             "this model does not support gradient checkpointing", "leave --gradient-checkpointing at auto or off"
         )
     choices = choice_of(checkpointing if model_checkpoints else "off")
-    return tuple(
-        Arm(precision, checkpointed, attention, optim, expands, compiled, fused, cpu_affinity=pinned)
+    arms = (
+        changed(Arm(precision, checkpointed, attention, optim, expands, compiled, fused), **(settings or {}))
         for compiled in choice_of(torch_compile)
         for expands in choice_of(expandable_segments)
         for checkpointed in choices
@@ -255,3 +256,4 @@ def choose_arms(
         for fused in choice_of(liger)
         for precision in precisions
     )
+    return tuple(arm for arm in arms if excluding(arm) is None)

@@ -9,6 +9,7 @@ from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
 from autotune.core.chip import Chip
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
 from autotune.core.inspection import Inspection, ModelFacts
+from autotune.core.options import LeverChoice
 from autotune.devices import Ceiling
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
@@ -84,6 +85,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
     else:
         # The user's own Trainer may have another optimizer, and quantized weights.
         check_training_state_fits(request, model, facts.context_bytes)
+    request.check_layers(model.checkpointing_layers)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
     _check_optims(request, facts.optims or request.optims)
     attentions = _attentions(request, model)
@@ -94,10 +96,9 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
-        # Compiling does not change the largest batch that fits.
-        torch_compile="off" if request.objective == "max-batch" else request.torch_compile,
+        torch_compile=_compiling(request),
         liger=request.liger,
-        pinned=request.pins == "on",
+        settings={**request.settings(), "cpu_affinity": request.pins == "on"},
     )
     arms = tuple(arm for arm in arms if goes_together(arm, request.workload.dtype))
     if not arms:
@@ -127,6 +128,13 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         facts.chip,
         facts.calibration,
     )
+
+
+def _compiling(request: SearchRequest) -> LeverChoice:
+    """Return what to search of compiling, which does not change the largest batch that fits."""
+    if request.objective == "max-batch" or (request.torch_compile == "auto" and not request.goes_on):
+        return "off"
+    return request.torch_compile
 
 
 def _check_optims(request: SearchRequest, known: Collection[str]) -> None:

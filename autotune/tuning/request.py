@@ -20,6 +20,7 @@ from autotune.core.options import (
     Objective,
     Option,
     SamplerName,
+    SearchEffort,
 )
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
@@ -38,6 +39,7 @@ from autotune.space.features import (
     require,
     shards_with,
 )
+from autotune.space.levers import LEVERS, Training
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -70,6 +72,9 @@ class SearchRequest:
     world_size: int = 1
     batch_multiple: int | None = None
     objective: Objective = "throughput"
+    search_effort: SearchEffort = "quick"
+    """``quick`` ends at the first answer, as searches did before there was such an option; ``default`` goes on with
+    levers that are ``auto``."""
     precisions: tuple[Precision, ...] | None = None
     """``None`` means all memory of the device."""
     gradient_checkpointing: CheckpointingChoice = "auto"
@@ -80,8 +85,12 @@ class SearchRequest:
     optims: tuple[str, ...] = (DEFAULT_OPTIM,)
     expandable_segments: LeverChoice = "off"
     """``auto`` tries it where memory keeps the best arm from a larger batch."""
-    torch_compile: LeverChoice = "off"
-    """``auto`` tries it with the best candidate, once all else is known."""
+    torch_compile: LeverChoice = "auto"
+    cuda_graphs: LeverChoice = "auto"
+    partial_checkpointing: str = "auto"
+    """``auto``, ``off`` or a number of layers."""
+    unpadded: LeverChoice = "auto"
+    fused_loss: LeverChoice = "auto"
     liger: LeverChoice = "off"
     cpu_affinity: LeverChoice = "auto"
     """``auto`` tries it with the best candidate if that is host-bound."""
@@ -225,10 +234,42 @@ class SearchRequest:
             if is_cpu:
                 raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
             require("liger-kernel", "--liger")
+        self._check_settings()
         if FLASH_ATTENTION in (self.attn_implementations or ()):
             if is_cpu:
                 raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
             require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether levers that are ``auto`` are tried once there is a first answer."""
+        return self.search_effort == "default" and self.objective == "throughput" and self.device.kind == "cuda"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that every arm has, by the levers that are on."""
+        chosen: dict[str, Any] = {row.name: True for row in LEVERS if row.option and getattr(self, row.option) == "on"}
+        if self.partial_checkpointing.isdigit():
+            chosen["checkpointed_layers"] = int(self.partial_checkpointing)
+        return chosen
+
+    def _check_settings(self) -> None:
+        """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have."""
+        training = Training.of(self.workload, self.device.kind, self.ranks)
+        for row in LEVERS:
+            why = row.obstacle(training) if row.option and row.obstacle else None
+            if why is not None and row.name in self.settings():
+                option = f"--{row.name.replace('_', '-')}"
+                raise InvalidRequestError(f"{option} on: {why}", f"leave {option} at auto or off")
+
+    def check_layers(self, layers: int | None) -> None:
+        """Raise ``InvalidRequestError`` where fewer layers can recompute than were asked to; ``None``: none alone."""
+        asked = self.settings().get("checkpointed_layers", 0)
+        if asked > (layers or 0):
+            raise InvalidRequestError(
+                f"--partial-checkpointing {asked}: "
+                + (f"the model has {layers} layers" if layers else "the layers of this model cannot be told apart"),
+                "leave it at auto or off",
+            )
 
     def check_own_code(self) -> None:
         """Raise ``InvalidRequestError`` where the user's own code cannot be trained on these GPUs with this strategy.
@@ -403,7 +444,7 @@ def request_from_document(
 
 
 # A study may be continued with a larger budget, and by a later version.
-_MAY_DIFFER = frozenset({"trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "schema_version"})
+_MAY_DIFFER = frozenset({"effort", "trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "schema_version"})
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:

@@ -15,7 +15,12 @@ from autotune.core.jobs import InspectionWork
 from autotune.core.workload import Workload
 from autotune.worker.failures import first_line
 from autotune.worker.private.accelerate import why_no_fsdp2
-from autotune.worker.private.transformers import attention_implementations, modules_not_to_split, optimizer_names
+from autotune.worker.private.transformers import (
+    attention_implementations,
+    checkpointing_layers,
+    modules_not_to_split,
+    optimizer_names,
+)
 from autotune.worker.rendezvous import lacks_nccl
 from autotune.worker.trial.build import build_model, model_class
 
@@ -77,6 +82,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         tuple(attentions),
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        checkpointing_layers=checkpointing_layers(model),
         layer_classes=layers,
         sharding_error=sharding_error,
         after_step=seen,

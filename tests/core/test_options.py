@@ -23,8 +23,9 @@ from autotune.verify.throughput import DEFAULT_STEPS
 SIGNATURE = inspect.signature(api.search, eval_str=True).parameters
 FIELDS = {field.name: field for field in dataclasses.fields(SearchRequest)}
 RECORDED = [option for option in OPTIONS if option.key]
-# Filled in where a request is made: from the user's code, from the environment, as a headroom.
-FILLED_IN = {"optim", "expandable_segments", "headroom"}
+# Filled in where a request is made: from the user's code, from the environment, as a headroom. A request without an
+# effort is one from before there were levers.
+FILLED_IN = {"optim", "expandable_segments", "headroom", "effort"}
 
 
 def commands() -> dict[str, click.Command]:

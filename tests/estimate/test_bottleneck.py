@@ -101,10 +101,10 @@ class TestReport:
         assert found["cpu_core"] is None
 
     def test_compiling_is_named_where_it_was_not_tried(self) -> None:
-        assert any("--torch-compile auto" in note for note in notes(host_bound()))
-        assert not any("--torch-compile" in note for note in notes(host_bound(torch_compile="auto")))
+        assert any("--effort default" in note for note in notes(host_bound()))
+        assert not any("--effort" in note for note in notes(host_bound(effort="default")))
         busy = report(BASELINE, of(1, BF16, 200.0, 0.95))
-        assert not any("--torch-compile" in note for note in notes(busy))
+        assert not any("--effort" in note for note in notes(busy))
 
     @pytest.mark.parametrize(("arm", "words"), [(COMPILED, "compiled"), (PINNED, "pinned to one core")])
     def test_what_was_tried_is_told_with_its_gain(self, arm: Arm, words: str) -> None:

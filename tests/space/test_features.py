@@ -241,7 +241,9 @@ class TestCompiling:
             ),
         )
         with new_store(tmp_path) as store:
-            return search(store, runner, torch_compile="auto", precisions=("bf16", "tf32")), runner
+            return search(
+                store, runner, torch_compile="auto", search_effort="default", precisions=("bf16", "tf32")
+            ), runner
 
     def test_the_winner_alone_is_compiled_and_at_the_end(self, tmp_path: Path) -> None:
         run, runner = self.searched(0.8, tmp_path)
@@ -263,7 +265,14 @@ class TestCompiling:
             lambda c: c.gradient_accumulation_steps * (0.2 + 0.01 * c.per_device_train_batch_size),
         )
         with new_store(tmp_path) as store:
-            search(store, runner, torch_compile="auto", precisions=("bf16",), gradient_checkpointing="off")
+            search(
+                store,
+                runner,
+                torch_compile="auto",
+                search_effort="default",
+                precisions=("bf16",),
+                gradient_checkpointing="off",
+            )
         compiled = [c.per_device_train_batch_size for c in runner.candidates if c.arm.torch_compile]
         assert compiled == [32, 16]
 

@@ -6,19 +6,25 @@ import dataclasses
 import itertools
 
 import pytest
+from searching import BERT_LARGE
 from transformers import TrainingArguments
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
+from autotune.core.workload import Workload
 from autotune.space.levers import (
     LEVERS,
     Lever,
+    Training,
     as_asked,
     changed,
+    excluding,
     inconvenience,
     memory_class,
     needs_at_least,
     never_slower,
     prediction_class,
+    variables_of,
     without,
 )
 
@@ -46,7 +52,12 @@ class TestTable:
     @pytest.mark.parametrize("row", [row for row in LEVERS if row.values], ids=lambda row: row.name)
     def test_a_value_that_is_not_the_default_is_described(self, row: Lever) -> None:
         others = [value for value in row.values if value != FIELDS[row.name].default]
-        assert all(Arm(**{row.name: value}).describe() != Arm().describe() for value in others)
+        whole = {row.part_of: True} if row.part_of == "torch_compile" else {}
+        assert all(Arm(**whole, **{row.name: value}).describe() != Arm(**whole).describe() for value in others)
+
+    def test_what_does_not_go_together_is_said(self) -> None:
+        assert excluding(Arm("bf16", True, cuda_graphs=True)) == "cuda_graphs does not go with gradient_checkpointing"
+        assert excluding(Arm("bf16", cuda_graphs=True, unpadded=True)) is None
 
 
 class TestWhatFollows:
@@ -93,3 +104,42 @@ class TestWhatFollows:
         assert not sparse & set(Candidate(Arm(), 8).recorded_parameters())
         every = Candidate(Arm("bf16", True, torch_compile=True), 8, 2)
         assert Candidate.from_parameters(every.recorded_parameters()) == every
+
+
+class TestObstacles:
+    TEXT = dataclasses.replace(BERT_LARGE, task="causal-lm")
+
+    def told(self, lever: str, workload: Workload = TEXT, device: str = "cuda", ranks: int = 1) -> str | None:
+        (row,) = (row for row in LEVERS if row.name == lever)
+        assert row.obstacle is not None
+        return row.obstacle(Training.of(workload, device, ranks, 24))
+
+    @pytest.mark.parametrize("lever", ["cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss"])
+    def test_there_is_none_for_a_language_model_on_a_gpu(self, lever: str) -> None:
+        assert self.told(lever) is None
+
+    def test_graphs_have_one_shape_on_one_gpu(self) -> None:
+        assert self.told("cuda_graphs", device="cpu") == "cpu has no CUDA graphs"
+        assert self.told("cuda_graphs", ranks=2) == "several ranks are not captured"
+        assert self.told("cuda_graphs", with_lengths(5, 9)) == "batches differ in length, and a graph has one shape"
+        assert self.told("cuda_graphs", with_lengths(5, 9, padding="max_length")) is None
+
+    def test_a_mask_is_needed_where_a_sample_is_padded(self) -> None:
+        assert self.told("unpadded", dataclasses.replace(self.TEXT, padding=0.2)) is not None
+        assert self.told("unpadded", with_lengths(5, 9, padding="max_length")) is not None
+        assert self.told("unpadded", with_lengths(9, 9)) is None
+
+    def test_only_a_loss_over_a_vocabulary_is_fused(self) -> None:
+        assert self.told("fused_loss", BERT_LARGE) is not None
+
+
+def with_lengths(shortest: int, longest: int, padding: str = "longest") -> Workload:
+    lengths = Lengths(shortest, longest, longest, longest, float(longest), 0.0, 0.0, (1,))
+    data = DataSpec("/data", "json", "0", padding=padding, facts=DataFacts(8, lengths=lengths))
+    return dataclasses.replace(BERT_LARGE, task="causal-lm", data=data)
+
+
+def test_regional_compilation_is_in_the_environment() -> None:
+    assert variables_of(Arm(torch_compile=True)) == {}
+    found = variables_of(Arm(torch_compile=True, regional_compilation=True))
+    assert found == {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}

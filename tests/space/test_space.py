@@ -230,6 +230,14 @@ class TestArms:
         found = choose_arms(("bf16",), "auto", ("sdpa", "eager"), ("adafactor", "sgd"), model_checkpoints=True)
         assert len(found) == len(set(found)) == 8
 
+    def test_every_arm_has_the_settings_that_are_on_unless_they_exclude_it(self) -> None:
+        settings = {"cuda_graphs": True}
+        (found,) = choose_arms(("bf16",), "auto", ("sdpa",), ("sgd",), model_checkpoints=True, settings=settings)
+        assert found == Arm("bf16", optim="sgd", cuda_graphs=True)
+        settings = {"checkpointed_layers": 12}
+        found = choose_arms(("bf16",), "auto", ("sdpa",), ("sgd",), model_checkpoints=True, settings=settings)
+        assert [arm.checkpointed_layers for arm in found] == [None, 12]
+
     @pytest.mark.parametrize(
         ("choice", "model_checkpoints", "expected"),
         [("on", True, {True}), ("off", True, {False}), ("auto", False, {False}), ("off", False, {False})],

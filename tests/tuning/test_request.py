@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from searching import H200, request
+from searching import BERT_LARGE, H200, facts, request
 
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Effort
 from autotune.devices import Headroom
+from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 
 
@@ -43,6 +44,28 @@ class TestChecked:
         full = dataclasses.replace(H200, memory_free_bytes=0)
         with pytest.raises(DeviceError, match=r"no free memory of its 140\.0 GiB"):
             dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=full).check()
+
+    @pytest.mark.parametrize(
+        ("lever", "words"),
+        [
+            ("fused_loss", "--fused-loss on: sequence-classification has no loss over a vocabulary"),
+            ("unpadded", "--unpadded on: samples are padded"),
+        ],
+    )
+    def test_a_lever_that_the_training_cannot_have(self, lever: str, words: str) -> None:
+        padded = dataclasses.replace(BERT_LARGE, padding=0.2)
+        with pytest.raises(InvalidRequestError, match=words):
+            request(workload=padded, **{lever: "on"}).check()
+        request(workload=padded, search_effort="default").check()
+
+    def test_more_layers_than_the_model_can_recompute(self) -> None:
+        partial = request(partial_checkpointing="12")
+        assert {arm.checkpointed_layers for arm in prepare(partial, facts(checkpointing_layers=24)).space.arms} == {
+            None,
+            12,
+        }
+        with pytest.raises(InvalidRequestError, match="--partial-checkpointing 12: the model has 6 layers"):
+            prepare(partial, facts(checkpointing_layers=6))
 
     @pytest.mark.parametrize("trials", [0, -1])
     def test_no_trials(self, trials: int) -> None:
@@ -93,7 +116,7 @@ class TestDifferences:
         assert differences(recorded, asked.document()) == []
 
     def test_how_much_may_be_spent_is_no_difference(self) -> None:
-        more = request(trials=50, time_budget_seconds=900.0, trial_timeout_seconds=10.0)
+        more = request(trials=50, time_budget_seconds=900.0, trial_timeout_seconds=10.0, search_effort="default")
         assert differences(request().document(), more.document()) == []
 
     @given(st.sampled_from(sorted(request().document())))

@@ -118,3 +118,10 @@ def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
         return ignore(None, *rest, **named)
 
     return answer
+
+
+def checkpointing_layers(model: torch.nn.Module) -> int | None:
+    """Return how many layers of a model can each recompute their activations; ``None`` where none can."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules()) or None

@@ -28,7 +28,7 @@ from autotune.core.loop import LoopConfig
 from autotune.core.prediction import ArmsToTrace
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
-from autotune.space.levers import runs_plain_kernels
+from autotune.space.levers import is_traced
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.step import install_cuda_semantics, tracing
@@ -65,7 +65,7 @@ def trace_loop(
         model.attn_implementations[0],
         (OWN_OPTIM,),
     )
-    known = [arm for arm in arms if runs_plain_kernels(arm)]
+    known = [arm for arm in arms if is_traced(arm)]
     accumulates = "accumulation" in searched
     traces = {arm: functools.partial(_trace, source, scratch, arm, accumulates, wanted.chip) for arm in known}
     if not traces:

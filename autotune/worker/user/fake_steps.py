@@ -23,7 +23,7 @@ from autotune.core.chip import Chip
 from autotune.core.inspection import ModelFacts
 from autotune.core.jobs import InspectionWork
 from autotune.core.prediction import ArmsToTrace, TracedStep
-from autotune.space.levers import runs_plain_kernels
+from autotune.space.levers import is_traced
 from autotune.worker.failures import first_line
 from autotune.worker.fake.packing import packed
 from autotune.worker.fake.scaling import telling_batch
@@ -288,7 +288,7 @@ def trace_arms(wanted: ArmsToTrace, chip: Chip, attention: str, optim: str, make
     """
     optims = wanted.optims if wanted.optims and optim != OWN_OPTIM else (optim,)
     arms = arms_of(wanted.precisions, wanted.checkpointing, attention, optims)
-    known = [arm for arm in arms if runs_plain_kernels(arm)]
+    known = [arm for arm in arms if is_traced(arm)]
     if not known:
         return Memory(unknown=f"{arms[0].attn_implementation} attention or {arms[0].optim} has own kernels")
     try:
