@@ -35,6 +35,8 @@ class StockWork:
     """The core that the winner was measured on; ``None`` where that is not known."""
     data_folder: str | None = None
     """The folder of the prepared dataset; ``None`` without one."""
+    applied: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``autotune.training.apply``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_a
 from autotune.results.report import Report, is_script, measurement
 from autotune.results.wording import describe_data
 from autotune.space.features import allocator_variable, offloading_threads
-from autotune.space.levers import variables_of
+from autotune.space.levers import applied_settings, variables_of
 from autotune.space.training_arguments import (
     EVALUATION_BATCH,
     TunedArguments,
@@ -100,6 +100,12 @@ class Export:
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
         filled = self.template.fill_variables(self.filling) if self.template is not None else ()
         return {**self.environment, **threads, **dict(filled)}
+
+    @property
+    def applied(self) -> str:
+        """The call that applies what has no field in ``TrainingArguments``; empty where there is none."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in applied_settings(self.candidate.arm).items())
+        return f"apply(trainer, {settings})" if settings else ""
 
     @property
     def filling(self) -> Values:
@@ -245,6 +251,7 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
         *several,
         *_placement(export),
         *_zero(export, form),
+        *([f"before it trains: from autotune.training import apply; {export.applied}"] if export.applied else []),
         f"load the model with from_pretrained(…, {options})",
         *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
         f"measured on {export.measured}",
@@ -481,11 +488,13 @@ def _python(export: Export) -> str:
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
         + f"from transformers import {names}\n\n"
+        + ("from autotune.training import apply\n\n" if export.applied else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
         + ("" if is_first else arguments)
+        + (f"# once there is a Trainer:\n{export.applied}\n" if export.applied else "")
     )
 
 

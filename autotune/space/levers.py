@@ -93,6 +93,8 @@ class Lever:
     """Whether a trace with fake tensors shows what runs with a value; ``None``: it does with each."""
     excludes: tuple[str, ...] = ()
     """Other settings that have to be at their defaults beside it."""
+    is_applied: bool = False
+    """Whether ``autotune.training.apply`` sets it, under its name."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables that training needs from its start where it is on."""
     obstacle: Callable[[Training], str | None] | None = None
@@ -226,21 +228,21 @@ LEVERS: tuple[Lever, ...] = (
         variables=(("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true"),),
     ),
     Lever(
-        "checkpointed_layers", (), part_of="gradient_checkpointing", saving=_checkpointed,
+        "checkpointed_layers", (), part_of="gradient_checkpointing", is_applied=True, saving=_checkpointed,
         obstacle=_no_layers_to_choose, is_traced=operator.not_,
     ),
     # Graphs keep a memory pool of their own, so that they need at least as much memory.
     Lever(
-        "cuda_graphs", saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
+        "cuda_graphs", is_applied=True, saving=lambda arm: -arm.cuda_graphs, preference=8, is_traced=operator.not_,
         excludes=("gradient_checkpointing", "torch_compile", "use_liger_kernel"), obstacle=_no_graphs,
         option="cuda_graphs",
     ),
     Lever(
-        "unpadded", saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_, obstacle=_needs_mask,
-        option="unpadded",
+        "unpadded", is_applied=True, saving=lambda arm: arm.unpadded, preference=9, is_traced=operator.not_,
+        obstacle=_needs_mask, option="unpadded",
     ),
     Lever(
-        "fused_loss", saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
+        "fused_loss", is_applied=True, saving=lambda arm: arm.fused_loss, preference=10, is_traced=operator.not_,
         excludes=("use_liger_kernel",), obstacle=_no_logits, option="fused_loss",
     ),
 )  # fmt: skip
@@ -348,6 +350,15 @@ def variables_of(arm: Arm) -> dict[str, str]:
     """Return the environment variables that training with an arm needs from its start, besides the allocator's."""
     return {
         name: value for row in LEVERS for name, value in row.variables if getattr(arm, row.name) != _DEFAULTS[row.name]
+    }
+
+
+def applied_settings(arm: Arm) -> dict[str, Any]:
+    """Return the arguments of ``autotune.training.apply`` that training with an arm needs."""
+    return {
+        row.name: getattr(arm, row.name)
+        for row in LEVERS
+        if row.is_applied and getattr(arm, row.name) != _DEFAULTS[row.name]
     }
 
 

@@ -14,11 +14,9 @@ from typing import TypeVar
 from transformers import Trainer
 
 from autotune.training.checkpointing import checkpoint_some_layers
-from autotune.training.graphs import GraphsUnavailableError as GraphsUnavailableError
+from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
 from autotune.training.graphs import use_cuda_graphs
-from autotune.training.loss import FusedLossUnavailableError as FusedLossUnavailableError
 from autotune.training.loss import fuse_loss
-from autotune.training.masks import PaddedError as PaddedError
 from autotune.training.masks import leave_out_full_masks
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -37,7 +35,7 @@ def apply(
     ``checkpointed_layers``: checkpoint so many layers, evenly spread; checkpointing itself is turned on by the
     ``TrainingArguments``. ``unpadded``: pass no attention mask, since no sample is padded. ``fused_loss``: compute the
     loss of a causal language model without all logits. ``cuda_graphs``: launch each forward and backward pass as one
-    CUDA graph. Raises ``GraphsUnavailableError`` or ``FusedLossUnavailableError`` where a training does not allow it.
+    CUDA graph. Raises ``SettingUnavailableError`` where a training does not allow one.
     """
     if checkpointed_layers is not None:
         checkpoint_some_layers(trainer, checkpointed_layers)

@@ -20,15 +20,13 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers import Trainer
 
+from autotune.training.errors import SettingUnavailableError
+
 # Kernels are chosen, compiled and loaded in the first micro-steps of a shape, which a capture would not survive.
 # torch.cuda.make_graphed_callables runs three before it captures; with less than two, Triton kernels are not loaded.
 EAGER_MICRO_STEPS = 3
 # Each shape keeps its activations for good, in a pool that the graphs share. Other shapes run without a graph.
 MOST_SHAPES = 8
-
-
-class GraphsUnavailableError(RuntimeError):
-    """CUDA graphs cannot be used for this training; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class GraphedSteps:
                     self._attach()
                 loss = self._eager(model, inputs, num_items_in_batch)
         except RuntimeError as error:
-            raise GraphsUnavailableError(
+            raise SettingUnavailableError(
                 f"a micro-step of {type(_unwrapped(model)).__name__} cannot be captured as a CUDA graph: "
                 f"{str(error).splitlines()[0]}"
             ) from error
@@ -131,7 +129,7 @@ class GraphedSteps:
             gradients = [p.grad for p in self._parameters]
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
             if unused:
-                raise GraphsUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
+                raise SettingUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
             self._gradients = [g for g in gradients if g is not None]
         return _Graph(graph, tuple(leaf for leaf in static if isinstance(leaf, torch.Tensor)), loss)
 
@@ -161,21 +159,21 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def use_cuda_graphs(trainer: Trainer) -> GraphedSteps:
     """Have a ``Trainer`` run its micro-steps as CUDA graphs.
 
-    Raises ``GraphsUnavailableError`` where the training is known not to allow it. Code that runs in a micro-step in
+    Raises ``SettingUnavailableError`` where the training is known not to allow it. Code that runs in a micro-step in
     Python, as a ``compute_loss`` of one's own, would run only while a graph is captured, so that it is refused.
     """
     args = trainer.args
     if args.device.type != "cuda":
-        raise GraphsUnavailableError(f"CUDA graphs need a CUDA device; the training is on {args.device}")
+        raise SettingUnavailableError(f"CUDA graphs need a CUDA device; the training is on {args.device}")
     if args.world_size > 1:
-        raise GraphsUnavailableError("CUDA graphs are for one rank: the exchange of gradients is not captured")
+        raise SettingUnavailableError("CUDA graphs are for one rank: the exchange of gradients is not captured")
     for method in ("training_step", "compute_loss"):
         if getattr(type(trainer), method) is not getattr(Trainer, method):
-            raise GraphsUnavailableError(
+            raise SettingUnavailableError(
                 f"{type(trainer).__name__}.{method} is your own; its Python code would run once instead of each step"
             )
     if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
-        raise GraphsUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
+        raise SettingUnavailableError("CUDA graphs cannot be captured with gradient checkpointing")
     steps = GraphedSteps(trainer)
     trainer.training_step = steps
     return steps

@@ -14,14 +14,12 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from autotune.training.errors import SettingUnavailableError
+
 # Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
 # more is gained.
 _LOGITS_AT_ONCE = 2**28
 _IGNORED = -100
-
-
-class FusedLossUnavailableError(RuntimeError):
-    """A model does not compute its loss in the way that is replaced; the message says what was found."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -143,7 +141,7 @@ class _FusedLoss:
 def fuse_loss(trainer: Trainer) -> None:
     """Have a causal language model compute its loss without all logits; it then returns no logits while it trains.
 
-    Raises ``FusedLossUnavailableError`` for a model with another loss or another kind of output layer, or one that
+    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer, or one that
     changes its logits after that layer (a cap or a scale).
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -151,17 +149,15 @@ def fuse_loss(trainer: Trainer) -> None:
     name = type(model).__name__
     layer = model.get_output_embeddings()
     if type(layer) is not torch.nn.Linear:
-        raise FusedLossUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
+        raise SettingUnavailableError(f"the output layer of {name} is {type(layer).__name__}, not torch.nn.Linear")
     if model.loss_function is not ForCausalLMLoss:
-        raise FusedLossUnavailableError(f"the loss of {name} is not that of a causal language model")
+        raise SettingUnavailableError(f"the loss of {name} is not that of a causal language model")
     config = model.config.get_text_config()
     for changed in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, changed, None) not in (None, 1, 1.0):
-            raise FusedLossUnavailableError(f"{name} changes its logits after the output layer ({changed})")
+            raise SettingUnavailableError(f"{name} changes its logits after the output layer ({changed})")
     if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
-        raise FusedLossUnavailableError(
-            "the Trainer computes the loss from logits (label smoothing or a loss of yours)"
-        )
+        raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
     fused = _FusedLoss(layer)
     layer.forward = fused.logits  # type: ignore[method-assign, assignment]
     model.loss_function = fused.loss

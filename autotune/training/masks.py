@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from transformers import Trainer, masking_utils
 
+from autotune.training.errors import SettingUnavailableError
+
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _POSITIONS = "position_ids"
-
-
-class PaddedError(ValueError):
-    """A batch is padded or packed in a training that was told that none is."""
 
 
 class WithoutFullMasks:
@@ -31,17 +29,19 @@ class WithoutFullMasks:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a batch. Its tensors are in the host's memory, so that looking at them costs the GPU nothing.
 
-        Raises ``PaddedError`` for a batch whose samples are padded, or several of which share a row.
+        Raises ``SettingUnavailableError`` for a batch whose samples are padded, or several of which share a row.
         """
         batch = self._collator(*args, **kwargs)
         if not isinstance(batch, Mapping):
             return batch
         if _POSITIONS in batch:
-            raise PaddedError(f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded")
+            raise SettingUnavailableError(
+                f"a batch has {_POSITIONS}, so that its samples may be packed; train without unpadded"
+            )
         masks = [name for name in _MASKS if isinstance(batch.get(name), torch.Tensor)]
         for name in masks:
             if not bool(batch[name].all()):
-                raise PaddedError(f"the {name} of a batch masks padding; train without unpadded")
+                raise SettingUnavailableError(f"the {name} of a batch masks padding; train without unpadded")
         return {name: value for name, value in batch.items() if name not in masks}
 
 

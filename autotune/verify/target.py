@@ -16,6 +16,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device, devices_of_ranks, list_devices
 from autotune.results.export import make_export
 from autotune.results.report import Report, load_report
+from autotune.space.levers import applied_settings
 from autotune.store.records import TrialRecord
 from autotune.store.repository import Store
 from autotune.verify.comparison import Interval
@@ -70,6 +71,7 @@ class Target:
             pinned=self.best.candidate.arm.cpu_affinity,
             cpu_core=self.promised.cpu_core,
             data_folder=str(data_folder) if data_folder else None,
+            applied=applied_settings(self.best.candidate.arm),
         )
 
 

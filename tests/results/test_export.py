@@ -383,3 +383,14 @@ def test_the_users_own_script_is_launched_with_its_own_options(source: dict[str,
     start = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 {expected}"
     takes_flags = source["kind"] == "script" and source["interface"]["from"] == "flags"
     assert line == (f"{start} {render(export, 'cli')}" if takes_flags else f"{start}\n")
+
+
+def test_what_has_no_field_is_applied_by_one_line(fields: tuple[str, ...]) -> None:
+    arm = Arm("bf16", gradient_checkpointing=True, checkpointed_layers=4, unpadded=True)
+    made = make_export(report_of(Candidate(arm, 4), "cuda", fields))
+    call = "apply(trainer, checkpointed_layers=4, unpadded=True)"
+    assert f"before it trains: from autotune.training import apply; {call}" in beside_lines(made)
+    lines = render(made, "python").splitlines()
+    assert "from autotune.training import apply" in lines
+    assert lines[-1] == call
+    assert "apply" not in render(make_export(report_of(Candidate(Arm("bf16"), 4), "cuda", fields)), "python")

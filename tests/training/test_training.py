@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from autotune.training import FusedLossUnavailableError, GraphsUnavailableError, apply
+from autotune.training import SettingUnavailableError, apply
 from autotune.training import loss as loss_module
 from autotune.training.checkpointing import checkpoint_layers
 from autotune.training.graphs import EAGER_MICRO_STEPS, GraphedSteps
@@ -122,14 +122,14 @@ class TestGraphs:
         steps._eager = looks
         trainer.training_step = steps
         with pytest.raises(
-            GraphsUnavailableError, match=r"BertForSequenceClassification cannot be captured.*capturing"
+            SettingUnavailableError, match=r"BertForSequenceClassification cannot be captured.*capturing"
         ):
             trainer.train()
 
 
 class TestGraphsRefused:
     def test_without_a_gpu(self, tmp_path: Path) -> None:
-        with pytest.raises(GraphsUnavailableError, match="need a CUDA device; the training is on cpu"):
+        with pytest.raises(SettingUnavailableError, match="need a CUDA device; the training is on cpu"):
             apply(trainer_of(classifier(), samples(classes=True), tmp_path), cuda_graphs=True)
 
 
@@ -195,13 +195,13 @@ class TestFusedLoss:
 
     def test_a_model_without_such_a_loss_is_refused(self, tmp_path: Path) -> None:
         trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
-        with pytest.raises(FusedLossUnavailableError, match="the output layer of BertForSequenceClassification is"):
+        with pytest.raises(SettingUnavailableError, match="the output layer of BertForSequenceClassification is"):
             apply(trainer, fused_loss=True)
 
     def test_changed_logits_are_refused(self, tmp_path: Path) -> None:
         trainer = trainer_of(language_model(), samples(), tmp_path)
         trainer.model.config.final_logit_softcapping = 30.0
-        with pytest.raises(FusedLossUnavailableError, match="final_logit_softcapping"):
+        with pytest.raises(SettingUnavailableError, match="final_logit_softcapping"):
             apply(trainer, fused_loss=True)
 
 
@@ -226,7 +226,7 @@ class TestUnpadded:
     )
     def test_padded_or_packed_samples_are_refused(self, data: Any, said: str, tmp_path: Path) -> None:
         trainer = apply(trainer_of(language_model(), data, tmp_path), unpadded=True)
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(SettingUnavailableError, match=re.escape(said)):
             trainer.train()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from server_client import ServerClient
@@ -194,3 +195,26 @@ def test_what_is_not_installed_fails_with_its_evidence(
     assert "Traceback" in outcome.traceback
     assert outcome.traceback in answer.log
     assert list(outcome.phase_seconds)[-1] == phase
+
+
+def test_levers_that_are_applied_train_the_same_with_less_memory(trial_server: ServerClient) -> None:
+    sizes = {"num_hidden_layers": 8, "vocab_size": 4096}
+    workload = tiny_workload("llama-tiny", seq_len=128, config=sizes)
+    effort = Effort(warmup_steps=1, min_steps=1, max_steps=1)
+
+    def measured(**settings: Any) -> Measurement:
+        return trial_server.trial(workload, Candidate(Arm(**settings), 16), effort).completed.measurement
+
+    stock, fused = measured(), measured(fused_loss=True)
+    checkpointed = {"gradient_checkpointing": True}
+    some, all_layers = measured(**checkpointed, checkpointed_layers=4), measured(**checkpointed)
+    for other in (fused, some, measured(unpadded=True)):
+        assert other.train_loss == pytest.approx(stock.train_loss, rel=1e-5)
+    assert fused.peak_reserved_bytes < 0.9 * stock.peak_reserved_bytes
+    assert all_layers.peak_reserved_bytes < some.peak_reserved_bytes < stock.peak_reserved_bytes
+
+
+def test_a_lever_that_a_training_cannot_have_fails_with_the_reason(trial_server: ServerClient) -> None:
+    answer = trial_server.trial(tiny_workload("bert-tiny", seq_len=64), Candidate(Arm(fused_loss=True), 4))
+    assert isinstance(answer.outcome, Failed)
+    assert "SettingUnavailableError: the output layer of" in answer.outcome.message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import sys
 import time
@@ -21,7 +22,10 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.space.levers import applied_settings, variables_of
 from autotune.space.training_arguments import training_arguments
+from autotune.training import apply
+from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
@@ -87,6 +91,14 @@ def trainer_arguments(
     )
 
 
+def _with_capture(candidate: Candidate, effort: Effort) -> Effort:
+    """Return the effort with warm-up steps enough for CUDA graphs to be captured in them."""
+    if not candidate.arm.cuda_graphs:
+        return effort
+    steps = 1 + math.ceil(EAGER_MICRO_STEPS / micro_steps_to_run(candidate, effort))
+    return dataclasses.replace(effort, warmup_steps=max(effort.warmup_steps, steps))
+
+
 def _micro_steps(arguments: Any) -> int:
     """Return the number of micro-steps in all steps of a trial."""
     return int(arguments.gradient_accumulation_steps * arguments.max_steps)
@@ -115,7 +127,7 @@ class Trial:
     ) -> None:
         self._workload = workload
         self._candidate = work.candidate
-        self._effort = work.effort
+        self._effort = _with_capture(work.candidate, work.effort)
         self._device_kind = work.devices.kind
         self._ranks = ranks or Ranks()
         self._uuid = work.devices.uuids[self._ranks.rank]
@@ -134,6 +146,7 @@ class Trial:
     def run(self) -> Outcome:
         """Train and measure, and return the outcome; an error of the training becomes a failure."""
         keep_compiled(os.environ)
+        os.environ.update(variables_of(self._candidate.arm))
         try:
             outcome = self._train(self._scratch.output_dir)
         except Exception as error:
@@ -199,6 +212,7 @@ class Trial:
             samples = self._candidate.per_device_train_batch_size * micro_steps
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
+        apply(trainer, **applied_settings(arm))
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if arguments.world_size != self._ranks.count:

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from autotune.core.compiler_cache import keep_compiled
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
+from autotune.training import apply
 from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
@@ -180,15 +181,14 @@ def build_trainer(
         raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {work.devices.ranks} were expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
     if dataset is not None:
-        return Trainer(model=model, args=made, callbacks=callbacks, **dataset.ingredients(model, evaluated))
-    per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
-    return Trainer(
-        model=model,
-        args=made,
-        train_dataset=synthetic_dataset(workload, model, per_step * work.steps, work.seed),
-        eval_dataset=synthetic_dataset(workload, model, evaluated, work.seed),
-        callbacks=callbacks,
-    )
+        ingredients = dataset.ingredients(model, evaluated)
+    else:
+        per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
+        ingredients = {
+            "train_dataset": synthetic_dataset(workload, model, per_step * work.steps, work.seed),
+            "eval_dataset": synthetic_dataset(workload, model, evaluated, work.seed),
+        }
+    return apply(Trainer(model=model, args=made, callbacks=callbacks, **ingredients), **work.applied)
 
 
 def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
