@@ -18,6 +18,7 @@ from typing import Any
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
 from autotune.core.messages import Progress
+from autotune.core.option_kinds import refuse
 from autotune.core.options import (
     BY_NAME,
     CheckpointingChoice,
@@ -26,7 +27,6 @@ from autotune.core.options import (
     SamplerName,
     SearchEffort,
     check_arguments,
-    refuse,
 )
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.training_source import WITHIN_VARIABLE

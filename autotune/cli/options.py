@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import FLAG, OPTIONS, SCRIPT, Kind, Option, options_of
+from autotune.core.option_kinds import FLAG, SCRIPT, Kind
+from autotune.core.options import OPTIONS, Option, options_of
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -69,7 +70,7 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
 def _click_type(kind: Kind) -> Any:
     if kind.name == "choice":
         return click.Choice(kind.choices)
-    return str if kind.read is str else _Parsed(kind)
+    return str if kind.parse is str and kind.json is str else _Parsed(kind)
 
 
 class SectionedCommand(click.Command):

@@ -1,4 +1,4 @@
-"""Declare every option of a search once: its name, how it is read and checked, its help, its name in JSON.
+"""Declare every option of a search once: its name, its kind of value, its help, its name in JSON.
 
 The command line, the checks of ``autotune.search``, the JSON of a recorded request and the reference pages are made
 from ``OPTIONS``. To add an option, add an ``Option`` here, the parameter of ``autotune.search`` (for type checkers)
@@ -7,19 +7,39 @@ and, where a search records it, the field of ``SearchRequest``; tests compare th
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args
 
 from autotune.core.candidate import PRECISIONS, STRATEGIES
-from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom, parse_headroom
-from autotune.core.errors import InvalidRequestError
-from autotune.core.training_source import locate_function
-from autotune.core.units import parse_bytes, parse_number, parse_seconds, parse_share
+from autotune.core.ceiling import DEFAULT_HEADROOM_FRACTION, Headroom
+from autotune.core.option_kinds import (
+    BYTES,
+    COUNT,
+    COUNTS,
+    DATASET,
+    FLAG,
+    GPUS,
+    HEADROOM,
+    LAYERS,
+    LOOP,
+    MODEL,
+    NUMBER,
+    PATH,
+    SCRIPT,
+    SECONDS,
+    SEED,
+    SHARE,
+    TEXT,
+    TOKENIZER,
+    TRAINER,
+    WORDS,
+    Kind,
+    choice,
+    words,
+    words_or_auto,
+)  # fmt: skip
 from autotune.core.workload import DTYPES, TASKS, PeftName, QuantizeName
 
 LeverChoice = Literal["auto", "on", "off"]
@@ -30,226 +50,7 @@ SamplerName = Literal["autotune", "grid", "tpe", "random"]
 OPTUNA_SAMPLERS: Final[tuple[SamplerName, ...]] = ("tpe", "random")
 """Names of Optuna's samplers, which know nothing of memory and never finish by themselves."""
 
-# No device holds more samples, and every number up to it has its divisors found at once.
-_MOST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How the values of an option are written on the command line, checked in Python and recorded in JSON."""
-
-    name: str
-    """What stands for a value in help."""
-    read: Callable[[str], Any]
-    """Parse text; raises ``ValueError`` or ``InvalidRequestError``."""
-    check: Callable[[str, Any], Any]
-    """Take the value of a Python argument of this name; raises ``InvalidRequestError``."""
-    json: Any = str
-    """The type of the recorded value."""
-    least: int | None = None
-    """The least number, or length of a list, that can be recorded."""
-    choices: tuple[str, ...] = ()
-
-
-def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError:
-    """Return the error for a value of a wrong type or range; large values are named by their type."""
-    is_short = value is None or isinstance(value, str | Real) or (isinstance(value, list | tuple) and not value)
-    told = f"{name}={value!r}" if is_short else f"{name} of type {type(value).__name__}"
-    return InvalidRequestError(f"{told[:100]} is not {wanted}", hint)
-
-
-def _check_text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise refuse(name, value, "text", "give its name as text")
-    return value
-
-
-_NO_PATH = {
-    "model": "give its name or its folder; a model made in memory is for a function: trainer='train.py:build'",
-    "dataset": "save it, with dataset.save_to_disk('folder') or as a jsonl file, and give that path",
-    "tokenizer": "give its name, or the folder that tokenizer.save_pretrained('folder') wrote",
-}
-
-
-def _check_path(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike):
-        raise refuse(name, value, "a name or a path", _NO_PATH.get(name, "give it as text or as a pathlib.Path"))
-    return os.fsdecode(value)
-
-
-def _check_trainer(name: str, value: Any) -> str:
-    return _check_path(name, value) if isinstance(value, str | os.PathLike) else locate_function(value)
-
-
-def _check_loop(name: str, value: Any) -> str:
-    return _check_path(name, value) if isinstance(value, str | os.PathLike) else locate_function(value, "loop")
-
-
-def _check_script(name: str, value: Any) -> tuple[str, ...]:
-    # Splitting a line of text into words is up to a shell.
-    if isinstance(value, str | os.PathLike):
-        raise refuse(name, value, "a list of words", f"give script={os.fsdecode(value).split()!r}")
-    if not isinstance(value, Collection):
-        raise refuse(name, value, "a list of words", "give script=['python', 'train.py', '--do_train']")
-    for word in value:
-        if not isinstance(word, str | os.PathLike):
-            raise InvalidRequestError(
-                f"the word {str(word)[:40]} of {name} is not text", f"write it as {str(word)[:40]!r}"
-            )
-    return tuple(os.fsdecode(word) for word in value)
-
-
-def _check_gpus(name: str, value: Any) -> str:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple) or not listed:
-        raise refuse(name, value, "a number of GPUs or a list of them", "give gpus=2, gpus='all' or gpus=[0, 1]")
-    # One entry of a list is a GPU, where a number alone is how many.
-    words = [f"cuda:{word}" if isinstance(word, int) else str(word) for word in listed]
-    return words[0] if isinstance(value, str) else ",".join(words)
-
-
-def _check_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise refuse(name, value, "True or False", "give one of them")
-    return value
-
-
-def _unique(words: Collection[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
-
-
-def words(known: tuple[str, ...] = ()) -> Kind:
-    """Return the kind of a list, with commas on the command line; each word one of ``known``, or any."""
-
-    def read(text: str) -> tuple[str, ...]:
-        found = _unique(text.split(","))
-        if not found:
-            raise ValueError("the list is empty")
-        for word in found:
-            if known and word not in known:
-                raise ValueError(f"{word!r} is not one of {', '.join(known)}")
-        return found
-
-    def check(name: str, value: Any) -> tuple[str, ...]:
-        given = value.split(",") if isinstance(value, str) else value
-        if not isinstance(given, Collection) or not all(isinstance(word, str) for word in given):
-            raise refuse(name, value, "a list of texts or text with commas", "write it as ['one', 'another']")
-        found = _unique(given)
-        if not found:
-            raise refuse(name, value, "a list of one or more", f"name one, or leave {name} out")
-        for word in found:
-            if known and word not in known:
-                raise refuse(name, word, f"one of {', '.join(map(repr, known))}", "choose among them")
-        return found
-
-    word: Any = Literal[known] if known else str
-    return Kind("list", read, check, tuple[word, ...], 1, known)
-
-
-def _words_or_auto(known: tuple[str, ...]) -> Kind:
-    """Return the kind of a list of known words, or ``auto``, which is the same as giving nothing."""
-    listed = words(known)
-
-    def read(text: str) -> tuple[str, ...] | None:
-        return None if text.strip() == "auto" else listed.read(text)
-
-    def check(name: str, value: Any) -> tuple[str, ...] | None:
-        return None if value == "auto" else listed.check(name, value)
-
-    return dataclasses.replace(listed, name="list|auto", read=read, check=check)
-
-
-def _whole(least: int) -> Kind:
-    def read(text: str) -> int:
-        digits = text.strip()
-        # int() refuses very long texts with an error of its own.
-        is_short = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
-        if not is_short or not least <= int(digits) <= _MOST:
-            raise ValueError(f"{text[:40]!r} is not a whole number from {least} to {_MOST}")
-        return int(digits)
-
-    def check(name: str, value: Any) -> int:
-        # numpy's whole numbers are Integral, too.
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_whole or not least <= value <= _MOST:
-            raise refuse(name, value, f"a whole number from {least} to {_MOST}", "give an int of that range")
-        return int(value)
-
-    return Kind("n", read, check, int, least)
-
-
-def _choice(*choices: str) -> Kind:
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
-            raise refuse(name, value, f"one of {', '.join(map(repr, choices))}", "choose one of them")
-        return value
-
-    return Kind("choice", str, check, Literal[choices], choices=choices)
-
-
-def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0) -> Kind:
-    """Return the kind of a number or text; both are read as the command line reads what is written there."""
-
-    def check(name: str, value: Any) -> Any:
-        if isinstance(value, Headroom) and parse is parse_headroom:
-            return value
-        if isinstance(value, bool) or not isinstance(value, str | Real):
-            raise refuse(name, value, "a number or text", "see autotune search --help for what it may be")
-        try:
-            return parse(str(value))
-        except ValueError as error:
-            raise InvalidRequestError(f"{name}={value!r}: {error}", "see autotune search --help") from error
-
-    return Kind(name, parse, check, json, least)
-
-
-def _read_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(sorted({COUNT.read(word) for word in text.split(",") if word.strip()}))
-    if not counts:
-        raise ValueError("the list is empty")
-    return counts
-
-
-def _check_counts(name: str, value: Any) -> tuple[int, ...]:
-    given = value if isinstance(value, list | tuple) else [value]
-    if not given:
-        raise refuse(name, value, "a list of numbers", "write it as [1, 2]")
-    return tuple(sorted({COUNT.check(name, count) for count in given}))
-
-
-def _read_layers(text: str) -> str:
-    word = text.strip()
-    return word if word in ("auto", "off") else str(COUNT.read(word))
-
-
-def _check_layers(name: str, value: Any) -> str:
-    return value if value in ("auto", "off") else str(COUNT.check(name, int(value) if _is_digits(value) else value))
-
-
-def _is_digits(value: Any) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isdigit()
-
-
-TEXT = Kind("text", str, _check_text)
-PATH = Kind("path", str, _check_path)
-TRAINER = Kind("path", str, _check_trainer)
-LOOP = Kind("path", str, _check_loop)
-SCRIPT = Kind("words", str, _check_script)
-GPUS = Kind("gpus", str, _check_gpus)
-FLAG = Kind("flag", str, _check_flag, bool)
-COUNT = _whole(1)
-LAYERS = Kind("auto|off|n", _read_layers, _check_layers)
-COUNTS = Kind("n,…", _read_counts, _check_counts, tuple[int, ...], 1)
-SEED = _whole(0)
-BYTES = _quantity("size", parse_bytes, int, 1)
-SECONDS = _quantity("duration", parse_seconds, float)
-SHARE = _quantity("share", parse_share, float)
-NUMBER = _quantity("number", parse_number, float, 1)
-HEADROOM = _quantity("share|size", parse_headroom, Headroom)
-WORDS = words()
-LEVER = _choice(*get_args(LeverChoice))
+LEVER = choice(*get_args(LeverChoice))
 
 SEARCH, PREDICT, VERIFY = ("search",), ("predict",), ("verify",)
 BOTH = ("search", "predict")
@@ -329,7 +130,7 @@ _DATA: dict[str, Any] = {"section": DATA, "own_code_decides": True}
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "model", PATH, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, ALL,
+        "model", MODEL, "Catalog name (autotune models), folder with a config.json, or hub name.", TRAINED, ALL,
         metavar="NAME|FOLDER", own_code_decides=True,
     ),
     Option(
@@ -360,7 +161,7 @@ OPTIONS: tuple[Option, ...] = (
         | {"advise": "Samples of an optimizer step: per-device batch × accumulation × GPUs, always exactly."},
     ),
     Option(
-        "task", _choice(*TASKS),
+        "task", choice(*TASKS),
         f"One of {', '.join(TASKS)} [default: from the architecture in config.json].", TRAINED, ALL,
         metavar="TASK", own_code_decides=True,
     ),
@@ -371,7 +172,7 @@ OPTIONS: tuple[Option, ...] = (
         "0", own_code_decides=True,
     ),
     Option(
-        "dtype", _choice(*DTYPES), "Dtype of the stored weights; --precision is that of autocast.", TRAINED, ALL,
+        "dtype", choice(*DTYPES), "Dtype of the stored weights; --precision is that of autocast.", TRAINED, ALL,
         "float32", own_code_decides=True,
     ),
     Option(
@@ -379,17 +180,17 @@ OPTIONS: tuple[Option, ...] = (
         own_code_decides=True,
     ),
     Option(
-        "peft", _choice(*get_args(PeftName)),
+        "peft", choice(*get_args(PeftName)),
         "Train LoRA adapters on all linear layers, with the weights frozen.", TRAINED,
         ALL, own_code_decides=True,
     ),
     Option("lora_rank", COUNT, "Rank of the LoRA adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
     Option(
-        "quantize", _choice(*get_args(QuantizeName)), "Quantize the frozen weights with bitsandbytes.", TRAINED,
+        "quantize", choice(*get_args(QuantizeName)), "Quantize the frozen weights with bitsandbytes.", TRAINED,
         own_code_decides=True,
     ),
     Option(
-        "dataset", PATH,
+        "dataset", DATASET,
         "Your samples: jsonl, csv, parquet, a folder of images or from save_to_disk, NAME[:CONFIG] on the hub "
         "[default: synthetic samples].", metavar="FILE|FOLDER|NAME", **_DATA,
     ),
@@ -402,7 +203,7 @@ OPTIONS: tuple[Option, ...] = (
         metavar="NAME", **_DATA,
     ),
     Option("image_column", TEXT, "Column of the images [default: image or img].", metavar="NAME", **_DATA),
-    Option("tokenizer", PATH, "Tokenizer: a folder or a hub name [default: the model's own].",
+    Option("tokenizer", TOKENIZER, "Tokenizer: a folder or a hub name [default: the model's own].",
            metavar="FOLDER|NAME", **_DATA),
     Option(
         "pad_to_max_length", FLAG,
@@ -469,12 +270,12 @@ OPTIONS: tuple[Option, ...] = (
         request_field="precisions", recorded_as="precision",
     ),
     Option(
-        "gradient_checkpointing", _choice(*get_args(CheckpointingChoice)),
+        "gradient_checkpointing", choice(*get_args(CheckpointingChoice)),
         "auto: try with and without; on: always; off: never.", TRIED, ALL,
         "auto", request_field="gradient_checkpointing",
     ),
     Option(
-        "strategy", _words_or_auto(STRATEGIES),
+        "strategy", words_or_auto(STRATEGIES),
         "Ways for several GPUs to share the model: ddp, fsdp-keep, fsdp, zero1, zero2, zero3, zero2-offload "
         "[default: all possible].",
         TRIED, BOTH,
@@ -539,12 +340,12 @@ OPTIONS: tuple[Option, ...] = (
         TRIED, ALL, request_field="batch_multiple",
     ),
     Option(
-        "objective", _choice(*get_args(Objective)),
+        "objective", choice(*get_args(Objective)),
         "Find the most samples a second, or the largest batch that fits.", HOW,
         default_text="throughput", request_field="objective",
     ),
     Option(
-        "effort", _choice(*get_args(SearchEffort)),
+        "effort", choice(*get_args(SearchEffort)),
         "quick: stop at the first answer, of batch, accumulation, checkpointing and precision; default: go on with "
         "what may make it faster, on a GPU.", HOW, default_text="default", request_field="search_effort",
         recorded_as="effort", sparse=True,
@@ -583,7 +384,7 @@ OPTIONS: tuple[Option, ...] = (
         default_text="0.01", request_field="tolerance", sparse=True,
     ),
     Option(
-        "sampler", _choice(*get_args(SamplerName)),
+        "sampler", choice(*get_args(SamplerName)),
         "What proposes candidates: autotune's own policy, or a sampler of Optuna.", HOW, default_text="autotune",
         request_field="sampler",
     ),

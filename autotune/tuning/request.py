@@ -11,8 +11,8 @@ from typing import Any
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Document, Precision, Strategy
 from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.option_kinds import HEADROOM
 from autotune.core.options import (
-    HEADROOM,
     OPTIONS,
     OPTUNA_SAMPLERS,
     CheckpointingChoice,

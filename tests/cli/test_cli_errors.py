@@ -44,7 +44,7 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("--precision tf32", 4, ("tf32", "fp32")),
     ("--precision fp16,fp32", 4, ("fp16", "fp32")),
     ("--precision int8", 2, ("int8", "bf16")),
-    ("--precision ,", 2, ("--precision", "empty")),
+    ("--precision ,", 2, ("--precision", "is not a list of one or more")),
     ("--dtype int8", 2, ("int8", "bfloat16")),
     ("--gradient-checkpointing maybe", 2, ("maybe", "auto")),
     ("--memory-limit 24Gig", 2, ("24Gig", "24GiB")),
