@@ -62,6 +62,13 @@ def test_autograd_is_told_apart() -> None:
     assert not names.is_in_autograd()
 
 
+def test_hooks_on_saved_tensors_are_known() -> None:
+    assert not names.packs_saved_tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        assert names.packs_saved_tensors()
+    assert not names.packs_saved_tensors()
+
+
 def test_views_are_told_apart() -> None:
     whole = torch.ones(4)
     assert names.is_view(whole[:2])

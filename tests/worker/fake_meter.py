@@ -76,6 +76,9 @@ class FakeMeter:
     def recent_peaks(self) -> PeakBytes:
         return PeakBytes(self._recent_bytes, self._recent_bytes * 11 // 10)
 
+    def failed_allocations(self) -> int | None:
+        return None
+
     def allocation_retries(self) -> int | None:
         return 3
 

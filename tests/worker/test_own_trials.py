@@ -215,7 +215,7 @@ def test_a_function_finds_no_options_on_its_command_line(trial_server: ServerCli
 
 
 def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> None:
-    outcome = trial_server.trial(trainer("build"), Candidate(Arm(), 32, 1), cap_bytes=4 * MIB).outcome
+    outcome = trial_server.trial(trainer("build"), Candidate(Arm(), 32, 1), cap_bytes=2 * MIB).outcome
     assert isinstance(outcome, OutOfMemory)
     large = "config.hidden_size = config.intermediate_size = 2048\n"
     catches = inline(folder, f"{large}try:\n    trainer().train()\nexcept Exception:\n    pass\n")

@@ -95,6 +95,12 @@ def is_in_autograd() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def packs_saved_tensors() -> bool:
+    """Return whether hooks are at work on what is kept for a backward pass, as those of checkpointing are."""
+    native: Any = torch._C._autograd
+    return bool(native._top_saved_tensors_default_hooks(False))
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a view of another."""
     return tensor._base is not None

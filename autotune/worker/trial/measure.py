@@ -27,6 +27,7 @@ from autotune.worker.trial.gpu_busy import BusyStep
 from autotune.worker.trial.losses import OverflowWatch, ScalerWatch, scaler_watch
 from autotune.worker.trial.meter import Meter, PeakBytes
 from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.trial.step_checks import NotTrained, StepChecks
 
 # Once three steps are measured, stop when rehearsals took this many times ``max_seconds``. A choice, not measured.
 _REHEARSAL_PATIENCE = 3.0
@@ -37,7 +38,7 @@ _LEAST_REHEARSED_SECONDS = 1.0
 
 
 MOST_SKIPPED_STEPS = 20
-"""Most steps that are run again because fp16's gradient scaler skipped their update; more are only reported.
+"""Most steps that are run again because fp16's gradient scaler skipped their update.
 
 Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
@@ -144,6 +145,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
     """Times the steps of a ``Trainer``, synchronizing with the device once an optimizer step.
 
     ``on_enough`` is called with the measurement inside the last step, ``on_step`` with the step's number after each.
+    ``checks`` judges whether each of them trained, outside the timed part.
     ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to measure follows from
     ``effort`` alone. ``wrapped_model`` returns the model as the ``Trainer`` trains it, with DDP around it.
 
@@ -163,8 +165,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         busy: BusyStep | None = None,
         ranks: Ranks | None = None,
         wrapped_model: Callable[[], Any] = lambda: None,
+        checks: StepChecks | None = None,
     ) -> None:
         self._meter = meter
+        self._checks = checks
         self._bucket_copy = BucketCopy(meter, wrapped_model, _equal_steps(schedule, rehearsing))
         self._ranks = ranks or Ranks()
         self._rank_seconds = [0.0] * self._ranks.count
@@ -203,6 +207,10 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         self._scaler = scaler_watch(kwargs.get("optimizer"))
         self._meter.synchronize()
         self._ranks.gather(None)
+        if self._checks is not None:
+            self._checks.begin()
+            if self._is_warm:
+                self._checks.begin_timed()
         self._start_clock()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -237,7 +245,7 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
         step = self._timed_step(end)
         self._previous_end = end
         # Skipped updates cost less time, and before the first update the optimizer has no state.
-        again = self._scaler.step_was_skipped() and self._steps_run_again < MOST_SKIPPED_STEPS
+        again = self._was_skipped()
         each = [(_Step(*figures), skipped) for figures, skipped in self._ranks.gather((astuple(step), again))]
         step, again = max((each for each, _ in each), key=lambda each: each.seconds), any(again for _, again in each)
         is_warm, new_shapes = self._is_warm, self._new_shapes()
@@ -266,7 +274,24 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             else:
                 self._finish(self.pending, control)
         elif self._is_warm:
+            if self._checks is not None:
+                self._checks.begin_timed()
             self._start_clock()
+
+    def _was_skipped(self) -> bool:
+        """Return whether a gradient scaler left the update of the step that ends out; refuse a step that did not
+        train."""
+        seen = self._checks.step_ends(self.micro_steps_seen) if self._checks is not None else None
+        is_skipped = self._scaler.step_was_skipped() or (seen is not None and seen.skipped_steps > 0)
+        if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS and self._checks is not None:
+            self._checks.refuse(
+                NotTrained(
+                    f"fp16's gradient scaler skipped the updates of {MOST_SKIPPED_STEPS + 1} steps",
+                    "train in bf16 or fp32",
+                    reason="non_finite",
+                )
+            )
+        return is_skipped
 
     @property
     def _is_warm(self) -> bool:
@@ -288,6 +313,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._busy.step_ends(measured.step_seconds, self._relative_cost())
             self._busy_steps += 1
         self._step_is_over()
+        if self._checks is not None:
+            self._checks.step_is_dropped()
         if self._busy_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
             self._finish(measured, control)
 
@@ -347,6 +374,8 @@ class MeasureCallback(TrainerCallback):  # type: ignore[misc]
             self._busy.step_is_void()
         self._meter.synchronize()
         self._rehearsals.forget()
+        if self._checks is not None:
+            self._checks.step_is_dropped()
         self._start_clock()
 
     def _timed_step(self, end: float) -> _Step:

@@ -60,6 +60,9 @@ class Meter(Protocol):
     def allocation_retries(self) -> int | None:
         """Return how often the allocator had to free its cache and retry; ``None`` where it is not known."""
 
+    def failed_allocations(self) -> int | None:
+        """Return how often the allocator found no memory, whatever its caller then did; ``None`` where not known."""
+
     def device_used_bytes(self) -> int | None:
         """Return the memory in use on the device, by all processes; ``None`` where it is not known."""
 
@@ -115,6 +118,9 @@ class CudaMeter:
 
     def allocation_retries(self) -> int | None:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def failed_allocations(self) -> int | None:
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def device_used_bytes(self) -> int | None:
         return device_facts.device_used_bytes(self._uuid)
@@ -214,6 +220,9 @@ class CpuMeter:
         return PeakBytes(self._peak_bytes, self._peak_bytes)
 
     def allocation_retries(self) -> int | None:
+        return None
+
+    def failed_allocations(self) -> int | None:
         return None
 
     def device_used_bytes(self) -> int | None:

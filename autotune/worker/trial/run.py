@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import Trainer, TrainingArguments, set_seed
 
@@ -37,6 +37,7 @@ from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
 from autotune.worker.trial.meter import Meter, expand_segments, open_meter
+from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 Send = Callable[[Progress], None]
@@ -139,6 +140,7 @@ class Trial:
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter | None = None
+        self._checks: StepChecks | None = None
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
@@ -164,7 +166,22 @@ class Trial:
         meter = self._meter = open_meter(self._device_kind, self._uuid, self._ranks.rank, self._ranks.count)
         meter.limit(self._cap_bytes)
         set_seed(self._seed)
+        self._checks = self._make_checks(meter)
+        self._checks.watch.install()
         return meter
+
+    def _make_checks(self, meter: Meter) -> StepChecks:
+        """Return what judges whether the steps train."""
+
+        def refuse(found: NotTrained) -> NoReturn:
+            raise NotTrainedError(found)
+
+        return StepChecks(
+            "the Trainer",
+            self._candidate.per_device_train_batch_size,
+            refuse,
+            out_of_memory_count=meter.failed_allocations,
+        )
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         meter = self._open_device()
@@ -204,6 +221,7 @@ class Trial:
             busy=self._busy_step(),
             ranks=self._ranks,
             wrapped_model=lambda: trainer.model_wrapped,
+            checks=self._checks,
         )
         if prepared is not None and schedule is not None:
             trainer = prepared.trainer(model, arguments, callback, schedule)
@@ -283,6 +301,16 @@ class Trial:
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
         peaks = self._meter.peaks() if self._meter else None
+        if isinstance(error, NotTrainedError):
+            print(f"autotune: {error}", file=sys.stderr)
+            if not error.found.is_out_of_memory:
+                return Failed(error.found.reason, str(error), during=self._phases.current)
+            return OutOfMemory(
+                str(error),
+                during=self._phases.current,
+                peak_allocated_bytes=peaks.allocated if peaks else None,
+                peak_reserved_bytes=peaks.reserved if peaks else None,
+            )
         outcome = classify(
             error,
             during=self._phases.current,

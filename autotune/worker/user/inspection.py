@@ -20,24 +20,6 @@ from autotune.worker.user.code import UserCodeError, foreseen, trim
 from autotune.worker.user.loader_overlay import batch_of, key_of, loading_of
 
 
-class SeenTraining:
-    """The model and loader that a loop was seen to train with, up to the end of its first step."""
-
-    def __init__(self) -> None:
-        self.model: Any = None
-        self.loader: Any = None
-
-    def watch(self) -> None:
-        """Take the first module down that is called from now on."""
-        from torch.nn.modules import module
-
-        def take(called: Any, _: Any) -> None:
-            if self.model is None:
-                self.model = called
-
-        module.register_module_forward_pre_hook(take)
-
-
 def facts_of(model: Any, loader: Any) -> ModelFacts:
     """Return what a search needs to know of a model and its training data; either may be ``None``."""
     parameters = list(model.parameters()) if model is not None else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -62,8 +62,10 @@ class LoopSteps:
         *,
         may_skip: bool = False,
         rehearsing: Rehearsing | None = None,
+        on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._name = name
+        self._on_batch = on_batch
         self._accumulation = accumulation
         """Micro-steps of a step; ``None``: as many as come before the optimizer steps."""
         self._listener = listener
@@ -136,6 +138,7 @@ class LoopSteps:
             except StopIteration:
                 return given > 0
             given += 1
+            self._on_batch(batch)
             self.micro_step_begins(time.perf_counter() - asked, batch_samples(batch))
             try:
                 yield batch

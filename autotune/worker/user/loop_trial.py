@@ -22,11 +22,12 @@ from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.trial.step_checks import OtherBatch, TrainingWatch, shapes_in
 from autotune.worker.user.code import UserCodeError, enter, load_function
 from autotune.worker.user.fake_loop import trace_loop
 from autotune.worker.user.fake_steps import Memory, with_memory
 from autotune.worker.user.guard import Guard, watch_steps
-from autotune.worker.user.inspection import SeenGradients, SeenTraining, UntilFirstStep, facts_of, problem_of
+from autotune.worker.user.inspection import SeenGradients, UntilFirstStep, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
@@ -75,9 +76,20 @@ class StepsTrial(OwnTrial):
             on_step=lambda step: self._send(Progress(step=step)),
             rehearsing=rehearsing,
             busy=self._busy_step(),
+            checks=self._checks,
         )
-        may_skip = self._candidate.arm.precision == "fp16"
-        self._steps = LoopSteps(self._source.name, accumulation, measured, may_skip=may_skip, rehearsing=rehearsing)
+        may_skip = arm.precision == "fp16"
+        assert self._checks is not None
+        if not self._is_unmodified and "precision" in interface.get("searched", ()):
+            self._checks.precision = self._device_kind, arm.precision
+        self._steps = LoopSteps(
+            self._source.name,
+            accumulation,
+            measured,
+            may_skip=may_skip,
+            rehearsing=rehearsing,
+            on_batch=self._checks.give,
+        )
         watch_steps(torch, self._steps.backward_begins, self._steps.optimizer_begins, self._steps.optimizer_ends)
         return self._steps
 
@@ -118,6 +130,10 @@ class LoopTrial(StepsTrial):
             arguments["gradient_accumulation_steps"] = run
         watched = self._watch(run if reads_accumulation else 1)
         self._overlay_loader(None)
+        assert self._checks is not None
+        # Until a loader says how large its batches are.
+        shapes = tuple(tuple(shape) for shape in self._source.interface.get("batch_shapes", ()))
+        self._checks.other_batch = OtherBatch(LoopConfig().per_device_batch_size, shapes)
         loop_interface.listen(Announced(watched, self.begins, self._check_batch))
         load_function(self._source)(LoopConfig(**arguments))
         raise UserCodeError(
@@ -129,6 +145,8 @@ class LoopTrial(StepsTrial):
         """Raise ``UserCodeError`` where the loader's batch does not follow the config's, as the first run saw it do."""
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
         seen, found = interface.get("loader_batch"), batch_of(loader)
+        if found is not None and self._checks is not None:
+            self._checks.other_batch = None
         if seen is None or found is None or "batch" not in interface.get("searched", ()):
             return
         default = LoopConfig().per_device_batch_size
@@ -195,22 +213,27 @@ def inspect(
 
 def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[InspectionAnswer], NoReturn]) -> NoReturn:
     environment = inspect_environment()
-    config, seen, gradients = LoopConfig(), SeenTraining(), SeenGradients()
+    config, watch, gradients = LoopConfig(), TrainingWatch(), SeenGradients()
+    loaders: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
 
     def fail(error: BaseException) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
         gradients.check(source)
+        loader = loaders[0] if loaders else None
+        fed = shapes or [shape for call in watch.take().calls[:1] for shape in call.shapes]
         searched = [short for short, name in loop_interface.FIELDS.items() if name in config.was_read]
         model = dataclasses.replace(
-            facts_of(seen.model, seen.loader),
+            facts_of(watch.model, loader),
             gradient_checkpointing="checkpointing" in searched,
             interface={
                 "kind": "loop",
                 "searched": searched,
-                "loader_batch": batch_of(seen.loader),
-                **loading_of(seen.loader),
+                "loader_batch": batch_of(loader),
+                "batch_shapes": fed,
+                **loading_of(loader),
             },
         )
         finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=tuple(written.first))))
@@ -221,16 +244,20 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
     guard = Guard(source, refuse)
     written = WrittenFiles(source.cwd, scratch.made_list, lambda what, hint: refuse(f"{source.name} {what}", hint))
     listener: StepListener = UntilFirstStep(on_step)
-    steps = LoopSteps(source.name, None, listener)
+
+    def look(batch: Any) -> None:
+        shapes[:] = shapes or shapes_in((batch,))
+
+    steps = LoopSteps(source.name, None, listener, on_batch=look)
 
     class Looking(Announced):
         def batches(self, loader: Any) -> Any:
-            seen.loader = seen.loader or loader
+            loaders.append(loader)
             return super().batches(loader)
 
     def begin() -> None:
         guard.lift()
-        seen.watch()
+        watch.begin()
 
     try:
         enter(source)
@@ -238,6 +265,7 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
         written.watch()
         LoaderOverlay().install()
         gradients.watch()
+        watch.install()
         watch_steps(torch, steps.backward_begins, steps.optimizer_begins, steps.optimizer_ends)
         loop_interface.listen(Looking(steps, begin))
         load_function(source)(config)

@@ -14,7 +14,9 @@ from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import MeasureCallback, steps_lying_ready
+from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.run import Send, Trial
+from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.written_files import WrittenFiles, note_cache_files
@@ -72,6 +74,18 @@ class OwnTrial(Trial):
             self._end(self._completed(self._callback.pending, None))
         self._end(self._judged(error))
 
+    def _make_checks(self, meter: Meter) -> StepChecks:
+        def refuse(found: NotTrained) -> NoReturn:
+            # Their code might catch an exception.
+            self._end(self._failure(NotTrainedError(found)))
+
+        return StepChecks(
+            self._source.name,
+            self._candidate.per_device_train_batch_size,
+            refuse,
+            out_of_memory_count=meter.failed_allocations,
+        )
+
     def _refuse(self, message: str, hint: str) -> NoReturn:
         """End the trial of code that trains in a way that is not measured."""
         self._end(self._judged(UserCodeError(message, hint)))
@@ -79,6 +93,9 @@ class OwnTrial(Trial):
     def _judged(self, error: BaseException) -> OutOfMemory | Failed:
         trim(error, self._source)
         error = foreseen(error, self._source)
+        if isinstance(error, UserCodeError | SystemExit) and self._checks is not None and self._checks.has_run_out():
+            message = f"{self._source.name} ran out of memory, and caught the error"
+            return self._failure(NotTrainedError(NotTrained(message, is_out_of_memory=True)))
         if isinstance(error, UserCodeError):
             print(f"autotune: {error}", file=sys.stderr)
             return Failed("error", str(error), during=self._phases.current)

@@ -166,6 +166,7 @@ class TrainerTrial(OwnTrial):
             busy=self._busy_step(),
             ranks=self._ranks,
             wrapped_model=lambda: trainer.model_wrapped,
+            checks=self._checks,
         )
         trainer.add_callback(self._callback)
         trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)

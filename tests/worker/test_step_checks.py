@@ -1,0 +1,133 @@
+"""Codes that would fool a clock: none gets a number that is wrong; and honest ones that look like them get theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_client import ServerClient
+from tiny import QUICK
+
+from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.training_source import find_loop
+from autotune.core.workload import Workload
+
+CODES = Path(__file__).resolve().parents[1] / "own_code" / "fool_the_clock.py"
+WARM = dataclasses.replace(QUICK, warmup_steps=2)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder in which nothing may appear."""
+    monkeypatch.chdir(tmp_path)
+
+
+def tried(
+    server: ServerClient, function: str, precision: Precision = "fp32", batch: int = 16, accumulation: int = 2
+) -> Outcome:
+    """The outcome of a trial, after the loop was inspected as it is before the first trial of a search."""
+    workload = Workload.of_source(find_loop(f"{CODES}:{function}"))
+    assert workload.source is not None
+    source = dataclasses.replace(workload.source, interface=server.model(workload).interface)
+    return server.trial(Workload.of_source(source), Candidate(Arm(precision), batch, accumulation), WARM).outcome
+
+
+def whole(*values: Any) -> Any:
+    """A case that ``make test`` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "zero_loss_of_its_own",
+        whole("zero_loss_of_the_weights"),
+        whole("no_loss"),
+        "next_batch",
+        "fewer_samples",
+        "leave",
+    ],
+)
+def test_a_code_that_catches_its_error_of_memory_ran_out_of_it(trial_server: ServerClient, function: str) -> None:
+    outcome = tried(trial_server, function)
+    assert isinstance(outcome, OutOfMemory)
+    assert "caught the error" in outcome.message
+    assert isinstance(tried(trial_server, function, batch=8), Completed)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("half_the_batches", "made 1 backward passes in a step of 2 batches (fool_the_clock.py:"),
+        whole("no_gradients_later", "no gradient came back to the model of fool_the_clock.py:no_gradients_later"),
+        whole("without_gradients", "no gradient came back to the model"),
+        whole("first_gradients_only", "made 0 backward passes in a step of 1 batch "),
+        ("times_zero", "all gradients of fool_the_clock.py:times_zero are zero"),
+        whole("idle_optimizer", "the optimizer of fool_the_clock.py:idle_optimizer leaves the weights as they are"),
+        whole("not_finite", "the gradients of fool_the_clock.py:not_finite are not finite"),
+        ("truncate", "gives its model 4 samples of a batch of 16 (fool_the_clock.py:"),
+        whole("truncate_within", "is given a batch of 16 and computes with fewer samples"),
+        whole("cache", "gives its model 4 samples of a batch of 16"),
+        whole("collate_few", "gives its model 2 samples of a batch of 16"),
+        ("ready_made", "trains with batches of 1 where 16 samples were asked for"),
+        whole("ready_made_larger", "trains with batches of 32 where 16 samples were asked for"),
+        whole("generate", "trains with batches of 2 where 16 samples were asked for"),
+        whole("mark", "trains with batches of 2 where 16 samples were asked for"),
+        ("smaller_later", "trains with other models in some steps than in its first"),
+        ("in_a_thread", "makes its backward passes in another thread"),
+        whole("accumulate_less", "steps its optimizer after 1 batches, asked was 2"),
+        whole("one_backward_pass", "made 1 backward passes in a step of 2 batches"),
+    ],
+)
+def test_a_step_that_does_not_train_is_not_counted(trial_server: ServerClient, function: str, message: str) -> None:
+    outcome = tried(trial_server, function)
+    assert isinstance(outcome, Failed), outcome
+    assert message in outcome.message
+    assert "\n" not in outcome.message
+
+
+@pytest.mark.parametrize("function", ["frozen", whole("detached")])
+def test_a_model_without_gradients_is_refused_before_any_trial(trial_server: ServerClient, function: str) -> None:
+    answer = trial_server.inspection(Workload.of_source(find_loop(f"{CODES}:{function}")))
+    assert (
+        answer.problem.message == f"fool_the_clock.py:{function} steps an optimizer whose parameters get no gradients"
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "without_learning_rate",
+        "low_rank",
+        *map(whole, ("recompute", "in_parts", "time_first", "two_models", "pairs", "mark_rightly")),
+        "compiled",
+        whole("compiled_in_place"),
+        "stream",
+    ],
+)
+def test_an_honest_code_that_looks_like_them_is_measured(trial_server: ServerClient, function: str) -> None:
+    is_alone = function in ("two_models", "mark_rightly")
+    outcome = tried(trial_server, function, accumulation=1 if is_alone else 2)
+    assert isinstance(outcome, Completed), outcome
+
+
+def test_a_precision_that_the_code_leaves_out_is_not_named(trial_server: ServerClient) -> None:
+    assert isinstance(tried(trial_server, "ignore_precision"), Completed)
+    outcome = tried(trial_server, "ignore_precision", "bf16")
+    assert isinstance(outcome, Failed)
+    assert "was asked for bf16 and enters no autocast of it on this cpu (fool_the_clock.py:" in outcome.message
+
+
+def test_updates_that_a_fused_optimizer_skips_are_not_counted(trial_server: ServerClient) -> None:
+    """It does so itself, where no scaler sees it: on its first steps, or on all of them."""
+    settled = tried(trial_server, "settle", "fp16", accumulation=1)
+    assert isinstance(settled, Completed)
+    assert len(settled.measurement.warmup_step_seconds) > WARM.warmup_steps
+    never = tried(trial_server, "never_settle", "fp16", accumulation=1)
+    assert isinstance(never, Failed)
+    assert (never.reason, never.message) == (
+        "non_finite", "fp16's gradient scaler skipped the updates of 21 steps: train in bf16 or fp32",
+    )  # fmt: skip
