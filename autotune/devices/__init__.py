@@ -10,7 +10,7 @@ from __future__ import annotations
 from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.device import CAPABILITY_VARIABLE, CPU_UUID, Device, DeviceKind, Neighbour, Precision
 from autotune.devices.condition import Condition, GpuPolicy
-from autotune.devices.host import processor_name
+from autotune.devices.host import machine_id, processor_name
 from autotune.devices.listing import devices_of_ranks, find_device, find_gpus, list_devices
 from autotune.devices.nvml import (
     busy_pids,
@@ -46,6 +46,7 @@ __all__ = [
     "gpu_number",
     "gpu_policy",
     "list_devices",
+    "machine_id",
     "nvml_problem",
     "own_used_bytes",
     "parse_headroom",

@@ -85,6 +85,22 @@ def processor_name(root: Path = ROOT) -> str:
     return " ".join([_name_of(processor), *(design if "model name" not in processor else [])])
 
 
+def machine_id(root: Path = ROOT) -> str:
+    """Return an identity of this host, from its machine-id and its name.
+
+    Containers of one image may share the machine-id, and hosts of several networks a name. The id itself is not told,
+    as machine-id(5) asks.
+    """
+    import hashlib
+    import platform
+
+    try:
+        known = (root / "etc/machine-id").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        known = ""
+    return hashlib.sha256(f"autotune {known} {platform.node()}".encode()).hexdigest()[:16]
+
+
 def _name_of(processor: dict[str, str]) -> str:
     import platform  # only this needs it, and ``autotune --help`` does not
 

@@ -60,6 +60,9 @@ class History:
     """Candidates whose trials are under way. They count as tried, though nothing is known of them yet."""
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed below which a candidate is not worth a trial."""
+    elsewhere: dict[Candidate, float] = field(default_factory=dict)
+    """Samples a second of candidates on other machines of this kind, which fit here too, if they need as much. They
+    decide what is tried first, and nothing else."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
 
     def add(self, tried: Tried) -> None:

@@ -267,8 +267,9 @@ class Speeds:
     def in_order(self, ladder: Sequence[int]) -> list[Arm]:
         """Return the arms of the space, those with predicted speeds by the fastest batch that is likely to fit.
 
-        Arms without a prediction keep their places. A precision that is never faster than another one comes after it,
-        also where only the other one's predictions were corrected by a slow trial.
+        Without predictions, the speeds on other machines of this kind are used. Arms without either keep their places.
+        A precision that is never faster than another one comes after it, also where only the other one's predictions
+        were corrected by a slow trial.
         """
         expected = {arm: speed for arm in self._space.arms if (speed := self._expected(arm, ladder)) is not None}
 
@@ -282,10 +283,12 @@ class Speeds:
         return [next(by_speed) if arm in expected else arm for arm in self._space.arms]
 
     def _expected(self, arm: Arm, ladder: Sequence[int]) -> float | None:
-        steps, memory = self._history.steps, self._history.memory
-        if steps is None or memory is None or self._space.is_last_resort(arm):
+        steps, memory, elsewhere = self._history.steps, self._history.memory, self._history.elsewhere
+        if self._space.is_last_resort(arm):
             return None
         candidates = [self._space.candidate(arm, batch) for batch in ladder]
+        if steps is None or memory is None:
+            return max((elsewhere[candidate] for candidate in candidates if candidate in elsewhere), default=None)
         known = [steps.samples_per_second(c) for c in candidates if memory.likely_fits(c)]
         return max((speed for speed in known if speed is not None), default=None)
 

@@ -68,6 +68,10 @@ class Report:
         """Whether a training loop of the user's own was searched."""
         return (self.workload.get("source") or {}).get("kind") == "loop"
 
+    def is_elsewhere(self, trial: TrialRecord) -> bool:
+        """Return whether a trial ran on another machine than the study went on with."""
+        return trial.environment_id != self.study.environment_id
+
     def feasible(self, trial: TrialRecord) -> bool:
         """Return whether a trial completed with its peak at or under the line."""
         measured = measurement(trial)
@@ -75,9 +79,11 @@ class Report:
 
     @functools.cached_property
     def history(self) -> History:
-        """The trials that count, pooled as the search pooled them."""
+        """The trials that count, pooled as the search pooled them; none of another machine."""
         history, repeats = History(self.ceiling), Repeats()
         for trial in self.trials:
+            if self.is_elsewhere(trial):
+                continue
             counts = repeats.take(trial) if trial.outcome is not None else None
             if counts is not None and counts.outcome is not None:
                 in_full = ran_in_full(counts.candidate, counts.outcome)

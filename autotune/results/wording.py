@@ -14,6 +14,8 @@ from autotune.store.records import TrialRecord
 def verdict(report: Report, trial: TrialRecord) -> str:
     """Describe a trial's result in a few words: why it failed, or its speed-up over the baseline."""
     measured, source = measurement(trial), source_of(trial.outcome)
+    if report.is_elsewhere(trial):
+        return "on another machine"
     match trial.outcome:
         case None:
             return "running"

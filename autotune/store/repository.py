@@ -267,16 +267,16 @@ class Store:
                 found.setdefault(trial.study_id, []).append(trial)
         return found
 
-    def past_trials(self, study: StudyRecord) -> list[PastTrial]:
+    def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:
         """Return the trials of other studies with this study's environment and workload, the oldest first.
 
-        Only trials that completed or ran out of memory count, and none that were reused themselves. A trial that this
+        ``elsewhere`` returns those in other environments, also of this study, which may have gone on in another. Only
+        trials that completed or ran out of memory count, and none that were reused themselves. A trial that this
         autotune cannot read is left out.
         """
+        here = TrialRow.environment_id == study.environment_id
         query = _PAST_TRIALS.where(
-            TrialRow.environment_id == study.environment_id,
-            TrialRow.workload_id == study.workload_id,
-            TrialRow.study_id != study.id,
+            ~here if elsewhere else here & (TrialRow.study_id != study.id), TrialRow.workload_id == study.workload_id
         )
         with self._transaction() as connection:
             rows = connection.execute(query).all()

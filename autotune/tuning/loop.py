@@ -12,9 +12,10 @@ from autotune.core.candidate import Candidate
 from autotune.core.errors import AutotuneError, NoResultError, StorageError
 from autotune.core.messages import Progress
 from autotune.core.options import OPTUNA_SAMPLERS
-from autotune.core.outcome import Effort, Failed, Outcome, process_of
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
+from autotune.devices import Ceiling
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
 from autotune.estimate.feasibility import failed_without_verdict
@@ -25,6 +26,7 @@ from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.environment import kind_fingerprint
 from autotune.tuning.interruption import Interruption
 from autotune.tuning.look_ahead import LookAhead
 from autotune.tuning.no_result import no_result
@@ -151,11 +153,28 @@ class Search:
         if not request.fresh and request.workload.source is None:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
+            self._learn_from_elsewhere(opened.study)
         feeds_little = request.workload.is_text or (
             request.workload.source is not None and not self._prepared.model.dataloader_num_workers
         )
         self._look_ahead = LookAhead(self._forecast, self._plan, beside_baseline=feeds_little, everything=is_optunas)
-        self._records.settle(self._plan.records)
+        self._records.settle({**self._plan.records, **{trial.id: trial for trial in opened.elsewhere}})
+
+    def _learn_from_elsewhere(self, study: StudyRecord) -> None:
+        """Correct predictions, and decide what is tried first, by trials on other machines of this kind."""
+        kind = kind_fingerprint(self._prepared.environment)
+        is_alike: dict[str, bool] = {}
+        for past in self._store.past_trials(study, elsewhere=True):
+            trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
+            where, outcome = trial.environment_id, trial.outcome
+            if where not in is_alike:
+                is_alike[where] = kind_fingerprint(self._store.environment(where)) == kind
+            if not is_alike[where] or outcome is None:
+                continue
+            if self._history.memory is not None:
+                self._history.memory.learn(trial.candidate, outcome, cap_of(trial.candidate.arm, ceiling))
+            if isinstance(outcome, Completed) and outcome.measurement.fits(trial.candidate.arm, self._history.ceiling):
+                self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _close(self, stop: Stop) -> None:
         best, baseline = self._plan.best(), self._plan.baseline()

@@ -100,13 +100,18 @@ class ThroughputPolicy:
         return None if speeds.is_hopeless(view, peak) else below[0]
 
     def _first_batch(self, view: ArmView, rungs: list[int]) -> int:
-        """Return a batch near the best of arms with the same checkpointing; the middle one where there is none.
+        """Return the best batch on other machines of this kind, else one near the best of arms that checkpoint alike.
 
-        After a failure, which may depend on the batch, it is halfway between that batch and the smallest.
+        It is the middle one where neither is known. After a failure, which may depend on the batch, it is halfway
+        between that batch and the smallest.
         """
         smaller = [batch for batch in rungs if view.failed and batch < min(view.failed)]
         if smaller:
             return smaller[len(smaller) // 2]
+        elsewhere = view.history.elsewhere
+        known = [batch for batch in rungs if self._space.candidate(view.arm, batch) in elsewhere]
+        if known:
+            return max(known, key=lambda batch: elsewhere[self._space.candidate(view.arm, batch)])
         fitting = view.predicted_to_fit(rungs)
         if fitting and not self._is_free:
             return self._fastest_predicted(view, fitting)

@@ -22,6 +22,7 @@ from autotune.models.dataset_files import check_unchanged
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.changes import changes_since
+from autotune.tuning.environment import is_same_machine
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest, request_from_document
 
@@ -34,7 +35,9 @@ class Opened:
     prepared: Prepared
     """The ceiling that the study's verdicts are relative to."""
     trials: tuple[TrialRecord, ...] = ()
-    """The trials recorded so far, in order."""
+    """The trials recorded so far on this machine, in order."""
+    elsewhere: tuple[TrialRecord, ...] = ()
+    """Those that were measured on another machine, which the study began on."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
 
@@ -71,29 +74,39 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
 
 
 def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
-    _check_is_the_same(known, prepared, store)
+    recorded_environment = store.environment(known.environment_id)
+    _check_is_the_same(known, prepared, store, recorded_environment)
     store.lose_running_trials(known.id)
     notes = []
+    if not is_same_machine(recorded_environment, prepared.environment):
+        here = store.intern_environment(prepared.environment, prepared.environment_fingerprint)
+        known = replace(known, environment_id=here)
     recorded = Ceiling.from_document(known.ceiling)
     if recorded.line_bytes > prepared.ceiling.cap_bytes:
         notes.append(
             f"only {format_bytes(prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
             f"reserve {format_bytes(recorded.cap_bytes)}, and its verdicts are relative to that"
         )
-    trials = tuple(store.trials(known.id))
+    trials = store.trials(known.id)
+    elsewhere = tuple(trial for trial in trials if trial.environment_id != known.environment_id)
     name = f"the study {known.name}"
     beginning = f"{name} was finished" if known.state == "finished" else f"continuing {name}"
     notes.append(f"{beginning}, {plural(len(trials), 'trial')} recorded")
+    if elsewhere:
+        notes.append(
+            f"{plural(len(elsewhere), 'trial')} of it ran on another machine: they decide what is tried first, and are "
+            "measured again here"
+        )
     study = replace(known, state="running", ended_at=None)
     store.update_study(study)
     # Verdicts under two ceilings cannot be compared, so the study keeps its own.
-    return Opened(study, replace(prepared, ceiling=recorded), trials, tuple(notes))
+    own = tuple(trial for trial in trials if trial not in elsewhere)
+    return Opened(study, replace(prepared, ceiling=recorded), own, elsewhere, tuple(notes))
 
 
-def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store) -> None:
+def _check_is_the_same(known: StudyRecord, prepared: Prepared, store: Store, environment: Document) -> None:
     """Raise ``InvalidRequestError`` where the recorded study is of another request, workload or machine."""
     workload = store.workload_of(known)
-    environment = store.environment(known.environment_id)
     changed = changes_since(prepared, known.request, workload, environment)
     if changed:
         raise InvalidRequestError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
-from searching import search
+from searching import prepared, search, with_environment
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
@@ -67,8 +67,10 @@ def go_on(path: Path) -> None:
         assert study is not None
         before = store.trials(study.id)
         assert [trial.state for trial in before] == ["completed", "completed", "out_of_memory", "running"]
-        runner = RecordedRunner(EFFECTIVE_64)
-        run = search(store, runner)
+        runner, given = RecordedRunner(EFFECTIVE_64), prepared()
+        # They were written on another host.
+        written = store.environment(study.environment_id)
+        run = search(store, runner, given=with_environment(given, host=written.get("host", given.environment["host"])))
         assert run.study.state == "finished"
         assert run.best.candidate == Candidate(Arm("bf16"), 32, 2)
         assert run.trials[:3] == before[:3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from searching import BERT_LARGE, FACTS, H200, prepared, request
 from autotune.core.candidate import Document
 from autotune.core.placement import Placement
 from autotune.core.workload import Workload
-from autotune.devices import Device, GpuPolicy
+from autotune.devices import Device, GpuPolicy, host, machine_id
 from autotune.tuning import environment as module
 from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import (
     comparable_environment,
     environment_fingerprint,
+    is_same_machine,
+    kind_fingerprint,
     library_versions,
     measured_environment,
     measured_variables,
@@ -104,6 +107,34 @@ def test_no_library_is_imported_to_know_its_version() -> None:
     assert all(isinstance(version, str) for version in library_versions().values())
 
 
+def test_machines_of_one_kind_are_told_apart() -> None:
+    here = environment()
+    other = {**here, "device_uuid": "GPU-1"}
+    assert kind_fingerprint(here) == kind_fingerprint(other)
+    assert environment_fingerprint(here) != environment_fingerprint(other)
+    assert not is_same_machine(other, here)
+    # The order of the devices does not count, nor what an earlier autotune did not record.
+    several = {**here, "device_uuids": ["GPU-0", "GPU-1"]}
+    assert is_same_machine({**several, "device_uuids": ["GPU-1", "GPU-0"]}, several)
+    cpu = {**here, "device_uuid": "cpu", "machine": "one"}
+    assert is_same_machine({name: value for name, value in cpu.items() if name != "machine"}, cpu)
+    assert not is_same_machine({**cpu, "machine": "another"}, cpu)
+
+
+def test_a_host_is_known_by_its_id_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of one image share the id; without one, the name is all there is."""
+    found = []
+    for known, name in (("", "a"), ("1" * 32, "a"), ("1" * 32, "b"), ("2" * 32, "b")):
+        (tmp_path / "etc").mkdir(exist_ok=True)
+        (tmp_path / "etc/machine-id").write_text(known + "\n")
+        monkeypatch.setattr("platform.node", lambda name=name: name)
+        found.append(host.machine_id(tmp_path))
+        assert host.machine_id(tmp_path) == found[-1]
+    assert len(set(found)) == 4
+    assert "1" * 32 not in found
+    assert host.machine_id(tmp_path / "nowhere")
+
+
 class TestResuming:
     """A recorded environment against today's."""
 
@@ -149,6 +180,7 @@ def test_a_cpu_has_no_policy() -> None:
     device = Device("cpu", None, "cpu", "CPU", 1 << 34, None, 0, 1 << 34)
     recorded = module.describe_environment(Placement.of(device), BERT_LARGE, [], FACTS.software, 1)
     assert recorded["gpu_policy"] is None
+    assert recorded["machine"] == machine_id()
     assert recorded["cpus"] == recorded["host"]["usable_cores"]
     assert measured_environment(recorded)["host"] == recorded["host"]
 

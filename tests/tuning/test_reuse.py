@@ -331,6 +331,33 @@ class TestSearches:
         search(store, second, given=with_environment(prepared(study="second"), **changed))
         assert second.candidates == first.candidates
 
+    def test_another_machine_of_the_kind_proves_nothing(self, store: Store) -> None:
+        """What it measured decides what is tried first; every number is measured here."""
+        search(store, RecordedRunner(EFFECTIVE_64), study="first")
+        here = RecordedRunner(EFFECTIVE_64)
+        given = with_environment(prepared(study="second"), device_uuid="GPU-1")
+        run = search(store, here, given=given)
+        assert not [source for trial in run.trials if (source := source_of(trial.outcome))]
+        assert run.best.candidate == Candidate(BF16, 32, 2)
+        assert here.candidates[1] == run.best.candidate
+        assert run.observer.notes == []
+
+    def test_speeds_of_a_faster_machine_rule_nothing_out(self, store: Store, tmp_path: Path) -> None:
+        """There bf16 was ten times as fast as here; the search here concludes what it would have concluded alone."""
+
+        def runner(times: float) -> ComputedRunner:
+            cost = {"bf16": 0.009 / times}
+            return ComputedRunner(lambda _: GIB, lambda c: c.samples_per_step * cost.get(c.arm.precision, 0.01))
+
+        options: dict[str, Any] = {"study": "second", "precisions": ("bf16", "fp32")}
+        with new_store(tmp_path, "alone.db") as empty:
+            alone = search(empty, runner(1), **options)
+        search(store, runner(10), study="first", precisions=("bf16",), measure_baseline=False)
+        found = search(store, runner(1), given=with_environment(prepared(**options), device_uuid="GPU-1"))
+        assert found.study.left_out == alone.study.left_out
+        assert {trial.candidate.arm for trial in found.trials} == {trial.candidate.arm for trial in alone.trials}
+        assert found.best.candidate.arm == alone.best.candidate.arm
+
     def test_reused_trials_are_no_source_themselves(self, store: Store) -> None:
         search(store, RecordedRunner(EFFECTIVE_64), study="first")
         search(store, RecordedRunner(EFFECTIVE_64), study="second")

@@ -35,6 +35,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.units import GIB, MIB
+from autotune.results.report import load_report
+from autotune.results.wording import verdict
 from autotune.store.opening import open_store
 from autotune.store.records import TRIAL_ID_ATTRIBUTE
 from autotune.store.repository import Store
@@ -185,10 +187,31 @@ class TestRefused:
             search(store, RecordedRunner(EFFECTIVE_64), given=with_environment(prepared(), **changed))
         assert named in caught.value.message
 
-    def test_the_same_model_of_card_in_another_slot_will_do(self, store: Store) -> None:
-        interrupted(store, 2)
+    def test_on_another_card_of_the_model_everything_is_measured_again(self, store: Store) -> None:
+        """What the first card measured stays in the record, and counts for nothing but the order."""
+        before = interrupted(store, 2)
         other = with_environment(prepared(), device_uuid="GPU-1", device_label="cuda:1")
-        assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, given=other)
+        assert run.study.state == "finished"
+        assert any("2 trials of it ran on another machine" in note for note in run.observer.notes)
+        assert {trial.candidate for trial in before.trials} <= set(runner.candidates)
+        assert run.trials[:2] == before.trials[:2]
+        report = load_report(store, "bert")
+        assert report.environment["device_uuid"] == "GPU-1"
+        assert [verdict(report, trial) for trial in run.trials[:2]] == ["on another machine"] * 2
+        assert {tried.trial_id for tried in report.history.tried} == {trial.id for trial in run.trials[2:]}
+        # Gone on with once more, nothing is left to do.
+        again = RecordedRunner(EFFECTIVE_64)
+        search(store, again, given=other)
+        assert again.jobs == []
+
+    def test_the_same_card_in_another_slot_will_do(self, store: Store) -> None:
+        before = interrupted(store, 2)
+        runner = RecordedRunner(EFFECTIVE_64)
+        run = search(store, runner, given=with_environment(prepared(), device_label="cuda:1"))
+        assert run.study.state == "finished"
+        assert not {trial.candidate for trial in before.trials} & set(runner.candidates[:2])
 
     def test_weights_do_not_matter(self, store: Store) -> None:
         interrupted(store, 2)

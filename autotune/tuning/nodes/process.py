@@ -25,7 +25,7 @@ from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.ray_cluster import ClusterNode, NodeLostError
-from autotune.tuning.environment import environment_fingerprint
+from autotune.tuning.environment import kind_fingerprint
 from autotune.tuning.nodes.messages import NodeFacts, Opened, Opening, Reply
 from autotune.tuning.nodes.node import Node, this_code
 
@@ -293,7 +293,7 @@ class NodeProcess:
         if self._described is None:
             return
         asked, fingerprint = self._described
-        if environment_fingerprint(self.ask_once("environment", **asked)) != fingerprint:
+        if kind_fingerprint(self.ask_once("environment", **asked)) != fingerprint:
             raise DeviceError(
                 f"the node {self.host} that took the place of a lost one measures in another environment",
                 "make the nodes equal, or search anew under another --study",
@@ -302,7 +302,7 @@ class NodeProcess:
     def environment(self, asked: Document) -> Document:
         """Return what a measurement on the node depends on; from now on every node in its place must equal it."""
         found: Document = self.ask("environment", **asked)
-        self._described = asked, environment_fingerprint(found)
+        self._described = asked, kind_fingerprint(found)
         return found
 
     # What is remembered for the next node

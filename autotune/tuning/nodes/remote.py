@@ -22,7 +22,7 @@ from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution import Event, TrialJob
 from autotune.execution.ray_cluster import ClusterNode, NodeLostError, RayCluster
-from autotune.tuning.environment import environment_fingerprint
+from autotune.tuning.environment import kind_fingerprint
 from autotune.tuning.nodes.messages import NodeReport
 from autotune.tuning.nodes.process import (
     ANSWER_SECONDS,
@@ -158,7 +158,7 @@ class Nodes:
         }
         found = [process.environment(asked) for process in self.processes]
         for process, environment in zip(self.processes, found, strict=True):
-            if environment_fingerprint(environment) != environment_fingerprint(found[0]):
+            if kind_fingerprint(environment) != kind_fingerprint(found[0]):
                 raise DeviceError(
                     f"the nodes {self.first.host} and {process.host} are not equal: trials on them do not compare",
                     "ask for as many GPUs as there are on equal nodes",
