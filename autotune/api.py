@@ -43,6 +43,7 @@ from autotune.results.wording import verdict
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.tuning.allowed import check_request
 from autotune.tuning.loop import Observer
 from autotune.tuning.options import build_request
 from autotune.tuning.prepare import Prepared
@@ -291,7 +292,7 @@ def search(
             opened = open_nodes(address, options, wait=waits, verifies=verifies, note=observer.note)
             nodes = stack.enter_context(opened)
         request = build_request(options, given, nodes.devices if nodes is not None else ())
-        request.check()
+        check_request(request)
         if verifies:
             check_can_be_verified(request.workload.document())
         lasting_place = _absolute(place)

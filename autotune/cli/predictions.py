@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import request_fields
+from autotune.tuning.allowed import check_request
 
 if TYPE_CHECKING:
     from autotune.core.workload import Workload
@@ -61,7 +62,7 @@ def predictions(
         _request(workload, chip, limit_bytes, own) for (chip, limit_bytes), own in zip(targets, options, strict=True)
     ]
     for request in requests:
-        request.check()
+        check_request(request)
     cpu = find_device("cpu")
     # Of several ranks the inspection also says whether the model can be sharded, and what DDP need not do.
     placement = Placement.of(*[cpu] * max(request.ranks for request in requests))

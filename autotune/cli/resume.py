@@ -40,6 +40,7 @@ def resume(
     """
     from autotune.cli.search import say, search_and_print
     from autotune.store.opening import open_store
+    from autotune.tuning.allowed import check_request
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
@@ -59,5 +60,5 @@ def resume(
         with open_store(storage, create=False) as store:
             budget = Budget(trials, time_budget, trial_timeout)
             request = recorded_request(store, study, device, budget, devices, parallel=parallel)
-        request.check()
+        check_request(request)
         search_and_print(ctx, request, storage, wait=wait, as_json=as_json, nodes=nodes)

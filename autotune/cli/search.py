@@ -61,10 +61,11 @@ def search(
 
             opened = open_nodes(executor, options, wait=wait, verifies=verifies, note=say)
             nodes = stack.enter_context(opened)
+        from autotune.tuning.allowed import check_request
         from autotune.tuning.options import build_request
 
         request = build_request(options, given, nodes.devices if nodes is not None else ())
-        request.check()
+        check_request(request)
         if verifies:
             from autotune.verify.target import check_can_be_verified
 

@@ -39,6 +39,7 @@ from autotune.service.verifications import VERIFIES
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.transfer import make_way, read_study, take_in_all, take_in_study
+from autotune.tuning.allowed import check_request
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.run import log_folder, run_search
@@ -383,7 +384,7 @@ class Agent:
     def _run_search(self, job: Document, lease: _Lease) -> StudyRecord:
         devices = [find_device(device.uuid) for device in self._devices]
         request = search_request(job["options"], devices, str(job["study"]), self._codes)
-        request.check()
+        check_request(request)
         if self._is_shared:
             record, _ = run_search(request, self._storage, Teller(lease.send, lease.show), wait=True, warm=self._warm)
             return record

@@ -20,6 +20,7 @@ from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_va
 from autotune.devices import Device, Neighbour, find_device
 from autotune.service.listed_code import Listed, listed
 from autotune.store.queue import Needs
+from autotune.tuning.allowed import check_request
 from autotune.tuning.options import build_request
 from autotune.tuning.request import SearchRequest, check_study_name
 from autotune.tuning.run import free_names
@@ -243,7 +244,7 @@ def check_against(submission: Submission, devices: Sequence[Device], codes: List
     for device in devices:
         try:
             alike = [replace(device, uuid=f"{device.uuid}-{rank}" if rank else device.uuid) for rank in range(count)]
-            search_request(submission.options, alike, codes=codes).check()
+            check_request(search_request(submission.options, alike, codes=codes))
         except AutotuneError as error:
             problems.append(error)
         else:

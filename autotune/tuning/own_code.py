@@ -21,7 +21,6 @@ def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     Raises ``InvalidRequestError`` where the code cannot be searched as was asked for.
     """
     request = _adopt_own_settings(request, model)
-    request.check_own_code()
     check_own_samples(request, model.samples)
     return _without_what_is_not_read(request, model)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.chip import Chip
-from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
+from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.options import LeverChoice
 from autotune.devices import Ceiling
@@ -15,6 +14,7 @@ from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
 from autotune.space.space import Space, choose_arms
+from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import environment_fingerprint
 from autotune.tuning.machine import Machine, ThisMachine
 from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_code
@@ -69,30 +69,18 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the memory limit is below
     what its weights, gradients and optimizer state alone need.
     """
-    if facts.lacks_nccl:
-        raise DeviceError(
-            f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
-            "install torch as pytorch.org says for CUDA, or search on one GPU",
-        )
-    model = facts.model
-    if model is None:
-        raise UnknownModelError(
-            f"the model {request.workload.model!r} cannot be built: {facts.model_error}",
-            "check its config.json against the installed transformers, or name another --task",
-        )
+    model = check_machine(request, facts)
     if request.workload.source is not None:
         request = fit_to_own_code(request, model)
-    else:
+    check_inspected(request, facts, model)
+    if request.workload.source is None:
         # The user's own Trainer may have another optimizer, and quantized weights.
         check_training_state_fits(request, model, facts.context_bytes)
-    request.check_layers(model.checkpointing_layers)
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
-    _check_optims(request, facts.optims or request.optims)
-    attentions = _attentions(request, model)
     arms = choose_arms(
         request.chosen_precisions,
         checkpointing_of(request, model),
-        attentions,
+        _attentions(request, model),
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
@@ -137,25 +125,8 @@ def _compiling(request: SearchRequest) -> LeverChoice:
     return request.torch_compile
 
 
-def _check_optims(request: SearchRequest, known: Collection[str]) -> None:
-    """Raise ``InvalidRequestError`` for an optimizer that the installed transformers does not have."""
-    for optim in request.optims:
-        if optim not in known and optim != OWN_OPTIM:
-            near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
-            raise InvalidRequestError(
-                f"--optim {optim} is not known to the installed transformers", f"it has {', '.join(near)} …"
-            )
-
-
 def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:
     known = model.attn_implementations
     if request.workload.source is not None:
         return known
-    if request.attn_implementations is None:
-        return ("sdpa",) if "sdpa" in known else ("eager",)
-    for attention in request.attn_implementations:
-        if attention not in known:
-            raise InvalidRequestError(
-                f"--attn {attention} is not supported by {model.class_name}", f"it has {', '.join(known)}"
-            )
-    return request.attn_implementations
+    return request.attn_implementations or (("sdpa",) if "sdpa" in known else ("eager",))

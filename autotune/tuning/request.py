@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.candidate import OWN_OPTIM, Arm, Document, Precision, Strategy
-from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.candidate import Document, Precision, Strategy
+from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import HEADROOM
 from autotune.core.options import (
     OPTIONS,
@@ -25,21 +25,11 @@ from autotune.core.options import (
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
-from autotune.core.training_source import kind_of_code
-from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.features import (
-    DEEPSPEED,
-    FLASH_ATTENTION,
-    optim_package,
-    packages_of_workload,
-    require,
-    shards_with,
-)
-from autotune.space.levers import LEVERS, Training
+from autotune.space.levers import LEVERS
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -187,17 +177,6 @@ class SearchRequest:
             return MAX_BATCH_EFFORT
         return Effort() if self.workload.data is None else DATA_EFFORT
 
-    def check(self) -> None:
-        """Raise an error for everything that is known to be wrong before a process is started."""
-        _ = self.batches, self.chosen_precisions
-        self.check_own_code()
-        # Before the levers, which may ask for packages to be installed.
-        self._check_strategies()
-        self._check_levers()
-        if self.device.memory_free_bytes == 0:
-            total = format_bytes(self.device.memory_total_bytes)
-            raise DeviceError(f"{self.device.label} has no free memory of its {total}", "end what holds it")
-
     def document(self) -> Document:
         """Return it as JSON-ready data; searches with the same document and environment are the same search."""
         document = with_version({"model": self.workload.model})
@@ -211,35 +190,6 @@ class SearchRequest:
             document["ranks"] = self.ranks
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
 
-    def _check_levers(self) -> None:
-        """Raise an error for an option whose package is not installed, or that the device does not support."""
-        for optim in self.optims:
-            package = optim_package(optim)
-            if package is not None:
-                require(package, f"--optim {optim}")
-        if self.workload.quantize is not None and self.workload.peft is None:
-            raise InvalidRequestError(
-                f"weights in {self.workload.quantize[0]} bits cannot be trained directly", "add --peft lora"
-            )
-        for package in packages_of_workload(self.workload):
-            require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
-        is_cpu = self.device.kind == "cpu"
-        if self.expandable_segments == "on" and is_cpu:
-            raise DeviceError(
-                "cpu has no allocator with expandable segments", "leave --expandable-segments at auto or off"
-            )
-        if self.cpu_affinity == "on" and (problem := self._why_not_pinned()) is not None:
-            raise DeviceError(f"--cpu-affinity on: {problem}", "leave --cpu-affinity at auto or off")
-        if self.liger != "off":
-            if is_cpu:
-                raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
-            require("liger-kernel", "--liger")
-        self._check_settings()
-        if FLASH_ATTENTION in (self.attn_implementations or ()):
-            if is_cpu:
-                raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
-            require("flash-attn", f"--attn {FLASH_ATTENTION}")
-
     @property
     def goes_on(self) -> bool:
         """Whether levers that are ``auto`` are tried once there is a first answer."""
@@ -252,107 +202,7 @@ class SearchRequest:
             chosen["checkpointed_layers"] = int(self.partial_checkpointing)
         return chosen
 
-    def _check_settings(self) -> None:
-        """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have."""
-        training = Training.of(self.workload, self.device.kind, self.ranks)
-        for row in LEVERS:
-            why = row.obstacle(training) if row.option and row.obstacle else None
-            if why is not None and row.name in self.settings():
-                option = f"--{row.name.replace('_', '-')}"
-                raise InvalidRequestError(f"{option} on: {why}", f"leave {option} at auto or off")
-
-    def check_layers(self, layers: int | None) -> None:
-        """Raise ``InvalidRequestError`` where fewer layers can recompute than were asked to; ``None``: none alone."""
-        asked = self.settings().get("checkpointed_layers", 0)
-        if asked > (layers or 0):
-            raise InvalidRequestError(
-                f"--partial-checkpointing {asked}: "
-                + (f"the model has {layers} layers" if layers else "the layers of this model cannot be told apart"),
-                "leave it at auto or off",
-            )
-
-    def check_own_code(self) -> None:
-        """Raise ``InvalidRequestError`` where the user's own code cannot be trained on these GPUs with this strategy.
-
-        Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
-        """
-        source = self.workload.source
-        given = [*(["--gpus"] if self.others else []), *(["--strategy"] if self.strategies is not None else [])]
-        if source is None or not given:
-            return
-        if source.kind == "loop" or kind_of_code(source.interface) != "trainer":
-            wrong = f"--strategy {','.join(self.strategies)}" if self.strategies is not None else "--gpus"
-            raise InvalidRequestError(
-                f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
-                f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
-            )
-        zero = [strategy for strategy in self.strategies or () if Arm(strategy=strategy).zero_stage is not None]
-        if zero:
-            use = "use --strategy ddp,fsdp" if self.ranks > 1 else "leave --strategy out"
-            raise InvalidRequestError(
-                f"--strategy {zero[0]}: code of your own is searched with DDP and FSDP only",
-                f"{use}, or name the model with --model",
-            )
-
-    def _check_strategies(self) -> None:
-        """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
-        asked = self.strategies
-        if asked is None:
-            return
-        if self.beside and asked != ("zero2-offload",):
-            raise InvalidRequestError(
-                f"--strategy {','.join(asked)} is how several GPUs train together, and --parallel has each trial train "
-                "on one",
-                "leave one of the two out",
-            )
-        if self.ranks == 1 and asked != ("zero2-offload",):
-            raise InvalidRequestError(
-                f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
-                "add --gpus 2, or leave it out",
-            )
-        sharded = [strategy for strategy in asked if strategy != "ddp"]
-        if not sharded:
-            return
-        fsdp = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
-        if fsdp and self.device.kind == "cpu":
-            raise DeviceError(
-                f"--strategy {fsdp[0]}: on a CPU accelerate always trains with DDP",
-                "use ddp, or zero2 with DeepSpeed",
-            )
-        if self.workload.quantize is not None:
-            bits = self.workload.quantize[0]
-            if self.ranks == 1:
-                raise InvalidRequestError(
-                    f"--strategy {sharded[0]} is not searched with weights in {bits} bits, whose adapters have little "
-                    "optimizer state",
-                    "leave --strategy out, or leave --quantize out",
-                )
-            raise InvalidRequestError(
-                f"--strategy {sharded[0]}: weights in {bits} bits are not sharded, every rank keeps all of them",
-                "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
-            )
-        check_optims_shard(sharded[0], self.optims)
-        self._check_zero([strategy for strategy in asked if Arm(strategy=strategy).zero_stage is not None])
-
-    def _check_zero(self, asked: Sequence[Strategy]) -> None:
-        """Raise an error for a strategy of DeepSpeed that cannot be here."""
-        if not asked:
-            return
-        if "zero2-offload" in asked and self.device.kind == "cpu":
-            raise DeviceError(
-                "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",
-                "leave it out, or choose a GPU",
-            )
-        if self.torch_compile == "on":
-            raise InvalidRequestError(
-                f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
-                "leave --torch-compile out, or use --strategy ddp",
-            )
-        # Last, so that nothing has to be installed for what cannot be.
-        if self.is_at_hand:
-            require(DEEPSPEED, f"--strategy {asked[0]}")
-
-    def _why_not_pinned(self) -> str | None:
+    def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""
         if self.device.kind == "cpu":
             return "a training on the CPU needs all its cores"
@@ -365,30 +215,11 @@ class SearchRequest:
     @property
     def pins(self) -> LeverChoice:
         """Return the effective ``cpu_affinity``; the largest batch that fits does not depend on it."""
-        return "off" if self.objective == "max-batch" or self._why_not_pinned() else self.cpu_affinity
+        return "off" if self.objective == "max-batch" or self.why_not_pinned() else self.cpu_affinity
 
     def named(self, study: str) -> SearchRequest:
         """Return the same request with a study name."""
         return replace(self, study=study)
-
-
-def check_optims_shard(strategy: Strategy, optims: Sequence[str], *, chosen_by: str | None = None) -> None:
-    """Raise ``InvalidRequestError`` where an optimizer cannot update the weights that a strategy shards.
-
-    ``chosen_by`` names the user's code that chose the optimizers; ``None`` where ``--optim`` named them.
-    """
-    unfit = next((optim for optim in optims if not shards_with(optim)), None)
-    if unfit is None:
-        return
-    if chosen_by is None:
-        what, instead = f"--optim {unfit}", f"--optim {DEFAULT_OPTIM}"
-    elif unfit == OWN_OPTIM:
-        what, instead = f"the optimizer that {chosen_by} makes itself", "name one in its TrainingArguments (optim)"
-    else:
-        what, instead = f"the optimizer {unfit} of {chosen_by}", f"--optim {DEFAULT_OPTIM}"
-    raise InvalidRequestError(
-        f"--strategy {strategy}: {what} cannot update sharded weights", f"use --strategy ddp, or {instead}"
-    )
 
 
 def _recorded_options() -> Iterator[tuple[Option, Any]]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import STRATEGIES, Arm, Strategy
-from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
 from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices.host import host_memory
 from autotune.space.features import DEEPSPEED, shards_with, version_of
-from autotune.tuning.request import SearchRequest, check_optims_shard
+from autotune.tuning.request import SearchRequest
 
 _LARGE_COPY = 0.01
 """Share of a GPU's memory above which a second copy of the gradients is avoided. Predictions keep as much free."""
@@ -20,15 +19,14 @@ _LARGE_COPY = 0.01
 def arms_of_ranks(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Arm, ...]:
     """Return the arms with every strategy that they can be trained with, those with the least communication first.
 
-    ``state_bytes`` is what weights, gradients and optimizer state take together. Raises ``InvalidRequestError`` for a
-    strategy that was asked for and that the model cannot do.
+    ``state_bytes`` is what weights, gradients and optimizer state take together.
     """
     strategies = _strategies(request, model, state_bytes)
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
     # Without accumulation every micro-step reduces its gradients anyway.
     # Of DeepSpeed's stages the first never does so, and the others always.
-    variants += [(strategy, True) for strategy in strategies if Arm(strategy=strategy).is_sharded and accumulates]
+    variants += [(strategy, True) for strategy in strategies if is_sharded(strategy) and accumulates]
     return tuple(
         _shared(arm, strategy, syncs, request, model)
         for strategy, syncs in variants
@@ -69,6 +67,11 @@ def may_offload(request: SearchRequest, state_bytes: int) -> bool:
     return is_large and (host_bytes is None or host_bytes > state_bytes or not request.is_at_hand)
 
 
+def is_sharded(strategy: Strategy) -> bool:
+    """Return whether FSDP divides the weights among the ranks."""
+    return Arm(strategy=strategy).is_sharded
+
+
 def is_zero(strategy: Strategy) -> bool:
     """Return whether a strategy is one of DeepSpeed's."""
     return Arm(strategy=strategy).zero_stage is not None
@@ -84,21 +87,7 @@ def least_share(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
 def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> tuple[Strategy, ...]:
     """Return the strategies to search."""
     asked = request.strategies
-    has_layers = bool(model.layer_classes)
     if asked is not None:
-        sharded = [strategy for strategy in asked if Arm(strategy=strategy).is_sharded]
-        if sharded and (error := model.sharding_error):
-            raise InvalidRequestError(
-                f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
-            )
-        if sharded and not has_layers:
-            raise InvalidRequestError(
-                f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
-                "use --strategy ddp",
-            )
-        if sharded and request.workload.source is not None:
-            # Which optimizer the user's own code has is known since its inspection only.
-            check_optims_shard(sharded[0], request.optims, chosen_by=request.workload.source.name)
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
     can_split = (
         request.device.kind == "cuda"
@@ -110,10 +99,10 @@ def _strategies(request: SearchRequest, model: ModelFacts, state_bytes: int) -> 
     )
     found: list[Strategy] = ["ddp"]
     if can_split:
-        with_fsdp = has_layers and not model.sharding_error
+        with_fsdp = bool(model.layer_classes) and not model.sharding_error
         # Adapters under DeepSpeed were not tried.
         with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
-        found += [s for s in STRATEGIES if (Arm(strategy=s).is_sharded and with_fsdp) or (is_zero(s) and with_zero)]
+        found += [s for s in STRATEGIES if (is_sharded(s) and with_fsdp) or (is_zero(s) and with_zero)]
         if not may_offload(request, state_bytes):
             found = [strategy for strategy in found if not Arm(strategy=strategy).offloads_optimizer]
     return tuple(found)

@@ -22,6 +22,7 @@ from autotune.cli.main import cli, main
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.workload import Workload
+from autotune.tuning.allowed import check_request
 from autotune.tuning.request import SearchRequest, request_from_document
 
 FEW, MANY = 150, 10_000
@@ -132,7 +133,7 @@ def test_recorded_requests(count: int) -> None:
     def read(changes: Document) -> None:
         try:
             request = request_from_document({**RECORDED, **changes}, BERT_LARGE, H200, "study")
-            request.check()
+            check_request(request)
         except (ValueError, AutotuneError):
             outcomes["error"] += 1
             return

@@ -24,6 +24,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import questions
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.space.levers import memory_class
+from autotune.tuning.allowed import check_request
 from autotune.tuning.optuna_space import candidate_of, distributions, params_of
 
 PLAIN = Arm("bf16")
@@ -98,11 +99,11 @@ class TestRequest:
         on_cpu = dataclasses.replace(request(), device=find_device("cpu"), memory_limit_bytes=None)
         assert on_cpu.pins == "off"
         with pytest.raises(DeviceError, match="--cpu-affinity on: a training on the CPU needs all its cores"):
-            dataclasses.replace(on_cpu, cpu_affinity="on").check()
+            check_request(dataclasses.replace(on_cpu, cpu_affinity="on"))
 
     def test_several_processes_need_a_core_each(self) -> None:
         with pytest.raises(DeviceError, match="each of the 2 processes"):
-            request(cpu_affinity="on", world_size=2).check()
+            check_request(request(cpu_affinity="on", world_size=2))
 
 
 class TestSpace:

@@ -41,6 +41,7 @@ from autotune.space.features import (
 )
 from autotune.space.levers import is_predictable, packages_of, prediction_class
 from autotune.space.space import Batches, Space, choose_arms
+from autotune.tuning.allowed import check_request
 from autotune.tuning.policy import ThroughputPolicy
 from autotune.tuning.training_state import training_state_bytes
 
@@ -108,7 +109,7 @@ class TestWhatIsTried:
 
     def test_a_cpu_has_no_such_lever(self) -> None:
         with pytest.raises(DeviceError, match="no allocator with expandable segments"):
-            replace(request(expandable_segments="on"), device=find_device("cpu")).check()
+            check_request(replace(request(expandable_segments="on"), device=find_device("cpu")))
 
     def test_only_an_answer_that_was_asked_for_is_recorded(self) -> None:
         assert "expandable_segments" not in request().document()
@@ -203,7 +204,7 @@ class TestPackages:
         if version_of("bitsandbytes") is not None:
             pytest.skip("bitsandbytes is installed here")
         with pytest.raises(InvalidRequestError) as caught:
-            request(optims=("adamw_bnb_8bit",)).check()
+            check_request(request(optims=("adamw_bnb_8bit",)))
         assert "bitsandbytes, which is not installed" in caught.value.message
         assert caught.value.hint == how_to_add("bitsandbytes")
 
@@ -214,7 +215,7 @@ class TestPackages:
 
     def test_ligers_kernels_need_a_gpu(self) -> None:
         with pytest.raises(DeviceError, match="Liger"):
-            replace(request(liger="on"), device=find_device("cpu")).check()
+            check_request(replace(request(liger="on"), device=find_device("cpu")))
 
     def test_flash_attention_goes_with_16_bits_alone(self) -> None:
         flash = Arm("tf32", attn_implementation="flash_attention_2")
@@ -312,7 +313,7 @@ class TestAdapters:
 
     def test_few_bits_need_adapters(self) -> None:
         with pytest.raises(InvalidRequestError, match="4 bits cannot be trained") as caught:
-            replace(request(), workload=replace(BERT_LARGE, quantize="4bit")).check()
+            check_request(replace(request(), workload=replace(BERT_LARGE, quantize="4bit")))
         assert caught.value.hint == "add --peft lora"
 
     def test_adapters_need_less_than_training_everything(self) -> None:

@@ -14,13 +14,14 @@ from searching import BERT_LARGE, H200, facts, request
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.outcome import Effort
 from autotune.devices import Headroom
+from autotune.tuning.allowed import check_request
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, check_study_name, differences
 
 
 class TestChecked:
     def test_the_example_is_in_order(self) -> None:
-        request().check()
+        check_request(request())
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -31,19 +32,19 @@ class TestChecked:
     )
     def test_batches_that_cannot_be(self, options: dict[str, Any], words: str) -> None:
         with pytest.raises(InvalidRequestError, match=words):
-            request(**options).check()
+            check_request(request(**options))
 
     def test_a_precision_that_the_device_lacks(self) -> None:
         old = dataclasses.replace(H200, capability=(7, 0), name="Tesla V100")
         with pytest.raises(DeviceError, match=r"cuda:0 \(Tesla V100\) has no bf16") as caught:
-            dataclasses.replace(request(precisions=("bf16",)), device=old).check()
+            check_request(dataclasses.replace(request(precisions=("bf16",)), device=old))
         assert "fp32, fp16" in caught.value.hint
 
     @pytest.mark.parametrize("limit_bytes", [None, 2**30])
     def test_a_device_without_free_memory(self, limit_bytes: int | None) -> None:
         full = dataclasses.replace(H200, memory_free_bytes=0)
         with pytest.raises(DeviceError, match=r"no free memory of its 140\.0 GiB"):
-            dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=full).check()
+            check_request(dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=full))
 
     @pytest.mark.parametrize(
         ("lever", "words"),
@@ -55,8 +56,8 @@ class TestChecked:
     def test_a_lever_that_the_training_cannot_have(self, lever: str, words: str) -> None:
         padded = dataclasses.replace(BERT_LARGE, padding=0.2)
         with pytest.raises(InvalidRequestError, match=words):
-            request(workload=padded, **{lever: "on"}).check()
-        request(workload=padded, search_effort="default").check()
+            check_request(request(workload=padded, **{lever: "on"}))
+        check_request(request(workload=padded, search_effort="default"))
 
     def test_more_layers_than_the_model_can_recompute(self) -> None:
         partial = request(partial_checkpointing="12")

@@ -25,6 +25,7 @@ from autotune.estimate.history import History
 from autotune.estimate.throughput import Speeds
 from autotune.space.space import Batches, Space
 from autotune.space.training_arguments import deepspeed_settings, training_arguments
+from autotune.tuning.allowed import check_request
 from autotune.tuning.forecasting import forecast_of
 from autotune.tuning.optuna_space import candidate_of, distributions, params_of
 from autotune.tuning.policy import ThroughputPolicy
@@ -44,7 +45,7 @@ def of_two(model: Document | None = None, **options: Any) -> Prepared:
     device: Device = changed.pop("device", H200)
     others = (SECOND if device is H200 else device,)
     request = SearchRequest(workload, device, others=others, **changed)
-    request.check()
+    check_request(request)
     return prepare(request, facts(**(LAYERS if model is None else model)))
 
 
@@ -195,7 +196,7 @@ def test_a_loop_of_its_own_is_told_what_several_gpus_need(
 
 def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
     with pytest.raises(InvalidRequestError, match="trains in a loop of its own") as caught:
-        SearchRequest(LOOP, H200, effective_batch=64, strategies=("fsdp",)).check()
+        check_request(SearchRequest(LOOP, H200, effective_batch=64, strategies=("fsdp",)))
     assert caught.value.hint.startswith("leave --strategy out")
 
 
@@ -203,7 +204,7 @@ def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
 def test_own_code_under_zero_is_told_what_works(ranks: int, hint: str) -> None:
     others = (SECOND,) * (ranks - 1)
     with pytest.raises(InvalidRequestError, match="code of your own is searched with DDP and FSDP only") as caught:
-        SearchRequest(OWN, H200, others=others, world_size=ranks, strategies=("zero2-offload",)).check()
+        check_request(SearchRequest(OWN, H200, others=others, world_size=ranks, strategies=("zero2-offload",)))
     assert caught.value.hint.startswith(hint)
 
 
@@ -212,7 +213,7 @@ def test_adapters_are_sharded_where_weights_take_most_of_the_memory(
     monkeypatch: pytest.MonkeyPatch, limit: int, strategies: set[str]
 ) -> None:
     """They have so few gradients that DDP exchanges next to nothing."""
-    monkeypatch.setattr("autotune.tuning.request.require", lambda *_: None)
+    monkeypatch.setattr("autotune.tuning.allowed.require", lambda *_: None)
     lora = dataclasses.replace(BERT_LARGE, peft="lora", lora_rank=8)
     few = {**LAYERS, "parameters": 400_000_000, "trainable_parameters": 4_000_000}
     given = {"workload": lora, "memory_limit_bytes": limit}
@@ -282,7 +283,7 @@ def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.Mo
         of_two(strategies=("zero3",), workload=QUANTIZED)
     assert caught.value.hint == "use --strategy ddp, or leave --quantize out, so that the weights can be sharded"
     with pytest.raises(InvalidRequestError, match="not searched with weights in 4 bits") as caught:
-        SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",)).check()
+        check_request(SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",)))
     assert caught.value.hint == "leave --strategy out, or leave --quantize out"
 
 

@@ -1,0 +1,243 @@
+"""Refuse what a search cannot do: before a process is started, and once the model was inspected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.core.candidate import OWN_OPTIM, Strategy
+from autotune.core.errors import DeviceError, InvalidRequestError, UnknownModelError, near_misses
+from autotune.core.inspection import Inspection, ModelFacts
+from autotune.core.training_source import kind_of_code
+from autotune.core.units import format_bytes
+from autotune.space.features import (
+    DEEPSPEED,
+    FLASH_ATTENTION,
+    optim_package,
+    packages_of_workload,
+    require,
+    shards_with,
+)
+from autotune.space.levers import LEVERS, Training
+from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
+from autotune.tuning.strategies import is_sharded, is_zero
+
+
+def check_request(request: SearchRequest) -> None:
+    """Raise an error for everything that is known to be wrong before a process is started."""
+    _ = request.batches, request.chosen_precisions
+    _check_ranks_of_own_code(request)
+    # Before the levers, which may ask for packages to be installed.
+    _check_strategies(request)
+    _check_levers(request)
+    if request.device.memory_free_bytes == 0:
+        total = format_bytes(request.device.memory_total_bytes)
+        raise DeviceError(f"{request.device.label} has no free memory of its {total}", "end what holds it")
+
+
+def _check_levers(request: SearchRequest) -> None:
+    """Raise an error for an option whose package is not installed, or that the device does not support."""
+    for optim in request.optims:
+        package = optim_package(optim)
+        if package is not None:
+            require(package, f"--optim {optim}")
+    if request.workload.quantize is not None and request.workload.peft is None:
+        raise InvalidRequestError(
+            f"weights in {request.workload.quantize[0]} bits cannot be trained directly", "add --peft lora"
+        )
+    for package in packages_of_workload(request.workload):
+        require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
+    is_cpu = request.device.kind == "cpu"
+    if request.expandable_segments == "on" and is_cpu:
+        raise DeviceError("cpu has no allocator with expandable segments", "leave --expandable-segments at auto or off")
+    if request.cpu_affinity == "on" and (problem := request.why_not_pinned()) is not None:
+        raise DeviceError(f"--cpu-affinity on: {problem}", "leave --cpu-affinity at auto or off")
+    if request.liger != "off":
+        if is_cpu:
+            raise DeviceError("cpu cannot run Liger's kernels", "leave --liger out, or choose a GPU")
+        require("liger-kernel", "--liger")
+    _check_settings(request)
+    if FLASH_ATTENTION in (request.attn_implementations or ()):
+        if is_cpu:
+            raise DeviceError(f"cpu has no {FLASH_ATTENTION}", "leave it out of --attn, or choose a GPU")
+        require("flash-attn", f"--attn {FLASH_ATTENTION}")
+
+
+def _check_settings(request: SearchRequest) -> None:
+    """Raise ``InvalidRequestError`` for a lever that was asked for and that this training cannot have."""
+    training = Training.of(request.workload, request.device.kind, request.ranks)
+    for row in LEVERS:
+        why = row.obstacle(training) if row.option and row.obstacle else None
+        if why is not None and row.name in request.settings():
+            option = f"--{row.name.replace('_', '-')}"
+            raise InvalidRequestError(f"{option} on: {why}", f"leave {option} at auto or off")
+
+
+def _check_ranks_of_own_code(request: SearchRequest) -> None:
+    """Raise ``InvalidRequestError`` where the user's own code cannot be trained on these GPUs with this strategy.
+
+    Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
+    """
+    source = request.workload.source
+    given = [*(["--gpus"] if request.others else []), *(["--strategy"] if request.strategies is not None else [])]
+    if source is None or not given:
+        return
+    if source.kind == "loop" or kind_of_code(source.interface) != "trainer":
+        wrong = f"--strategy {','.join(request.strategies)}" if request.strategies is not None else "--gpus"
+        raise InvalidRequestError(
+            f"{wrong}: {source.name} trains in a loop of its own, which is measured on one GPU only",
+            f"leave {' and '.join(given)} out; DDP and FSDP of your own code need transformers.Trainer",
+        )
+    zero = [strategy for strategy in request.strategies or () if is_zero(strategy)]
+    if zero:
+        use = "use --strategy ddp,fsdp" if request.ranks > 1 else "leave --strategy out"
+        raise InvalidRequestError(
+            f"--strategy {zero[0]}: code of your own is searched with DDP and FSDP only",
+            f"{use}, or name the model with --model",
+        )
+
+
+def _check_strategies(request: SearchRequest) -> None:
+    """Raise an error for a strategy that this device, these weights or this optimizer cannot do."""
+    asked = request.strategies
+    if asked is None:
+        return
+    if request.beside and asked != ("zero2-offload",):
+        raise InvalidRequestError(
+            f"--strategy {','.join(asked)} is how several GPUs train together, and --parallel has each trial train "
+            "on one",
+            "leave one of the two out",
+        )
+    if request.ranks == 1 and asked != ("zero2-offload",):
+        raise InvalidRequestError(
+            f"--strategy {','.join(asked)} applies to several GPUs, and there is one",
+            "add --gpus 2, or leave it out",
+        )
+    sharded = [strategy for strategy in asked if strategy != "ddp"]
+    if not sharded:
+        return
+    fsdp = [strategy for strategy in asked if is_sharded(strategy)]
+    if fsdp and request.device.kind == "cpu":
+        raise DeviceError(
+            f"--strategy {fsdp[0]}: on a CPU accelerate always trains with DDP",
+            "use ddp, or zero2 with DeepSpeed",
+        )
+    if request.workload.quantize is not None:
+        bits = request.workload.quantize[0]
+        if request.ranks == 1:
+            raise InvalidRequestError(
+                f"--strategy {sharded[0]} is not searched with weights in {bits} bits, whose adapters have little "
+                "optimizer state",
+                "leave --strategy out, or leave --quantize out",
+            )
+        raise InvalidRequestError(
+            f"--strategy {sharded[0]}: weights in {bits} bits are not sharded, every rank keeps all of them",
+            "use --strategy ddp, or leave --quantize out, so that the weights can be sharded",
+        )
+    _check_optims_shard(sharded[0], request.optims)
+    _check_zero(request, [strategy for strategy in asked if is_zero(strategy)])
+
+
+def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
+    """Raise an error for a strategy of DeepSpeed that cannot be here."""
+    if not asked:
+        return
+    if "zero2-offload" in asked and request.device.kind == "cpu":
+        raise DeviceError(
+            "--strategy zero2-offload moves the optimizer to the CPU, and the training is there already",
+            "leave it out, or choose a GPU",
+        )
+    if request.torch_compile == "on":
+        raise InvalidRequestError(
+            f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
+            "leave --torch-compile out, or use --strategy ddp",
+        )
+    # Last, so that nothing has to be installed for what cannot be.
+    if request.is_at_hand:
+        require(DEEPSPEED, f"--strategy {asked[0]}")
+
+
+# What is known once the model was inspected
+
+
+def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
+    """Return the inspected model; raises an error where it cannot be built, or cannot be trained on several GPUs."""
+    if facts.lacks_nccl:
+        raise DeviceError(
+            f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
+            "install torch as pytorch.org says for CUDA, or search on one GPU",
+        )
+    if facts.model is None:
+        raise UnknownModelError(
+            f"the model {request.workload.model!r} cannot be built: {facts.model_error}",
+            "check its config.json against the installed transformers, or name another --task",
+        )
+    return facts.model
+
+
+def check_inspected(request: SearchRequest, facts: Inspection, model: ModelFacts) -> None:
+    """Raise ``InvalidRequestError`` for what this model, this code or the installed transformers cannot do."""
+    _check_ranks_of_own_code(request)
+    _check_layers(request, model.checkpointing_layers)
+    _check_sharding(request, model)
+    known = facts.optims or request.optims
+    for optim in request.optims:
+        if optim not in known and optim != OWN_OPTIM:
+            near = near_misses(optim, sorted(known), most=3, least_ratio=0.4) or sorted(known)[:3]
+            raise InvalidRequestError(
+                f"--optim {optim} is not known to the installed transformers", f"it has {', '.join(near)} …"
+            )
+    attentions = request.attn_implementations if request.workload.source is None else None
+    for attention in attentions or ():
+        if attention not in model.attn_implementations:
+            raise InvalidRequestError(
+                f"--attn {attention} is not supported by {model.class_name}",
+                f"it has {', '.join(model.attn_implementations)}",
+            )
+
+
+def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
+    sharded = [strategy for strategy in request.strategies or () if is_sharded(strategy)]
+    if not sharded:
+        return
+    if error := model.sharding_error:
+        raise InvalidRequestError(
+            f"--strategy {sharded[0]}: accelerate cannot shard {model.class_name}: {error}", "use --strategy ddp"
+        )
+    if not model.layer_classes:
+        raise InvalidRequestError(
+            f"--strategy {sharded[0]}: {model.class_name} has no class of layers to shard one by one",
+            "use --strategy ddp",
+        )
+    if request.workload.source is not None:
+        # Which optimizer the user's own code has is known since its inspection only.
+        _check_optims_shard(sharded[0], request.optims, chosen_by=request.workload.source.name)
+
+
+def _check_layers(request: SearchRequest, layers: int | None) -> None:
+    """Raise ``InvalidRequestError`` where fewer layers can recompute than were asked to; ``None``: none alone."""
+    asked = request.settings().get("checkpointed_layers", 0)
+    if asked > (layers or 0):
+        raise InvalidRequestError(
+            f"--partial-checkpointing {asked}: "
+            + (f"the model has {layers} layers" if layers else "the layers of this model cannot be told apart"),
+            "leave it at auto or off",
+        )
+
+
+def _check_optims_shard(strategy: Strategy, optims: Sequence[str], *, chosen_by: str | None = None) -> None:
+    """Raise ``InvalidRequestError`` where an optimizer cannot update the weights that a strategy shards.
+
+    ``chosen_by`` names the user's code that chose the optimizers; ``None`` where ``--optim`` named them.
+    """
+    unfit = next((optim for optim in optims if not shards_with(optim)), None)
+    if unfit is None:
+        return
+    if chosen_by is None:
+        what, instead = f"--optim {unfit}", f"--optim {DEFAULT_OPTIM}"
+    elif unfit == OWN_OPTIM:
+        what, instead = f"the optimizer that {chosen_by} makes itself", "name one in its TrainingArguments (optim)"
+    else:
+        what, instead = f"the optimizer {unfit} of {chosen_by}", f"--optim {DEFAULT_OPTIM}"
+    raise InvalidRequestError(
+        f"--strategy {strategy}: {what} cannot update sharded weights", f"use --strategy ddp, or {instead}"
+    )
