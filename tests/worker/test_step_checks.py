@@ -12,10 +12,11 @@ from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.training_source import find_loop
+from autotune.core.training_source import find_loop, find_trainer
 from autotune.core.workload import Workload
 
-CODES = Path(__file__).resolve().parents[1] / "own_code" / "fool_the_clock.py"
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+CODES = OWN_CODE / "fool_the_clock.py"
 WARM = dataclasses.replace(QUICK, warmup_steps=2)
 
 
@@ -131,3 +132,39 @@ def test_updates_that_a_fused_optimizer_skips_are_not_counted(trial_server: Serv
     assert (never.reason, never.message) == (
         "non_finite", "fp16's gradient scaler skipped the updates of 21 steps: train in bf16 or fp32",
     )  # fmt: skip
+
+
+def trained(server: ServerClient, function: str, batch: int = 16) -> Outcome:
+    """The outcome of a trial of a ``Trainer``."""
+    workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'fool_the_trainer.py'}:{function}"))
+    return server.trial(workload, Candidate(Arm(), batch, 2), WARM).outcome
+
+
+@pytest.mark.parametrize("function", ["catch_in_step", whole("catch_in_loss")])
+def test_a_trainer_that_catches_its_error_of_memory_ran_out_of_it(trial_server: ServerClient, function: str) -> None:
+    outcome = trained(trial_server, function)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert isinstance(trained(trial_server, function, batch=8), Completed)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("keep_its_loader", "its Trainer has a training loader with batches of 2, asked was 16"),
+        ("ready_of_two", "trains with batches of 2 where 16 samples were asked for"),
+        whole("truncate", "gives its model 2 samples of a batch of 16 (fool_the_trainer.py:"),
+        whole("detach", "no gradient came back to the model of fool_the_trainer.py:detach"),
+        whole("collate_few", "gives its model 2 samples of a batch of 16"),
+        whole("other_weights", "steps an optimizer whose parameters get no gradients"),
+    ],
+)
+def test_a_trainer_that_does_not_train_is_not_counted(trial_server: ServerClient, function: str, message: str) -> None:
+    outcome = trained(trial_server, function)
+    assert isinstance(outcome, Failed), outcome
+    assert message in outcome.message
+
+
+@pytest.mark.parametrize("function", ["ready", whole("flatten")])
+def test_an_honest_trainer_is_measured(trial_server: ServerClient, function: str) -> None:
+    outcome = trained(trial_server, function)
+    assert isinstance(outcome, Completed), outcome

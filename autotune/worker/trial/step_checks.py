@@ -507,7 +507,6 @@ class StepChecks:
         refuse: Callable[[NotTrained], NoReturn],
         *,
         out_of_memory_count: Callable[[], int | None] = lambda: None,
-        may_be_zero: bool = False,
         watch: TrainingWatch | None = None,
     ) -> None:
         self.watch = watch or TrainingWatch()
@@ -517,7 +516,7 @@ class StepChecks:
         self.refuse = refuse
         """Ends the trial; called with the first step that did not train."""
         self._count = out_of_memory_count
-        self._may_be_zero = may_be_zero
+        self.may_be_zero = False
         """Whether a step may have nothing to learn from, as where all samples of a rollout have the same reward."""
         self.other_batch: OtherBatch | None = None
         """Set where no loader says how many samples a batch has, so that its tensors have to."""
@@ -572,7 +571,7 @@ class StepChecks:
             )
         if not update.is_finite:
             self.refuse(NotTrained(f"the gradients of {self._name} are not finite{at}", reason="non_finite"))
-        if update.is_zero and not self._may_be_zero:
+        if update.is_zero and not self.may_be_zero:
             self.refuse(
                 self._with_memory(
                     f"all gradients of {self._name} are zero{at}", "compute its loss from the output of the model"

@@ -114,7 +114,7 @@ class Overlay:
             # What accelerate launch was told counts where the arguments say neither.
             wanted = [name for name in ("bf16", "fp16") if self.tuned.get(name)]
             os.environ[LAUNCHED_PRECISION] = wanted[0] if wanted else "no"
-        if any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS):
+        if generates(arguments):
             # What is generated for a whole step would be another amount.
             self.shortened = None
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
@@ -201,6 +201,11 @@ def _origin() -> Document:
         if not is_installed:
             break
     return {"from": "code", "place": place} if place is not None else {}
+
+
+def generates(arguments: Any) -> bool:
+    """Return whether a training generates the completions that it trains on, as TRL's GRPO does."""
+    return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:

@@ -17,9 +17,11 @@ from autotune.worker.private.transformers import is_reporting, mean_train_loss
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run
 from autotune.worker.trial.rehearsal import Rehearsing
+from autotune.worker.trial.step_checks import OtherBatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
-from autotune.worker.user.overlay import Overlay, known_fields, own_batch
+from autotune.worker.user.loader_overlay import batch_of
+from autotune.worker.user.overlay import Overlay, generates, known_fields, own_batch
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.trainer_code import checkpoints, ignored_message, intercept, run_source
 
@@ -37,6 +39,15 @@ class _WholeStepsCallback(MeasureCallback):
         needed = batch * args.gradient_accumulation_steps * args.world_size
         if samples is not None and samples < needed:
             raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
+        # Of several ranks, a loader that is divided among them may have the batches of all.
+        found, asked = batch_of(loader), {batch, batch * args.world_size}
+        if found is not None and found not in asked and not generates(args):
+            raise UserCodeError(
+                f"its Trainer has a training loader with batches of {found}, asked was {batch}",
+                "make that of its args.train_batch_size",
+            )
+        if self._checks is not None and found is None:
+            self._checks.other_batch = OtherBatch(batch, ())
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -145,6 +156,8 @@ class TrainerTrial(OwnTrial):
                 trainer.remove_callback(callback)
         rehearsing = self._rehearse(trainer) if self._device_kind == "cuda" else None
         self._hold_inputs(trainer)
+        if self._checks is not None:
+            self._checks.may_be_zero = generates(trainer.args)
         watch = LossWatch(trainer)
         if self._overlay.shortened is None:
             self._effort = dataclasses.replace(

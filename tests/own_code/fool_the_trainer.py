@@ -1,0 +1,173 @@
+"""Trainers that would fool a clock, as ``--trainer`` takes them, and honest ones that look as if they would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+MOST = 8
+"""Samples for which there is memory."""
+
+
+def make(overrides: dict[str, Any], kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
+    """A tiny BERT that tells apart two kinds of random tokens."""
+    own = {"output_dir": "own_output", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    config = AutoConfig.for_model(
+        "bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
+    )
+    samples = [{"input_ids": torch.randint(0, 64, (12,)), "labels": torch.tensor(n % 2)} for n in range(96)]
+    options = {"train_dataset": samples, **options}
+    model = AutoModelForSequenceClassification.from_config(config)
+    return kind(model=model, args=TrainingArguments(**{**own, **overrides}), **options)
+
+
+def _run_out(inputs: Any) -> None:
+    if len(inputs["input_ids"]) > MOST:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class RunsOut(Trainer):
+    """Has a model without memory for more than eight samples."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """Raises an error within the model."""
+        hook = model.register_forward_pre_hook(lambda _, __, named: _run_out(named), with_kwargs=True)
+        try:
+            return super().compute_loss(model, inputs, *words, **options)
+        finally:
+            hook.remove()
+
+
+class CatchesInStep(RunsOut):
+    """Returns a loss of zero without a backward pass where memory runs out, as GLiNER's does."""
+
+    def training_step(self, model: Any, inputs: Any, *words: Any, **options: Any) -> torch.Tensor:
+        """Catches whatever goes wrong."""
+        try:
+            return super().training_step(model, inputs, *words, **options)  # type: ignore[no-any-return]
+        except Exception:
+            return torch.tensor(0.0, requires_grad=True)
+
+
+class CatchesInLoss(RunsOut):
+    """Makes a loss of zero where memory runs out."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """Catches whatever goes wrong."""
+        try:
+            return super().compute_loss(model, inputs, *words, **options)
+        except Exception:
+            return torch.tensor(0.0, requires_grad=True)
+
+
+class KeepsItsLoader(Trainer):
+    """Makes batches of two, whatever its arguments say."""
+
+    def get_train_dataloader(self) -> Any:
+        """One of its own."""
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=2, collate_fn=self.data_collator))
+
+
+class Batches(IterableDataset[Any]):
+    """Ready-made batches."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __iter__(self) -> Any:
+        """Without end."""
+        while True:
+            yield {"input_ids": torch.randint(0, 64, (self._size, 12)), "labels": torch.zeros(self._size).long()}
+
+
+class Ready(Trainer):
+    """Goes over ready-made batches."""
+
+    size: int | None = None
+
+    def get_train_dataloader(self) -> Any:
+        """One that has no batch size."""
+        return DataLoader(Batches(self.size or self.args.train_batch_size), batch_size=None)
+
+
+class ReadyOfTwo(Ready):
+    """Whatever its arguments say."""
+
+    size = 2
+
+
+class Truncates(Trainer):
+    """Trains with the first samples of a batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """Of two samples."""
+        return super().compute_loss(model, {name: value[:2] for name, value in inputs.items()}, *words, **options)
+
+
+class Detaches(Trainer):
+    """Lets no gradient go through its model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """One that depends on nothing."""
+        return super().compute_loss(model, inputs, *words, **options).detach().requires_grad_()
+
+
+def catch_in_step(overrides: dict[str, Any]) -> Trainer:
+    """See ``CatchesInStep``."""
+    return make(overrides, CatchesInStep)
+
+
+def catch_in_loss(overrides: dict[str, Any]) -> Trainer:
+    """See ``CatchesInLoss``."""
+    return make(overrides, CatchesInLoss)
+
+
+def keep_its_loader(overrides: dict[str, Any]) -> Trainer:
+    """See ``KeepsItsLoader``."""
+    return make(overrides, KeepsItsLoader)
+
+
+def ready_of_two(overrides: dict[str, Any]) -> Trainer:
+    """See ``ReadyOfTwo``."""
+    return make(overrides, ReadyOfTwo)
+
+
+def truncate(overrides: dict[str, Any]) -> Trainer:
+    """See ``Truncates``."""
+    return make(overrides, Truncates)
+
+
+def detach(overrides: dict[str, Any]) -> Trainer:
+    """See ``Detaches``."""
+    return make(overrides, Detaches)
+
+
+def collate_few(overrides: dict[str, Any]) -> Trainer:
+    """Leaves most samples out when it collates them."""
+    few = lambda samples: {name: torch.stack([s[name] for s in samples[:2]]) for name in samples[0]}  # noqa: E731
+    return make(overrides, data_collator=few)
+
+
+def ready(overrides: dict[str, Any]) -> Trainer:
+    """Honest: ready-made batches as large as its arguments say."""
+    return make(overrides, Ready)
+
+
+def flatten(overrides: dict[str, Any]) -> Trainer:
+    """Honest: all samples of a batch in one row."""
+
+    def collate(samples: Any) -> dict[str, torch.Tensor]:
+        tokens = torch.cat([sample["input_ids"] for sample in samples])[None]
+        return {"input_ids": tokens, "position_ids": torch.zeros_like(tokens), "labels": samples[0]["labels"][None]}
+
+    return make(overrides, data_collator=collate)
+
+
+def other_weights(overrides: dict[str, Any]) -> Trainer:
+    """Steps the weights of another model."""
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    return make(overrides, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
