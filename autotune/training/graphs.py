@@ -60,6 +60,8 @@ class GraphedSteps:
         self._pool = torch.cuda.graph_pool_handle()
         self.replays = 0
         """Micro-steps that ran as a graph."""
+        self.on_replay: Callable[[], None] | None = None
+        """Called for each micro-step that ran without the Python code of the model."""
 
     def __call__(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -79,6 +81,8 @@ class GraphedSteps:
             shape = self._shapes[key] = _Shape()
         is_first = self._parameters[0].grad is None
         if (graph := shape.writing if is_first else shape.adding) is not None:
+            if self.on_replay is not None:
+                self.on_replay()
             return self._replay(model, graph, tensors, is_first=is_first)
         # What adds to gradients can only be captured once they are in the tensors that a graph writes.
         adds_in_place = not is_first and self._gradients and self._parameters[0].grad is self._gradients[0]

@@ -88,9 +88,13 @@ class TestGraphs:
         stock = train(trainer_of(classifier(), data, tmp_path, **settings))
         trainer = trainer_of(classifier(), data, tmp_path, **settings)
         trainer.training_step = steps = GraphedSteps(trainer)
+        ran: list[str] = []
+        trainer.model.register_forward_pre_hook(lambda *_: ran.append("Python"))
+        steps.on_replay = lambda: ran.append("graph")
         losses, weights = train(trainer)
         assert losses == stock[0]
         assert torch.equal(weights, stock[1])
+        assert len(ran) == 8 * accumulation
         assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
 
     def test_batches_of_several_lengths_share_their_gradients(self, tmp_path: Path) -> None:

@@ -231,6 +231,9 @@ class Trial:
             dataset = synthetic_dataset(self._workload, model, samples, self._seed)
             trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[callback])
         apply(trainer, **applied_settings(arm))
+        if arm.cuda_graphs:
+            assert self._checks is not None
+            trainer.training_step.on_replay = self._checks.watch.take_replay
         if arguments.n_gpu > 1:
             raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if arguments.world_size != self._ranks.count:

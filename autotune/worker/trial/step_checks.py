@@ -105,6 +105,7 @@ class TrainingWatch:
         self._is_fed_within_backward = False
         self._hook: Any = None
         self._after_hook: Any = None
+        self._latest: Call | None = None
         self._weights_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._has_parameters: dict[int, bool] = {}
         self._found_inf: list[Any] = []
@@ -234,6 +235,7 @@ class TrainingWatch:
             if is_new:
                 is_new = False
                 self._calls.append(call)
+                self._latest = call
                 self._is_fed_within_backward = self._is_fed_within_backward or is_within_backward
 
         for each in outputs:
@@ -316,6 +318,13 @@ class TrainingWatch:
             return enter(context)
 
         kind.__enter__ = __enter__
+
+    def take_replay(self) -> None:
+        """Count the latest call, with its backward pass, once more: a captured graph runs both without Python."""
+        assert self._latest is not None, "a graph is captured after steps that were seen"
+        self._calls.append(self._latest)
+        self._forward_calls += 1
+        self._backward_passes += 1
 
     # Updates
 
