@@ -27,6 +27,7 @@ _COMMANDS = {
     "report": "autotune.cli.report",
     "studies": "autotune.cli.studies",
     "export": "autotune.cli.export",
+    "run": "autotune.cli.run",
     "verify": "autotune.cli.verify",
     "dashboard": "autotune.cli.dashboard",
     "devices": "autotune.cli.devices",

@@ -47,6 +47,8 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
         if report.best.candidate.arm.needs_launcher and (takes_options or report.workload["task"] != "own"):
             form = "--format torchrun"
         click.echo(f"  autotune export {name}{where} {form}")
+        if report.workload["task"] == "own":
+            click.echo(f"  autotune run {name}{where}")
     if report.study.state != "finished":
         click.echo(f"  autotune resume {name}{where}")
     click.echo(f"  autotune show {name}{where}")

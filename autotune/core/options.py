@@ -66,6 +66,7 @@ STORED = (
     "studies",
     "report",
     "export",
+    "run",
     "dashboard",
     "db",
     "serve",
@@ -143,7 +144,9 @@ OPTIONS: tuple[Option, ...] = (
         "In place of a model: train.py:train, where train(config) is a training loop of your own that goes over "
         "autotune.steps(loader).", TRAINED, metavar="FILE:FUNCTION",
     ),
-    Option("script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED),
+    Option(
+        "script", SCRIPT, "In place of a model: your own training script and its options.", TRAINED, ("search", "run"),
+    ),
     Option(
         "code", TEXT, "In place of a model, with --server: code by the name that the operator lists it under.", TRAINED,
         metavar="NAME", in_function=False,

@@ -25,6 +25,7 @@ COMMANDS = [
     ("report",),
     ("studies",),
     ("export",),
+    ("run",),
     ("verify",),
     ("dashboard",),
     ("devices",),

@@ -111,6 +111,46 @@ def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: P
     assert scope["overrides"] == fields
 
 
+def test_the_script_is_trained_with_the_winner_and_nothing_of_it_is_edited(searched: Searched, tmp_path: Path) -> None:
+    """What it says beside a setting is told."""
+    fields = json.loads(run_process("export", "mine", folder=searched.folder).stdout)
+    write_texts(tmp_path / "train.csv")
+    storage = ("--storage", str(searched.folder / "studies" / "autotune.db"))
+    own = (*SCRIPT, *OWN_SETTINGS, "--gradient_accumulation_steps", "7", "--max_steps", "2", "--output_dir", "trained")
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    ran = run_process("run", "mine", *storage, "--", *own, folder=tmp_path, **variables)
+    assert ran.code == 0, ran.stderr
+    batch, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
+    assert f"set     per_device_train_batch_size={batch}" in ran.stderr
+    assert f"the script says gradient_accumulation_steps=7; {accumulation} is set" in ran.stderr
+    import torch
+
+    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
+    assert {name: getattr(trained, name) for name in fields} == fields
+    assert (trained.max_steps, trained.output_dir) == (2, "trained")
+    other = run_process("run", "mine", *storage, "--", "python", str(OWN_CODE / "train_loop.py"), folder=tmp_path)
+    check_error(other, 2, "mine was searched with classify_texts.py, not with train_loop.py", "autotune search --")
+
+
+@pytest.mark.whole
+def test_each_process_of_a_training_on_several_devices_has_the_winner(searched: Searched, tmp_path: Path) -> None:
+    two = ("--study", "two", "--effective-batch", "16", "--trials", "2", "--world-size", "2")
+    ran = searched.search(*two, "--", *SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
+    assert ran.code == 0, ran.stderr
+    fields = json.loads(run_process("export", "two", folder=searched.folder).stdout)
+    own = (*SCRIPT, "--train_file", str(searched.folder / "train.csv"), "--do_train", "--max_steps", "2")
+    storage = ("--storage", str(searched.folder / "studies" / "autotune.db"))
+    # gloo finds no network in some containers.
+    words = ("run", "two", *storage, "--", *own, "--output_dir", "trained", "--use_cpu", "true")
+    ran = run_process(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
+    assert ran.code == 0, ran.stderr
+    assert "starts  torchrun --standalone --nproc_per_node 2" in ran.stderr
+    import torch
+
+    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
+    assert {name: getattr(trained, name) for name in fields} == fields
+
+
 def test_the_study_is_continued_only_with_the_same_script(searched: Searched) -> None:
     """A larger budget is no other search; other options of the script are."""
     own = (*SCRIPT, *OWN_SETTINGS, "--output_dir", "out")

@@ -85,7 +85,10 @@ def check(client: Client, name: str, tmp_path: Path) -> None:
         "per_device_train_batch_size", exported.get("batch_size", exported.get("per_device_batch_size"))
     )
     steps = ("gradient_accumulation_steps", "accumulate_grad_batches")
-    assert batch * next(exported[step] for step in steps if step in exported) == 16
+    accumulation = next(exported[step] for step in steps if step in exported)
+    assert batch * accumulation == 16
+    if client.after != "code":
+        check_run(client, name, folder, batch, accumulation)
 
     if client.after == "settings":
         (folder / "settings.json").write_text(json.dumps(exported))
@@ -99,7 +102,6 @@ def check(client: Client, name: str, tmp_path: Path) -> None:
     elif client.after == "overrides":
         said = run(folder, *autotune, "export", "s", "--format", "cli").stderr
         assert f"set by hand: batch_size of the training DataLoader at {client.file}:" in said
-        accumulation = exported["gradient_accumulation_steps"]
         overrides = (f"batch_size={batch}", f"gradient_accumulation_steps={accumulation}")
         trained = run(folder, sys.executable, script, *overrides)
         assert f"steps of {batch}" in trained.stdout
@@ -108,6 +110,25 @@ def check(client: Client, name: str, tmp_path: Path) -> None:
         assert f"set them at {client.file}:" in said
         return
     assert trained.returncode == 0, trained.stderr
+
+
+def check_run(client: Client, name: str, folder: Path, batch: int, accumulation: int) -> None:
+    """Train with the winner by ``autotune run``, in the script as it is."""
+    limit = {"plain PyTorch": (), "hydra": ("epochs=1",), "lightning": (), "pytorch-lightning": ()}
+    again = limit.get(name, ("--num_train_epochs", "1"))
+    words = ("--", "python", str(CODE / client.file), *client.words, *again) if client.after != "settings" else ()
+    trained = run(folder, sys.executable, "-m", "autotune", "run", "s", *words)
+    assert trained.returncode == 0, trained.stderr
+    shown = {
+        "accelerate": f"no, {accumulation}, ",
+        "plain PyTorch": f"LoopConfig(per_device_batch_size={batch}, gradient_accumulation_steps={accumulation}",
+        "lightning": f"trains with 32-true, {accumulation}",
+        "pytorch-lightning": f"trains with 32-true, {accumulation}",
+        "hydra": f"gradient_accumulation_steps={accumulation}",
+    }
+    assert shown.get(name, f"per_device_train_batch_size={batch}") in trained.stdout + trained.stderr
+    if name == "accelerate":
+        assert f"trained with batches of {batch}" in trained.stdout
 
 
 _ONE_EPOCH = """

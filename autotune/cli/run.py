@@ -1,0 +1,51 @@
+"""Run ``autotune run``: train for real with the winner of a study, with nothing of the user's code edited."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from autotune.cli.options import table_options
+
+if TYPE_CHECKING:
+    from autotune.results.training import Start
+
+
+@click.command(short_help="Train with the winner of a study.")
+@click.argument("study")
+@table_options("run")
+def run(study: str, script: tuple[str, ...], storage: str) -> None:
+    """Train for real with the winner of a study, in your own code, of which nothing is edited.
+
+    What is set is printed. Without a command, the one that was searched is started in the folder of then. This process
+    becomes the training: signals and the exit code are its own.
+
+    \b
+      autotune run STUDY -- python train.py --epochs 3 --output_dir out
+      autotune run STUDY -- python train.py --batch-size {batch} --accum {accumulation}
+    """
+    from autotune.results.report import load_report
+    from autotune.results.training import make_start
+    from autotune.store.opening import open_store
+
+    with open_store(storage, create=False) as store:
+        start = make_start(load_report(store, study), script)
+    _say(start)
+    os.chdir(start.cwd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execvpe(start.words[0], start.words, {**os.environ, **start.variables, **start.handed})
+
+
+def _say(start: Start) -> None:
+    for line in start.notes:
+        click.echo(line, err=True)
+    for name, value in start.variables.items():
+        click.echo(f"set     {name}={shlex.quote(value)}", err=True)
+    for name, argument in start.settings.items():
+        click.echo(f"set     {name}={argument!r}", err=True)
+    click.echo(f"starts  {start.shown}", err=True)

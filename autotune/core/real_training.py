@@ -1,0 +1,27 @@
+"""Describe a real training with the winner of a study, as the process needs it that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.core.candidate import Candidate
+from autotune.core.training_source import TrainingSource
+
+VARIABLE = "AUTOTUNE_TRAINS"
+"""Set for the processes of such a training, to the document of ``RealTraining``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealTraining:
+    """What to train, and with which settings."""
+
+    study: str
+    source: TrainingSource
+    kind: str
+    """What the code trains with, as ``kind_of_code`` says."""
+    candidate: Candidate
+    arguments: dict[str, Any]
+    """The fields of ``TrainingArguments``, or the settings of other code under its own names."""
+    cpu_core: int | None = None
+    """The core that it is pinned to, but for the processes that load its data."""

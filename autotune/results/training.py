@@ -1,0 +1,125 @@
+"""Find the command that trains for real with the winner of a study."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autotune.core.candidate import Document
+from autotune.core.compiler_cache import keep_compiled
+from autotune.core.errors import InvalidRequestError
+from autotune.core.masking import masked_options
+from autotune.core.real_training import VARIABLE, RealTraining
+from autotune.core.schema import decode, encode
+from autotune.core.training_source import TrainingSource, find_script, kind_of_code
+from autotune.results.export import Export, make_export
+from autotune.results.report import Report
+
+_MODULE = "autotune.worker.user.real_training"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process to become, and what to say before that."""
+
+    words: tuple[str, ...]
+    cwd: str
+    shown: str
+    """The command in words, without what hands the settings over."""
+    variables: dict[str, str] = field(default_factory=dict)
+    settings: Document = field(default_factory=dict)
+    handed: dict[str, str] = field(default_factory=dict)
+    """Variables that only the start itself reads."""
+    notes: tuple[str, ...] = ()
+
+
+def make_start(report: Report, given: Sequence[str]) -> Start:
+    """Return how the training starts: the command that was ``given``, or else the one that was searched.
+
+    Raises ``NoResultError`` where the study has no winner, ``InvalidRequestError`` where it does not go with the
+    command.
+    """
+    export = make_export(report)
+    recorded = decode(report.workload["source"], TrainingSource) if report.workload.get("source") else None
+    source = _source(report, recorded, given, export)
+    notes = [f"run     {source.name} with the winner of {report.study.name}: {export.candidate.describe()}"]
+    if recorded is not None and source.digest != recorded.digest:
+        notes.append(f"note: {source.name} is not as it was when it was searched")
+    variables = dict(export.environment)
+    kept: dict[str, str] = dict(os.environ)
+    keep_compiled(kept)
+    variables |= {name: value for name, value in kept.items() if os.environ.get(name) != value}
+    if export.omp_threads not in (None, "1") and export.processes == 1:
+        variables["OMP_NUM_THREADS"] = str(export.omp_threads)
+    variables |= dict(source.variables)
+    kind = kind_of_code(export.interface)
+    settings: Document = dict(export.arguments)
+    if kind == "placeholders":
+        assert recorded is not None
+        if missing := recorded.template.names - source.template.names:
+            named = ", ".join(f"{{{name}}}" for name in sorted(missing))
+            notes.append(f"note: {named} has no place in this command, so that the script decides that")
+        folder = tempfile.mkdtemp(prefix="autotune-run-") if source.template.files else ""
+        words, filled = source.template.fill(export.filling, folder, source.cwd)
+        source, settings = replace(source, argv=words, variables=()), {}
+        variables |= dict(filled)
+    notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
+    own = ("-m", source.module) if source.module else (source.file,)
+    is_several = export.processes > 1
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", str(export.processes)] if is_several else ["python"]
+    shown = shlex.join([*launcher, *own, *source.argv] if source.kind == "script" else [*launcher, source.name])
+    if kind == "placeholders" and export.cpu_core is None:
+        words = (sys.executable, *own, *source.argv)
+        return Start(words, source.cwd, shown, variables, settings, notes=tuple(notes))
+    words = (sys.executable, *(("-m", "torch.distributed.run", *launcher[1:]) if is_several else ()), "-m", _MODULE)
+    training = RealTraining(
+        report.study.name,
+        replace(source, variables=(), interface=export.interface),
+        kind,
+        export.candidate,
+        settings,
+        export.cpu_core,
+    )
+    handed = {VARIABLE: json.dumps(encode(training))}
+    return Start(words, source.cwd, shown, variables, settings, handed, tuple(notes))
+
+
+def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:
+    """Return the code to train with."""
+    name = shlex.quote(report.study.name)
+    if recorded is not None and recorded.kind != "script":
+        if given:
+            raise InvalidRequestError(
+                f"{report.study.name} was searched with {recorded.name}, which takes no command",
+                f"leave it out: autotune run {name}",
+            )
+        return recorded.as_it_is_now()
+    if not given:
+        if recorded is None:
+            raise InvalidRequestError(
+                f"{report.study.name} was searched with the model {export.model}, not with a script",
+                f"give one that trains it with transformers.Trainer: autotune run {name} -- python train.py …",
+            )
+        if hidden := masked_options(recorded.argv):
+            raise InvalidRequestError(
+                f"the value of {hidden[0]} was not recorded", f"give the command: autotune run {name} -- python …"
+            )
+        return recorded.as_it_is_now()
+    source = find_script(given, export.processes)
+    if kind_of_code(export.interface) == "placeholders" and not source.template.names:
+        assert recorded is not None
+        raise InvalidRequestError(
+            f"{shlex.join(given)[:80]!r} has no placeholders, so that nothing of the winner reaches it",
+            f"put them where they were searched: {shlex.join(recorded.argv)[:200]}",
+        )
+    if recorded is not None and os.path.basename(source.file) != os.path.basename(recorded.file):
+        raise InvalidRequestError(
+            f"{report.study.name} was searched with {recorded.name}, not with {source.name}",
+            f"search with that: autotune search -- {shlex.join(given)[:200]}",
+        )
+    return source

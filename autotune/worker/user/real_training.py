@@ -1,0 +1,255 @@
+"""Train for real with the winner of a study, in the user's own code, which is changed in nothing else.
+
+The code is run as ``python`` would run it. Libraries are changed when it imports them, so that what it does before that
+has its effect. Run with ``python -m`` by ``autotune run``, and by ``torchrun`` for each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autotune.core.loop import LoopConfig
+from autotune.core.real_training import VARIABLE, RealTraining
+from autotune.core.schema import decode
+from autotune.space import precision_names
+from autotune.worker.user.checkpointing import enable_checkpointing
+from autotune.worker.user.on_import import on_import
+
+
+def main() -> None:
+    """Train, in this process."""
+    training = decode(json.loads(os.environ.pop(VARIABLE)), RealTraining)
+    source = training.source
+    if training.cpu_core is not None:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {training.cpu_core})
+        os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, cores))
+    sys.argv = [source.file, *source.argv]
+    # As python does: the script's folder comes first, or the working folder for a module.
+    sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
+    _PREPARE[training.kind](training)
+    if source.kind == "build":
+        _apply(training, _function(training)(dict(training.arguments))).train()
+    elif source.kind == "loop":
+        _function(training)(LoopConfig(**training.arguments))
+    elif source.module:
+        runpy.run_module(source.module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(source.file, run_name="__main__")
+
+
+def _function(training: RealTraining) -> Callable[[Any], Any]:
+    from autotune.worker.user.code import load_function
+
+    return load_function(training.source)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"autotune: {text}", file=sys.stderr, flush=True)
+
+
+# transformers.Trainer
+
+
+def _prepare_trainer(training: RealTraining) -> None:
+    if training.source.kind == "build":
+        # The function is handed what it is to pass on.
+        return
+    precision = training.arguments
+    if "bf16" in precision or "fp16" in precision:
+        # What accelerate launch was told counts where the arguments say neither.
+        wanted = [name for name in ("bf16", "fp16") if precision.get(name)]
+        os.environ["ACCELERATE_MIXED_PRECISION"] = wanted[0] if wanted else "no"
+    on_import("transformers.training_args", functools.partial(_set_fields, training.arguments))
+    if _beside_arguments(training):
+        on_import("transformers.trainer", functools.partial(_apply_to_trainers, training))
+
+
+def _set_fields(wanted: Mapping[str, Any], module: ModuleType) -> None:
+    """Have every ``TrainingArguments`` made with the winner's fields, and say what the script had said instead."""
+    kind: Any = module.TrainingArguments
+    check = kind.__post_init__
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    told: set[str] = set()
+
+    @functools.wraps(check)
+    def __post_init__(arguments: Any) -> None:  # noqa: N807
+        for name, value in wanted.items():
+            if not hasattr(arguments, name):
+                continue
+            said = getattr(arguments, name)
+            if said not in (value, defaults.get(name)) and name not in told:
+                told.add(name)
+                _say(f"the script says {name}={said!r}; {value!r} is set")
+            setattr(arguments, name, value)
+        check(arguments)
+
+    kind.__post_init__ = __post_init__
+
+
+def _beside_arguments(training: RealTraining) -> dict[str, Any]:
+    """Return the settings of the winner that are applied to the ``Trainer`` itself."""
+    arm = training.candidate.arm
+    values = {
+        "checkpointed_layers": arm.checkpointed_layers,
+        "unpadded": arm.unpadded,
+        "fused_loss": arm.fused_loss,
+        "cuda_graphs": arm.cuda_graphs,
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def _apply(training: RealTraining, trainer: Any) -> Any:
+    if settings := _beside_arguments(training):
+        from autotune.training import apply
+
+        apply(trainer, **settings)
+    return trainer
+
+
+def _apply_to_trainers(training: RealTraining, module: ModuleType) -> None:
+    kind: Any = module.Trainer
+    train = kind.train
+
+    @functools.wraps(train)
+    def watched(trainer: Any, *words: Any, **options: Any) -> Any:
+        return train(_apply(training, trainer), *words, **options)
+
+    kind.train = watched
+
+
+# Other loops
+
+
+def _prepare_loader(training: RealTraining, batch: int | None) -> None:
+    """Have the training ``DataLoader`` made with the winner's batch and processes, where it is known."""
+    arm, key = training.candidate.arm, training.source.interface.get("loader_key")
+    if key is None or (batch is None and not arm.dataloader_num_workers):
+        return
+
+    def change(_: ModuleType) -> None:
+        from autotune.worker.user.loader_overlay import LoaderOverlay
+
+        LoaderOverlay(key, batch, arm.dataloader_num_workers, arm.dataloader_prefetch_factor).install()
+
+    on_import("torch.utils.data", change)
+
+
+def _takes(training: RealTraining, what: str) -> bool:
+    return what in training.source.interface.get("searched", ())
+
+
+def _set_products(training: RealTraining) -> None:
+    """Have products of float32 matrices computed as measured."""
+    precision = training.candidate.arm.precision
+    if _takes(training, "precision") and precision in ("fp32", "tf32"):
+        sys.modules["torch"].set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+
+def _batch(training: RealTraining) -> int | None:
+    return training.candidate.per_device_train_batch_size if _takes(training, "batch") else None
+
+
+def _prepare_loop(training: RealTraining) -> None:
+    _prepare_loader(training, None)
+
+
+def _prepare_accelerate(training: RealTraining) -> None:
+    _prepare_loader(training, _batch(training))
+    accumulation = training.candidate.gradient_accumulation_steps
+    if training.source.interface.get("accumulates_by") == "option":
+        from autotune.worker.user.script_options import set_options
+
+        set_options({"gradient_accumulation_steps": accumulation})
+    on_import("accelerate.accelerator", functools.partial(_set_accelerator, training))
+
+
+def _set_accelerator(training: RealTraining, module: ModuleType) -> None:
+    kind: Any = module.Accelerator
+    make, prepare = kind.__init__, kind.prepare
+    signature = inspect.signature(make)
+    arm = training.candidate.arm
+
+    @functools.wraps(make)
+    def __init__(accelerator: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+        given = signature.bind(accelerator, *words, **options)
+        wanted: dict[str, Any] = {}
+        if _takes(training, "precision"):
+            wanted["mixed_precision"] = precision_names.ACCELERATE[arm.precision]
+        if _takes(training, "accumulation"):
+            wanted["gradient_accumulation_steps"] = training.candidate.gradient_accumulation_steps
+        plugin = given.arguments.get("gradient_accumulation_plugin")
+        if plugin is not None and "gradient_accumulation_steps" in wanted:
+            plugin.num_steps = wanted.pop("gradient_accumulation_steps")
+        for name, value in wanted.items():
+            if (said := given.arguments.get(name)) not in (None, value):
+                _say(f"the script says {name}={said!r}; {value!r} is set")
+        given.arguments.update(wanted)
+        make(*given.args, **given.kwargs)
+
+    @functools.wraps(prepare)
+    def prepared(accelerator: Any, *things: Any, **options: Any) -> Any:
+        _set_products(training)
+        if arm.gradient_checkpointing and _takes(training, "checkpointing"):
+            for thing in things:
+                if hasattr(thing, "forward"):
+                    enable_checkpointing(thing)
+        return prepare(accelerator, *things, **options)
+
+    kind.__init__, kind.prepare = __init__, prepared
+
+
+def _prepare_lightning(training: RealTraining) -> None:
+    _prepare_loader(training, _batch(training))
+    for name in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"):
+        on_import(name, functools.partial(_set_lightning, training))
+
+
+def _set_lightning(training: RealTraining, module: ModuleType) -> None:
+    kind: Any = module.Trainer
+    make, fit = kind.__init__, kind.fit
+    arm = training.candidate.arm
+    wanted: dict[str, Any] = {}
+    if _takes(training, "precision"):
+        wanted["precision"] = precision_names.LIGHTNING[arm.precision]
+    if _takes(training, "accumulation"):
+        wanted["accumulate_grad_batches"] = training.candidate.gradient_accumulation_steps
+
+    @functools.wraps(make)
+    def __init__(trainer: Any, *words: Any, **options: Any) -> None:  # noqa: N807
+        for name, value in wanted.items():
+            if (said := options.get(name)) not in (None, value):
+                _say(f"the script says {name}={said!r}; {value!r} is set")
+        make(trainer, *words, **{**options, **wanted})
+
+    @functools.wraps(fit)
+    def fitted(trainer: Any, model: Any, *words: Any, **options: Any) -> Any:
+        _set_products(training)
+        if arm.gradient_checkpointing and _takes(training, "checkpointing"):
+            enable_checkpointing(model)
+        return fit(trainer, model, *words, **options)
+
+    kind.__init__, kind.fit = __init__, fitted
+
+
+_PREPARE: dict[str, Callable[[RealTraining], None]] = {
+    "trainer": _prepare_trainer,
+    "loop": _prepare_loop,
+    "accelerate": _prepare_accelerate,
+    "lightning": _prepare_lightning,
+    "placeholders": lambda training: None,
+}
+
+if __name__ == "__main__":
+    main()
