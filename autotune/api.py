@@ -257,6 +257,7 @@ def search(
     trial_timeout: float | str | None = None,
     baseline: bool = True,
     fresh: bool = False,
+    unprotected: bool = False,
     tolerance: float | str = DEFAULT_TOLERANCE,
     sampler: SamplerName = "autotune",
     seed: int = DEFAULT_SEED,

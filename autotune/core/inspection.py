@@ -120,12 +120,8 @@ class Inspection:
     """``None`` on a CPU."""
     calibration: Calibration | None = None
     """``None`` on a CPU, and where it could not be measured."""
-    written: tuple[str, ...] = ()
-    """The first files that the user's own code wrote."""
     lacks_nccl: bool = False
     """Whether several ranks are to train on GPUs, and torch was built without NCCL."""
-    made: tuple[str, ...] = ()
-    """Files and folders that it made, in order; a folder's path ends with a slash. They are removed with the search."""
 
 
 @dataclass(frozen=True, slots=True)

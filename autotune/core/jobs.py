@@ -12,6 +12,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.outcome import Effort
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import ArmsToTrace, PredictionWork
+from autotune.core.protection import Protection
 from autotune.core.schema import decode, encode
 from autotune.core.workload import Workload
 
@@ -66,6 +67,8 @@ class Job:
     work: Work
     timeout_seconds: float
     log_path: str
+    protection: Protection | None = None
+    """What keeps the user's own code from their files; ``None`` for other jobs."""
 
     @property
     def kind(self) -> str:
@@ -101,7 +104,10 @@ class Job:
         if kind is None:
             raise ValueError(f"malformed job: its kind is {message.kind!r}, not one of {', '.join(_KINDS)}")
         workload = Workload.from_document(message.workload)
-        return cls(message.id, workload, decode(message.work, kind), message.timeout_seconds, message.log_path)
+        work = decode(message.work, kind)
+        if workload.source is not None and message.protection is None and not isinstance(work, PredictionWork):
+            raise ValueError("malformed job: it runs the user's own code, and says nothing of its protection")
+        return cls(message.id, workload, work, message.timeout_seconds, message.log_path, message.protection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +120,4 @@ class JobMessage:
     work: dict[str, Any]
     timeout_seconds: float
     log_path: str
+    protection: Protection | None = None

@@ -381,6 +381,11 @@ OPTIONS: tuple[Option, ...] = (
         request_field="fresh",
     ),
     Option(
+        "unprotected", FLAG,
+        "Search your own code with nothing between it and your files: it writes, renames and deletes as it would by "
+        "itself, in every trial.", HOW, request_field="unprotected", sparse=True,
+    ),
+    Option(
         "tolerance", SHARE,
         "Smallest relative gain in samples/s that is worth a trial. Of candidates this close to the fastest, the "
         "simplest wins.", HOW,

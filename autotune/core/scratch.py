@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.core.errors import AutotuneError
@@ -39,9 +38,14 @@ class Scratch:
         return os.path.join(self.path, "cache_files")
 
     @property
-    def made_list(self) -> str:
-        """Where a job lists the files and folders that it makes elsewhere; a folder's path ends with a slash."""
-        return os.path.join(self.path, "made")
+    def layers(self) -> str:
+        """Where what the user's own code writes to their files goes; not there where it may write to them."""
+        return os.path.join(self.path, "layers")
+
+    @property
+    def kept_file(self) -> str:
+        """Where an inspection names the folder of the layers that trials are to have below theirs."""
+        return os.path.join(self.path, "kept")
 
     @property
     def temporary(self) -> str:
@@ -56,27 +60,19 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the folder and the files listed in it. No process may be writing to it any more."""
-        for listed in (self.cache_list, self.made_list):
-            with contextlib.suppress(OSError), open(listed, encoding="utf-8") as lines:
-                remove_made(lines.read().splitlines())
+        with contextlib.suppress(OSError), open(self.cache_list, encoding="utf-8") as listed:
+            for path in listed.read().splitlines():
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def take_made(self) -> tuple[str, ...]:
-        """Return what the job made elsewhere, which ``remove`` then leaves there."""
-        try:
-            with open(self.made_list, encoding="utf-8") as lines:
-                made = tuple(lines.read().splitlines())
-            os.unlink(self.made_list)
-        except OSError:
-            return ()
-        return made
-
-
-def remove_made(paths: Sequence[str]) -> None:
-    """Remove files, and folders that are empty then; a folder's path ends with a slash."""
-    for path in reversed(paths):
-        with contextlib.suppress(OSError):
-            os.rmdir(path) if path.endswith(os.sep) else os.unlink(path)
+        if os.path.lexists(self.path):
+            # Its owner may not enter a folder whose mode says so, as that of an overlay's work.
+            for folder, names, _ in os.walk(self.path):
+                for path in (os.path.join(folder, name) for name in names):
+                    with contextlib.suppress(OSError):
+                        if not os.path.islink(path):
+                            os.chmod(path, 0o700)
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def make_scratch(prefix: str) -> Scratch:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.messages import Adopted, Ended, ImportFailed, Ready, ServerLine, Started, server_line
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
+from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.execution.process_environment import server_environment
 from autotune.execution.process_outcome import tail
@@ -219,4 +219,4 @@ class ServerProcess:
             for pid in child.pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-            shutil.rmtree(child.folder, ignore_errors=True)
+            Scratch(child.folder).remove()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from autotune.core.dataset_folder import HeldData, hold_data
-from autotune.core.errors import InvalidRequestError, TrialServerError
+from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.jobs import DataWork, InspectionWork, Job
 from autotune.core.messages import (
@@ -26,12 +26,14 @@ from autotune.core.messages import (
 )
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
+from autotune.core.protection import Protection, ProtectionKind
 from autotune.core.schema import decode
-from autotune.core.scratch import remove_made
+from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.gpu_inspection import GpuInspection, merged
 from autotune.execution.process_outcome import check_own_code, how_it_ended
+from autotune.execution.protection import find_protection
 from autotune.execution.server_process import ServerProcess
 from autotune.execution.warm_server import WarmServer
 from autotune.models.dataset_files import check_unchanged
@@ -62,7 +64,8 @@ class TrialServer:
     The server starts on entering, in the background, so that its imports overlap with whatever the caller does next;
     the first job waits for it. It is started again if it dies. Where ``on_start`` is given, the server starts with
     the first job, and ``on_start`` is called then. A device stands for the placement of one rank on it. An idle server
-    of ``warm`` is used where there is a fitting one, and goes back there on leaving.
+    of ``warm`` is used where there is a fitting one, and goes back there on leaving. The user's own code runs under a
+    ``protection``, by default the best that this machine offers.
     """
 
     def __init__(
@@ -72,14 +75,16 @@ class TrialServer:
         log_folder: Path,
         on_start: Callable[[], None] | None = None,
         warm: WarmServer | None = None,
+        protection: ProtectionKind | None = None,
     ) -> None:
         self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
         self._log_folder = log_folder
         self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
-        self._made: tuple[str, ...] = ()
-        """What the inspection of the user's own code made, which trials may read."""
+        self._protection = protection
+        self._layer: Scratch | None = None
+        """What the inspection of the user's own code wrote, which its trials find in place."""
         self._gpu = (
             warm.inspection(self.placement, convolves=not workload.is_text)
             if warm is not None
@@ -102,7 +107,9 @@ class TrialServer:
         if self._data is not None:
             self._data.release()
             self._data = None
-        remove_made(self._made)
+        if self._layer is not None:
+            self._layer.remove()
+            self._layer = None
 
     @property
     def server_log(self) -> Path:
@@ -148,10 +155,28 @@ class TrialServer:
     def _begin(self, job: Job, *, is_beside: bool) -> None:
         if self._process.await_ready():
             self._lose_jobs(overdue=False)
+        if self.workload.source is not None:
+            job = replace(job, protection=self._protected())
         deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
         self._jobs[job.id] = _UnderWay(deadline, is_beside)
         if not self._process.send({"job": job.document()}, deadline):
             self.close()
+
+    def _protected(self) -> Protection:
+        """Return what protects the user's files from a job of their own code."""
+        if self._protection is None:
+            found = find_protection()
+            if found.kind == "none":
+                source = self.workload.source
+                raise TrainingSourceError(
+                    f"nothing keeps {source.name if source else 'it'} from your files here: {found.why_not_better}",
+                    "search as root, or on Linux 5.13 or newer; with --unprotected it writes, renames and deletes in "
+                    "every trial as it would by itself",
+                )
+            self._protection = found.kind
+        if self._layer is None:
+            self._layer = make_scratch("autotune-layer-")
+        return Protection(self._protection, self._layer.output_dir)
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
         """Return the process ids of a job, in the order of its ranks; none before it starts and after it ended."""
@@ -314,6 +339,9 @@ class TrialServer:
         Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is why.
         """
         self.start(inspects=True)
+        if self.workload.source is not None:
+            # While the server imports.
+            self._protected()
         # The user's own code may use the GPU, which would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
@@ -332,10 +360,12 @@ class TrialServer:
             told = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:
             raise self._not_inspected(str(error), log_path) from error
-        if told.inspection is not None:
-            self._made = told.inspection.made
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, told.problem, log_path, timeout_seconds)
+        if told.inspection is not None and told.inspection.model is not None and self._protection is not None:
+            model = told.inspection.model
+            interface = {**model.interface, "protection": self._protection}
+            told = replace(told, inspection=replace(told.inspection, model=replace(model, interface=interface)))
         if told.inspection is None:
             raise self._not_inspected(how_it_ended(answer, str(log_path)), log_path)
         return merged(told.inspection, self._gpu.finish() if of_gpu is None else of_gpu)

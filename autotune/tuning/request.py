@@ -95,6 +95,8 @@ class SearchRequest:
     """``None`` means a limit that grows with the model and the batch."""
     measure_baseline: bool = True
     fresh: bool = False
+    unprotected: bool = False
+    """Let the user's own code write to their files."""
     """Measure everything again, instead of reusing trials of earlier studies."""
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed that is not worth a trial."""
@@ -275,7 +277,9 @@ def request_from_document(
 
 
 # A study may be continued with a larger budget, and by a later version.
-_MAY_DIFFER = frozenset({"effort", "trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "schema_version"})
+_MAY_DIFFER = frozenset({
+    "effort", "trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "unprotected", "schema_version",
+})  # fmt: skip
 
 
 def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:

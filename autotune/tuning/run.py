@@ -28,6 +28,7 @@ from autotune.core.errors import (
     TrialServerError,
 )
 from autotune.core.inspection import Inspection
+from autotune.core.protection import PROTECTED
 from autotune.devices.presence import Presence
 from autotune.execution import Executor, LocalExecutor, Server, TrialServer, WarmServer
 from autotune.store.location import resolve_location
@@ -189,7 +190,16 @@ def _servers(
         starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
         logs = folder if number == 0 else folder / f"server-{number}"
         on_start = functools.partial(note, starting)
-        found.append(TrialServer(placement, request.workload, logs, on_start, warm if number == 0 else None))
+        found.append(
+            TrialServer(
+                placement,
+                request.workload,
+                logs,
+                on_start,
+                warm if number == 0 else None,
+                protection="none" if request.unprotected else None,
+            )
+        )
     return found
 
 
@@ -237,10 +247,9 @@ def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Insp
         return server.inspect()
     observer.note(f"running {source.name} up to its training …")
     facts = server.inspect(request.trial_timeout_seconds or _OWN_CODE_SECONDS, arms_to_trace(request))
-    if facts.written:
-        wrote = ", ".join(facts.written)
-        observer.note(f"{source.name} itself wrote {wrote}; what was not there before is removed in the end")
     model = facts.model
+    if model is not None:
+        observer.note(PROTECTED[model.interface["protection"]])
     if model is not None and (unknown := model.interface.get("memory_unknown")):
         observer.note(f"memory is not predicted, so that trials find out what fits: {unknown}")
     if model is not None and model.in_batch_loss is not None and model.own is not None:

@@ -63,6 +63,7 @@ from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything, import_model
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
+from autotune.worker.user.protection import Room, protect, take_kept
 
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
@@ -133,6 +134,9 @@ class _RunningJob:
         self.deadline = time.monotonic() + job.timeout_seconds
         self.timed_out = False
         self.scratch = scratch
+        self.layer = job.protection.layer if job.protection is not None and not self.is_trial else None
+        """A folder that gets what the inspection of the user's own code writes."""
+        self.room = None if job.protection is None else Room(scratch.path)
         self.store = store
         """Kept open for as long as ranks need it to find each other."""
         self.has_result = False
@@ -315,6 +319,10 @@ class Server:
         if not job.timed_out and time.monotonic() >= job.deadline:
             job.timed_out = True
             job.kill()
+        if job.room is not None and (why := job.room.why_exceeded()) is not None:
+            with contextlib.suppress(OSError), open(job.scratch.stop_file, "w", encoding="utf-8") as file:
+                json.dump({"message": why, "hint": "set TMPDIR to a folder of a larger disk"}, file)
+            job.kill()
         for rank in job.ranks:
             if rank.reap():
                 self._forward(job, rank)
@@ -336,6 +344,8 @@ class Server:
         if len(job.ranks) > 1:
             self._report_joint_result(job)
         self._report_stop(job)
+        if job.layer is not None and job.has_result:
+            take_kept(job.scratch, job.layer)
         job.scratch.remove()
         rank = job.culprit or job.ranks[0]
         code = os.waitstatus_to_exitcode(rank.status or 0)
@@ -459,6 +469,13 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         while data:
             data = data[os.write(result_fd, data) :]
 
+    ranks = Ranks.join(rank, job.ranks, job.timeout_seconds)
+    if job.protection is not None and job.workload.source is not None:
+        # Trials and ranks see each other's files; other runs of an inspection begin with the user's.
+        shares = isinstance(job.work, TrialWork) or job.ranks > 1
+        protect(job.protection, scratch, job.workload.source.cwd, ranks, shares=shares)
+        # The kernel forgets it where a process gets other rights.
+        process.die_with(os.getppid())
     torch.set_num_threads(torch_threads)
     match job.work:
         case PredictionWork() as work:
@@ -473,7 +490,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case work if job.workload.source is not None:
             from autotune.worker.user.run import run_own
 
-            run_own(job.workload, work, scratch, send, Ranks.join(rank, job.ranks, job.timeout_seconds))
+            run_own(job.workload, work, scratch, send, ranks)
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

@@ -19,10 +19,12 @@ from autotune.core.jobs import InspectionWork, Job, TrialWork, Work
 from autotune.core.messages import Problem, Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.placement import Placement
+from autotune.core.protection import Protection
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
 from autotune.devices import Device
 from autotune.execution.process_environment import server_environment
+from autotune.execution.protection import find_protection
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class ServerClient:
         self._device = device
         self._folder = folder
         self._numbers = itertools.count(1)
+        self.protection: Protection | None = None
+        """Of the user's own code; the best that this machine offers where there is none."""
 
     def __enter__(self) -> ServerClient:
         read_fd, write_fd = os.pipe()
@@ -108,9 +112,10 @@ class ServerClient:
 
     def run(self, workload: Workload, work: Work, timeout_seconds: float = 120.0) -> Answer:
         """Run one job to its end."""
+        protection = (self.protection or Protection(find_protection().kind)) if workload.source is not None else None
         name = f"job-{next(self._numbers)}"
         log_path = self._folder / f"{name}.log"
-        self._send({"job": Job(name, workload, work, timeout_seconds, str(log_path)).document()})
+        self._send({"job": Job(name, workload, work, timeout_seconds, str(log_path), protection).document()})
         assert self.read()["started"] == name
         messages: list[Document] = []
         while "ended" not in (message := self.read()):

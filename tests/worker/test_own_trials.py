@@ -17,7 +17,7 @@ from tiny import QUICK
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, Failed, OutOfMemory
-from autotune.core.scratch import remove_made
+from autotune.core.protection import Protection
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
@@ -448,47 +448,6 @@ def test_the_line_that_changes_arguments_is_named(trial_server: ServerClient, fo
     assert f"asked was 2 (set at {folder.name}/run.py:10)" in answer.problem.message
 
 
-# In the manner of hydra, SummaryWriter and log files.
-WRITES = """
-import logging, os, time
-folder = f"outputs/{time.time_ns()}"
-os.makedirs(folder)
-open(f"{folder}/a.tmp", "w").close()
-os.replace(f"{folder}/a.tmp", f"{folder}/config.yaml")
-torch.save({}, f"{folder}/first.pt")
-logging.basicConfig(filename="train.log", force=True)
-logging.warning("begins")
-trainer().train()
-"""
-
-
-def test_what_a_script_writes_itself_is_told_and_removed(trial_server: ServerClient, folder: Path) -> None:
-    workload = inline(folder, WRITES)
-    (folder / "train.log").write_text("of the user's\n")
-    before = {path.name for path in folder.iterdir()}
-    found = trial_server.inspect(workload)
-    assert len(found.written) == 3
-    assert all(name.startswith("outputs/") for name in found.written)
-    # What an inspection makes stays for the trials; whoever asked for it removes it.
-    assert (folder / found.written[-1]).exists()
-    remove_made(found.made)
-    assert {path.name for path in folder.iterdir()} == before
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
-    assert {path.name for path in folder.iterdir()} == before
-    assert (folder / "train.log").read_text() == "of the user's\n"
-
-
-def test_a_script_that_would_write_over_a_file_is_refused_before_it_does(
-    trial_server: ServerClient, folder: Path
-) -> None:
-    (folder / "results.csv").write_text("of the user's\n")
-    text = "open('made', 'w').close()\nopen('results.csv', 'w').write('new')\ntrainer().train()\n"
-    problem = trial_server.inspection(inline(folder, text)).problem
-    assert problem.message == "run.py writes to results.csv, which was there before"
-    assert (folder / "results.csv").read_text() == "of the user's\n"
-    assert not (folder / "made").exists()
-
-
 CACHES = """
 import os, random
 from datasets import Dataset
@@ -502,8 +461,11 @@ Trainer(AutoModelForSequenceClassification.from_config(config), TrainingArgument
 """
 
 
-def test_cache_files_that_a_trial_makes_are_removed_with_it(trial_server: ServerClient, folder: Path) -> None:
-    """Those that were there before stay, as does that of the inspection, which trials may read."""
+def test_cache_files_that_a_trial_makes_are_removed_with_it(
+    trial_server: ServerClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were there before stay: the folder is a cache, so that what is written there is kept."""
+    monkeypatch.setattr(trial_server, "protection", Protection("none"))
     workload = inline(folder, CACHES)
     trial_server.inspect(workload)
     before = {path.name for path in (folder / "data").glob("cache-*")}

@@ -17,6 +17,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.jobs import Job, TrialWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
+from autotune.core.protection import Protection
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
@@ -47,7 +48,7 @@ def test_a_trial_shards_each_layer_and_measures_both_ranks(cpu: Device, tmp_path
     candidate = Candidate(ARM, 2, 4)
     effort = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=5.0)
     work = TrialWork(candidate, Placement.of(cpu, cpu).rank_devices, 8 * GIB, effort, seed=1)
-    job = Job("trial", WORKLOADS[of](), work, 100.0, str(tmp_path / "trial.log"))
+    job = Job("trial", WORKLOADS[of](), work, 100.0, str(tmp_path / "trial.log"), Protection())
     words = [sys.executable, str(PROGRAM), json.dumps(job.document()), str(tmp_path)]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = warm.run(words, capture_output=True, text=True, timeout=120, env=variables)

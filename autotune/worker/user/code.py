@@ -7,17 +7,17 @@ import importlib.util
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autotune.core.training_source import WITHIN_VARIABLE, TrainingSource
 from autotune.worker.user.on_import import on_import
+from autotune.worker.user.protection import begin_run, refused_write
 
-OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
-"""Options that name the folder which scripts write to, as HfArgumentParser spells them."""
-REDIRECTED_VARIABLE = "AUTOTUNE_OUTPUT"
-"""Set to the folder that the command line names, where a trial has put another in its place."""
+# Options that name the folder which scripts write to, as HfArgumentParser spells them.
+_OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 # Services that scripts report to by themselves, beside the Trainer's own callbacks.
 _SILENCED = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "SWANLAB_MODE": "disabled"}
 
@@ -32,6 +32,7 @@ class UserCodeError(Exception):
 
 def enter(source: TrainingSource) -> None:
     """Set this process's environment, working folder and paths as the user's code expects them; runs none of it."""
+    begin_run()
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
     on_import("wandb", _disable_wandb)
     os.chdir(source.cwd)
@@ -64,14 +65,13 @@ def run_script(source: TrainingSource, output_dir: str) -> None:
 def _redirected(argv: tuple[str, ...], output_dir: str) -> list[str]:
     words = list(argv)
     for place, word in enumerate(words):
-        option, equals, own = word.partition("=")
-        if option not in OUTPUT_OPTIONS:
+        option, equals, _ = word.partition("=")
+        if option not in _OUTPUT_OPTIONS:
             continue
         if equals:
             words[place] = f"{option}={output_dir}"
         elif place + 1 < len(words):
-            own, words[place + 1] = words[place + 1], output_dir
-        os.environ[REDIRECTED_VARIABLE] = own
+            words[place + 1] = output_dir
     return words
 
 
@@ -103,11 +103,26 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
     """Return what an error of the user's code means, where that is known; else the error."""
+    if (refused := refused_write(error)) is not None:
+        path, why = refused
+        return UserCodeError(
+            f"{source.name} cannot write to {path}{_line_of(error, source)}: {why}",
+            "have it write to a temporary folder, or to one that an option --output_dir names; --unprotected searches "
+            "it with nothing between it and your files",
+        )
     if isinstance(error, EOFError) and "reading a line" in str(error):
         return UserCodeError(
             f"{source.name} asks for input, and nobody answers in a trial", "give it the answer by an option or a file"
         )
     return error
+
+
+def _line_of(error: BaseException, source: TrainingSource) -> str:
+    """Return `` (FILE:LINE)`` of the innermost line of the user's own that an error passed through."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [line for line in lines if line.filename == source.file or Path(line.filename).is_relative_to(source.cwd)]
+    own = [line for line in own if "site-packages" not in line.filename]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def trim(error: BaseException, source: TrainingSource) -> None:

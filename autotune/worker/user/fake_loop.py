@@ -47,7 +47,6 @@ from autotune.worker.user.fake_steps import (
     why_not,
 )
 from autotune.worker.user.guard import Guard, forget_steps, watch_steps
-from autotune.worker.user.written_files import WrittenFiles
 
 # The first micro-step is not traced, two are.
 _MICRO_STEPS = 3
@@ -89,7 +88,6 @@ def _trace(
         enter(source)
         guard = Guard(source, lambda message, _: send(Traced(why=message)))
         guard.install(scratch.stop_file)
-        WrittenFiles(source.cwd, scratch.made_list).watch()
         accumulation = _MICRO_STEPS if accumulates else 1
         config = LoopConfig(8, accumulation, arm.precision, arm.gradient_checkpointing)
         loop_interface.listen(_TracedLoop(config, chip, guard.lift, send, accumulates=accumulates))

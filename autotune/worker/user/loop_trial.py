@@ -31,7 +31,7 @@ from autotune.worker.user.inspection import SeenGradients, UntilFirstStep, facts
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
-from autotune.worker.user.written_files import WrittenFiles
+from autotune.worker.user.protection import keep_run
 
 
 class StepsTrial(OwnTrial):
@@ -236,13 +236,13 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
                 **loading_of(loader),
             },
         )
-        finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=tuple(written.first))))
+        keep_run()
+        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
 
     def refuse(message: str, hint: str) -> None:
         fail(UserCodeError(message, hint))
 
     guard = Guard(source, refuse)
-    written = WrittenFiles(source.cwd, scratch.made_list, lambda what, hint: refuse(f"{source.name} {what}", hint))
     listener: StepListener = UntilFirstStep(on_step)
 
     def look(batch: Any) -> None:
@@ -262,7 +262,6 @@ def _run_one_step(source: TrainingSource, scratch: Scratch, finish: Callable[[In
     try:
         enter(source)
         guard.install(scratch.stop_file)
-        written.watch()
         LoaderOverlay().install()
         gradients.watch()
         watch.install()

@@ -20,8 +20,8 @@ from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.user.code import UserCodeError, enter, foreseen, trim
+from autotune.worker.user.dataset_cache import note_cache_files
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.written_files import WrittenFiles, note_cache_files
 
 
 class OwnTrial(Trial):
@@ -65,7 +65,6 @@ class OwnTrial(Trial):
             enter(self._source)
             self._guard.install(self._scratch.stop_file)
             note_cache_files(self._scratch.cache_list)
-            WrittenFiles(self._source.cwd, self._scratch.made_list).watch()
             self.run_code(self._scratch.output_dir)
             raise UserCodeError(f"{self._source.name} ended before enough steps were measured")
         except BaseException as error:

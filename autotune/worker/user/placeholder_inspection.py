@@ -34,7 +34,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import SeenGradients, facts_of, problem_of
 from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
 from autotune.worker.user.placeholder_trial import AUTOCAST, HowItSteps, Site, set_variables
-from autotune.worker.user.written_files import WrittenFiles
+from autotune.worker.user.protection import keep_run
 
 # Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
 _ANY_SAMPLE_TOKENS = 2**16
@@ -64,7 +64,6 @@ class Seen:
     computes_in_tf32: bool = False
     loader_workers: int = 0
     loader_prefetch: int | None = None
-    written: tuple[str, ...] = ()
     problem: Problem | None = None
 
     @property
@@ -106,7 +105,7 @@ def inspect(
     try:
         seen = _Inspecting(source, scratch, predicts=work.arms is not None and work.arms.chip is not None)
         model = seen.model()
-        finish(InspectionAnswer(dataclasses.replace(environment, model=model, written=seen.written)))
+        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
     except UserCodeError as error:
         finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
 
@@ -121,7 +120,6 @@ class _Inspecting:
         self._scratch = scratch
         self._template: Template = source.template
         self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
-        self.written: tuple[str, ...] = ()
 
     def model(self) -> ModelFacts:
         """Return the facts of the model, and what of a candidate the script takes.
@@ -182,7 +180,6 @@ class _Inspecting:
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
         seen = in_fork(Seen, lambda send: self._run_here(words, dict(variables), send, to_first_call=to_first_call))
-        self.written = self.written or seen.written
         if seen.problem is not None:
             raise UserCodeError(seen.problem.message, seen.problem.hint)
         return seen
@@ -212,20 +209,16 @@ class _Inspecting:
         def refuse(message: str, hint: str) -> NoReturn:
             fail(UserCodeError(message, hint))
 
-        def refuse_writing(what: str, hint: str) -> NoReturn:
-            refuse(f"{source.name} {what}", hint)
-
         try:
-            written = WrittenFiles(source.cwd, self._scratch.made_list, refuse_writing)
             enter(source)
             set_variables(source.variables, variables)
             Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
-            written.watch()
             gradients = SeenGradients()
             gradients.watch()
 
             def finish(seen: Seen) -> NoReturn:
-                send(dataclasses.replace(seen, written=tuple(written.first)))
+                keep_run()
+                send(seen)
 
             _Watching(source, gradients, finish, fail, to_first_call=to_first_call)
             run_script(dataclasses.replace(source, argv=words), self._scratch.output_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -52,9 +51,6 @@ def run_own(
         if answer.inspection is not None:
             # So that no rank loses another one while it still waits for it.
             ranks.gather(True)
-        if answer.inspection is not None and ranks.rank == 0:
-            # The trials may read it; of code that cannot be searched it is removed now.
-            answer = InspectionAnswer(dataclasses.replace(answer.inspection, made=scratch.take_made()))
         send("result", answer)
         leave(0)
 

@@ -18,7 +18,7 @@ from autotune.core.candidate import Precision
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.jobs import InspectionWork
 from autotune.core.placement import RankDevices
-from autotune.core.scratch import Scratch, remove_made
+from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
 from autotune.worker.facts import inspect_environment, layer_classes
@@ -33,8 +33,8 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import config_document, length, problem_of, weight_dtype
 from autotune.worker.user.lightning_inspection import LightningInspection
 from autotune.worker.user.overlay import LAUNCHED_PRECISION, Overlay, known_fields, own_batch, plain, probe
+from autotune.worker.user.protection import keep_run
 from autotune.worker.user.trainer_code import build_trainer, checkpoints, ignored_message, intercept, run_source
-from autotune.worker.user.written_files import WrittenFiles
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
 # predictions (autotune.tuning.forecasting): each size that does not fit costs a trial of some seconds.
@@ -66,7 +66,6 @@ def inspect(
     if inspected.may_have_collided and tracing is not None:
         tracing.end()
         tracing = None
-        remove_made(scratch.take_made())
         inspected = in_fork(_Seen, lambda send: _Inspection(source, plain, scratch, send).describe())
         if inspected.answer.problem is None:
             tracing = _begin_tracing(source, work, scratch)
@@ -193,7 +192,6 @@ class _Inspection:
         self._is_on_cpu = work.devices.kind == "cpu"
         self._finish = finish
         self._environment = inspect_environment()
-        self._written: WrittenFiles | None = None
         self._overlay = Overlay(
             self._output_dir,
             on_cpu=self._is_on_cpu,
@@ -235,12 +233,6 @@ class _Inspection:
 
     def _enter(self) -> None:
         enter(self._source)
-        self._written = WrittenFiles(
-            self._source.cwd,
-            self._scratch.made_list,
-            lambda what, hint: self._refuse(f"{self._source.name} {what}", hint),
-        )
-        self._written.watch()
         others = AccelerateInspection(self._work, self._source, self._finish_with_model)
         guard = Guard(self._source, self._refuse, is_known=others.is_at_work)
         guard.install(self._scratch.stop_file)
@@ -262,8 +254,10 @@ class _Inspection:
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
         """End the inspection with the facts of the model that the code trains."""
-        written = () if self._written is None else tuple(self._written.first)
-        found = dataclasses.replace(self._environment, model=model, written=written)
+        if self._output_dir == self._scratch.output_dir:
+            # Not what is traced beside it.
+            keep_run()
+        found = dataclasses.replace(self._environment, model=model)
         self._finish(_Seen(InspectionAnswer(found)))
 
     def _refuse(self, message: str, hint: str) -> NoReturn:
@@ -273,8 +267,7 @@ class _Inspection:
         is_own = isinstance(error, UserCodeError)
         failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
-        # One run may have read what the other one had only written a part of.
-        may_have_collided = not is_own and (is_in_use or os.path.exists(self._scratch.made_list))
+        may_have_collided = not is_own and is_in_use
         problem = InspectionAnswer(problem=problem_of(error, self._source))
         self._finish(_Seen(problem, failed_probing, may_have_collided))
 

@@ -1,0 +1,368 @@
+"""Cover every file system with a layer that is thrown away, in a mount name space of this process and its children.
+
+Each file system that can be written is covered by an overlayfs. Where nothing can be laid over a folder, it is
+read-only.
+
+Root builds a new tree of mounts beside the old one, and moves into it. Another user also needs a user name space, in
+which mounts of the machine cannot be taken apart (the kernel calls them locked): no overlay can be laid over a folder
+with such mounts below it. There the entries of the folder are covered one by one, and its own files are read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# sched.h, sys/mount.h, linux/capability.h
+_NEW_MOUNTS, _NEW_USERS = 0x20000, 0x10000000
+_READ_ONLY, _REMOUNT, _BIND, _MOVE, _RECURSIVE, _PRIVATE = 1, 32, 4096, 8192, 16384, 1 << 18
+_RELATIME_IN_STATVFS, _RELATIME = 4096, 1 << 21
+# nosuid, nodev, noexec, noatime and nodiratime have the same bits in statvfs as in mount.
+_KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048
+_CAPABILITY_VERSION = 0x20080522
+
+# File systems of the kernel's own, which hold nobody's files.
+_OF_KERNEL = frozenset({
+    "proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "hugetlbfs", "debugfs", "tracefs",
+    "securityfs", "bpf", "pstore", "efivarfs", "configfs", "fusectl", "binfmt_misc", "autofs", "rpc_pipefs", "nsfs",
+    "selinuxfs",
+})  # fmt: skip
+_KERNEL_FOLDERS = ("/dev", "/proc", "/sys")
+_SHARED_MEMORY = "/dev/shm"
+# Of a folder with more entries than this, which would each be covered, all is read-only.
+_MOST_ENTRIES = 500
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    data = None if options is None else os.fsencode(options)
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Return whether a path is a folder, or lies in it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def open_namespace() -> bool:
+    """Give this process a mount name space, and a user name space where it needs one; return whether it did.
+
+    The process must have a single thread. Raises ``OSError`` where the kernel allows neither.
+    """
+    user, group = os.geteuid(), os.getegid()
+    try:
+        _check(_libc.unshare(_NEW_MOUNTS), "unshare")
+        is_user_space = False
+    except PermissionError:
+        _check(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
+        is_user_space = True
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    # Else what is mounted here would be mounted for the machine, and this process would see what it mounts.
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    return is_user_space
+
+
+def join_namespace(pid: int) -> bool:
+    """Enter the name spaces of another process, which has covered the file systems; return whether users have one."""
+    is_user_space = False
+    for name, kind in (("user", _NEW_USERS), ("mnt", _NEW_MOUNTS)):
+        theirs = f"/proc/{pid}/ns/{name}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{name}"):
+            continue
+        fd = os.open(theirs, os.O_RDONLY)
+        try:
+            _check(_libc.setns(fd, kind), f"setns {name}")
+        finally:
+            os.close(fd)
+        is_user_space |= name == "user"
+    return is_user_space
+
+
+def drop_capabilities() -> None:
+    """Give up what a user name space gives its first process: the user's code must not see itself as root."""
+
+    class Header(ctypes.Structure):
+        _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+    header, none = Header(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+
+
+@dataclass(frozen=True)
+class _Mounted:
+    """A mount that can be seen, and an open file descriptor of its root."""
+
+    path: str
+    fd: int
+    kind: str
+    is_read_only: bool
+    is_folder: bool
+
+
+def _mounts() -> list[_Mounted]:
+    """List the mounts that are not hidden by others, from the root down."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            left, _, right = line.partition(" - ")
+            number, _, _, _, escaped, options, *_ = left.split(" ")
+            path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
+            try:
+                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            if _mount_id(fd) != number:
+                os.close(fd)
+                continue
+            is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+            found.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
+    return sorted(found, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
+
+
+def _mount_id(fd: int) -> str:
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
+        return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+
+
+def _by_fd(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
+
+
+@dataclass
+class Cover:
+    """The layers of one run of the user's code, in a folder of the job."""
+
+    layers: str
+    """The folder of the job in which every run has its layers. It is hidden from the run."""
+    outside: Sequence[str]
+    """Folders that are not covered."""
+    works_in: Sequence[str]
+    """Folders of the user's that must be covered, whoever owns those that they lie in."""
+    is_user_space: bool
+    below: str | None = None
+    """A folder with what an earlier run has written, which lies between the user's files and what is written now."""
+    in_memory: bool = False
+    """Whether the layers are in memory, since the disk of the job's folder cannot hold any."""
+    run: str = ""
+    """The folder with the layers of this run."""
+    _mounts: list[_Mounted] = field(default_factory=list)
+    _covered: list[str] = field(default_factory=list)
+    _points: list[str] = field(default_factory=list)
+    _run_fd: int = -1
+    _new_root: str = ""
+
+    def lay(self, memory_bytes: int) -> None:
+        """Cover all file systems, or make them read-only; raises ``OSError`` where that cannot be done.
+
+        Layers in memory may take ``memory_bytes``.
+        """
+        cwd = os.getcwd()
+        self.run = os.path.join(self.layers, str(os.getpid()))
+        os.makedirs(self.run)
+        self._mounts = _mounts()
+        self._points = [_last_of_others(path) for path in self.works_in] if self.is_user_space else []
+        passed = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in self.outside if os.path.isdir(path)]
+        sockets = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in _sockets()]
+        try:
+            self._find_room(memory_bytes)
+            self._cover_root()
+            for mount in self._mounts:
+                self._cover_mount(mount)
+            self._cover_shared_memory()
+            for path, fd in passed:
+                _mount(_by_fd(fd), self._new_root + path, None, _BIND | _RECURSIVE)
+            _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
+            self._connect(sockets)
+            if not self._new_root:
+                self._close_the_rest()
+        finally:
+            for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in passed + sockets)]:
+                os.close(fd)
+        if self._new_root:
+            # As switch_root does. Another process that joins comes to what is mounted last on the root.
+            os.chdir(self._new_root)
+            _mount(".", "/", None, _MOVE)
+            os.chroot(".")
+        # By its name once more: this process is still in the folder below the layer.
+        os.chdir(cwd)
+
+    def covers(self, path: str) -> bool:
+        """Return whether what is written to a path goes to a layer."""
+        return any(is_within(path, folder) for folder in self._covered)
+
+    def _find_room(self, memory_bytes: int) -> None:
+        """Lay an overlay over an empty folder, and keep the layers in memory where the disk is not fit for them."""
+        for in_memory in (False, True):
+            if in_memory:
+                os.close(self._run_fd)
+                _mount("none", self.run, "tmpfs", 0, f"size={memory_bytes},mode=700")
+            # The layers are reached through it: a layer over the job's folder hides their names.
+            self._run_fd = os.open(self.run, os.O_PATH | os.O_CLOEXEC)
+            empty = os.path.join(self.run, "empty")
+            os.mkdir(empty)
+            if self._overlay(empty, empty):
+                _check(_libc.umount2(os.fsencode(empty), 0), "umount")
+                self._covered.clear()
+                self.in_memory = in_memory
+                return
+
+    def _overlay(self, path: str, target: str, fd: int | None = None) -> bool:
+        """Lay an overlay over a folder, which may be given as an open one; return whether that could be done."""
+        name = layer_name(path)
+        layer = f"{_by_fd(self._run_fd)}/{name}"
+        with contextlib.ExitStack() as stack:
+
+            def opened(folder: str) -> str:
+                found = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+                stack.callback(os.close, found)
+                return _by_fd(found)
+
+            try:
+                lower = opened(path) if fd is None else _by_fd(fd)
+                os.makedirs(os.path.join(layer, "upper"), exist_ok=True)
+                os.makedirs(os.path.join(layer, "work"), exist_ok=True)
+                _dress(os.path.join(layer, "upper"), lower)
+                if self.below and os.path.isdir(kept := os.path.join(self.below, name)):
+                    lower = f"{opened(kept)}:{lower}"
+                # By file descriptors, since names may have commas and colons.
+                options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work"
+                _mount("overlay", target, "overlay", 0, options + ("" if _owns_machine() else ",userxattr"))
+            except OSError:
+                return False
+        self._covered.append(path)
+        return True
+
+    def _cover_root(self) -> None:
+        tree = os.path.join(self.run, "root")
+        os.mkdir(tree)
+        # In a user name space, folders of others must lie on the way to a layer, not in it.
+        if not self.is_user_space and self._overlay("/", tree):
+            self._new_root = tree
+
+    def _cover_mount(self, mount: _Mounted) -> None:
+        """Bring a mount to the place that it has in the new tree, or cover it where it is."""
+        if mount.path == "/":
+            if not self._new_root:
+                self._cover_entries("/")
+            return
+        target = self._new_root + mount.path
+        is_kernels = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in _KERNEL_FOLDERS)
+        stays = is_kernels or mount.is_read_only or any(is_within(mount.path, folder) for folder in self.outside)
+        has_points = any(point != mount.path and is_within(point, mount.path) for point in self._points)
+        if not stays and mount.is_folder and not has_points and self._overlay(mount.path, target, mount.fd):
+            return
+        if self._new_root or self.covers(mount.path):
+            _mount(_by_fd(mount.fd), target, None, _BIND)
+            if not stays:
+                _set_read_only(target)
+        elif not stays and mount.is_folder:
+            self._cover_entries(mount.path)
+
+    def _cover_entries(self, folder: str) -> None:
+        """Cover the folders in a folder that cannot be covered as a whole."""
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return
+        mounted = [mount.path for mount in self._mounts]
+        for path in names:
+            if path in mounted:
+                continue
+            if any(point != path and is_within(point, path) for point in (*mounted, *self._points)):
+                self._cover_entries(path)
+            elif len(names) <= _MOST_ENTRIES or path in self._points:
+                self._overlay(path, path)
+
+    def _cover_shared_memory(self) -> None:
+        """Cover folders that somebody made in shared memory. What processes share lies beside them."""
+        with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    self._overlay(entry.path, self._new_root + entry.path)
+
+    def _connect(self, sockets: Sequence[tuple[str, int]]) -> None:
+        """Have sockets of other processes be reached through the layers, which would show others of the same name."""
+        for path, fd in sockets:
+            if self.covers(path):
+                with contextlib.suppress(OSError):
+                    _mount(_by_fd(fd), self._new_root + path, None, _BIND)
+                    _set_read_only(self._new_root + path)
+
+    def _close_the_rest(self) -> None:
+        """Make read-only what is not covered."""
+        for mount in self._mounts:
+            is_kernels = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in _KERNEL_FOLDERS)
+            is_outside = any(is_within(mount.path, folder) for folder in self.outside)
+            if not (is_kernels or is_outside or mount.is_read_only or self.covers(mount.path)):
+                _set_read_only(mount.path)
+
+
+def _last_of_others(path: str) -> str:
+    """Return the innermost folder on the way to a folder that is not this user's, or the first of all.
+
+    A file of another owner or group cannot be copied to a layer in a user name space, nor can a folder on its way.
+    """
+    parents = [path, *(str(parent) for parent in Path(path).parents)][:-1]
+    for parent in parents:
+        found = os.stat(parent)
+        if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+            return parent
+    return parents[-1]
+
+
+def _owns_machine() -> bool:
+    """Return whether this process is in the first user name space, where an overlay may use attributes of its own."""
+    with open("/proc/self/uid_map", encoding="ascii") as lines:
+        return lines.read().split() == ["0", "0", "4294967295"]
+
+
+def layer_name(path: str) -> str:
+    """Return the name of the layer over a folder."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
+def _dress(upper: str, lower: str) -> None:
+    """Give a layer's root the mode, owner and times of the folder below it, whose it shows."""
+    found = os.stat(lower)
+    mode = stat.S_IMODE(found.st_mode)
+    if os.geteuid() == 0:
+        os.chown(upper, found.st_uid, found.st_gid)
+    elif found.st_uid != os.geteuid():
+        # It cannot be given away: its owner may do with it what they may with the folder below.
+        may = sum(bit for bit in (os.R_OK, os.W_OK, os.X_OK) if os.access(lower, bit))
+        mode = may * 0o111
+    os.chmod(upper, mode)
+    os.utime(upper, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def _set_read_only(path: str) -> None:
+    found = os.statvfs(path).f_flag
+    kept = (found & _KEPT_FLAGS) | (_RELATIME if found & _RELATIME_IN_STATVFS else 0)
+    _mount(None, path, None, _BIND | _REMOUNT | _READ_ONLY | kept)
+
+
+def _sockets() -> Iterator[str]:
+    """List the sockets with a name in the file system that processes listen to."""
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            path = line.rstrip("\n").split(maxsplit=7)[-1]
+            if path.startswith("/") and os.path.exists(path):
+                yield path

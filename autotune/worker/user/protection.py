@@ -1,0 +1,296 @@
+"""Keep the user's own code from touching their files, whatever it and the processes that it starts do.
+
+What stays open to it on purpose: the job's temporary folder, devices, shared memory, and the caches of compilers and of
+the Hugging Face hub, which would never be warm otherwise.
+
+``python -m autotune.worker.user.protection`` tells, in lines of JSON, how that can be done here; the last line is the
+best way. It is run once by a process that searches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from autotune.core.protection import FoundProtection, Protection, ProtectionKind
+from autotune.core.schema import encode
+from autotune.core.scratch import Scratch, make_scratch
+from autotune.core.units import format_bytes
+from autotune.worker.user import landlock, mount_namespace
+
+if TYPE_CHECKING:
+    from autotune.worker.rendezvous import Ranks
+
+# Of the memory that is free. A choice.
+_SHARE_OF_MEMORY = 0.5
+_SHARED_MEMORY = "/dev/shm"
+
+_CACHES = {
+    "HF_HOME": "huggingface",
+    "TORCH_HOME": "torch",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+}
+"""Variables that name the folder of a cache, and where it is in the user's folder of caches by default."""
+_HOME_CACHES = {"TRITON_CACHE_DIR": ".triton/cache", "CUDA_CACHE_PATH": ".nv/ComputeCache"}
+_NAMED_CACHES = (
+    "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "TRANSFORMERS_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+# CUDA's Multi-Process Service, through which a GPU may be reached.
+_PIPES = {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps", "CUDA_MPS_LOG_DIRECTORY": "/var/log/nvidia-mps"}
+
+WRITABLE_VARIABLE = "AUTOTUNE_WRITABLE"
+"""Set where Landlock is at work: the folders that may be written to, for a Python that the user's code starts."""
+
+
+class Protected:
+    """How the user's files are protected from the runs of their code in a job.
+
+    A job makes it while it has a single thread. Each of its runs is begun in a process of its own, or in the job's.
+    """
+
+    def __init__(self, protection: Protection, scratch: Scratch, cwd: str, rank: int = 0) -> None:
+        self.kind: ProtectionKind = protection.kind
+        self._scratch = scratch
+        self._cwd = cwd
+        self._layer = protection.layer
+        self._outside = [scratch.path, *caches(cwd)]
+        self._cover: mount_namespace.Cover | None = None
+        self._is_user_space = False
+        self._is_covered = False
+        if self.kind in ("overlay", "read-only") and rank == 0:
+            self._is_user_space = mount_namespace.open_namespace()
+        elif self.kind == "landlock":
+            if mount_namespace.is_within(os.path.realpath(cwd), _SHARED_MEMORY):
+                raise OSError(errno.EACCES, f"Landlock does not protect files in {_SHARED_MEMORY}")
+            os.environ[WRITABLE_VARIABLE] = os.pathsep.join(self.writable)
+            landlock.restrict(self.writable)
+            landlock.refuse_attributes(self.writable)
+
+    @property
+    def writable(self) -> list[str]:
+        """The folders that may be written to with Landlock."""
+        return [*self._outside, _SHARED_MEMORY]
+
+    def begin(self) -> None:
+        """Cover the files for one run of the user's code, in this process and its children; once in a process."""
+        if self._is_covered or self.kind not in ("overlay", "read-only"):
+            return
+        self._is_covered = True
+        below = self._layer if self._layer is not None and os.path.isdir(self._layer) else None
+        works_in = [os.path.realpath(path) for path in (self._cwd, Path.home()) if os.path.isdir(path)]
+        self._cover = mount_namespace.Cover(self._scratch.layers, self._outside, works_in, self._is_user_space, below)
+        self._cover.lay(int(_SHARE_OF_MEMORY * _free_memory()))
+        if self._is_user_space:
+            mount_namespace.drop_capabilities()
+
+    def join(self, pid: int) -> None:
+        """Share what another process has covered, so that ranks see each other's files."""
+        if self.kind in ("overlay", "read-only"):
+            self._is_covered = True
+            cwd = os.getcwd()
+            self._is_user_space = mount_namespace.join_namespace(pid)
+            os.chdir(cwd)
+            if self._is_user_space:
+                mount_namespace.drop_capabilities()
+
+    def covers(self, path: str) -> bool:
+        """Return whether what this process writes to a path is thrown away."""
+        return self._cover is not None and self._cover.covers(path)
+
+    def why_refused(self, error: OSError) -> str | None:
+        """Return why a write failed, where the protection is why."""
+        if error.errno == errno.EROFS:
+            return _READ_ONLY if self.kind == "read-only" else "nothing can be laid over its folder here"
+        if self._is_user_space and error.errno == errno.EOVERFLOW:
+            return "it is of another user or group, so that only root can lay something over it"
+        if error.errno == errno.ENOSPC and self._cover is not None and self._cover.in_memory:
+            return "what trials write is kept in memory here, and there was not enough"
+        if self.kind != "landlock" or error.errno not in (errno.EACCES, errno.EPERM, errno.EXDEV):
+            return None
+        path = os.path.realpath(os.fsdecode(error.filename)) if error.filename else "/"
+        # access(2) does not ask Landlock: what that allows, Landlock has refused.
+        existing = path if os.path.lexists(path) else os.path.dirname(path)
+        is_outside = any(mount_namespace.is_within(path, folder) for folder in self.writable)
+        return _READ_ONLY if not is_outside and os.access(existing, os.W_OK) else None
+
+    def keep(self) -> None:
+        """Have what this run has written lie below what later jobs write, where they are told the same layer."""
+        if self._cover is not None and not self._cover.in_memory:
+            Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
+
+
+_current: Protected | None = None
+"""Of this process: it cannot leave its name spaces."""
+
+
+def protect(protection: Protection, scratch: Scratch, cwd: str, ranks: Ranks, *, shares: bool) -> None:
+    """Protect the user's files from now on; to be called before this process has another thread.
+
+    What is written is shared by all runs of the job's ranks, or else is another layer for each process in which a run
+    begins. Raises ``OSError`` where the kernel refuses.
+    """
+    global _current
+    _current = Protected(protection, scratch, cwd, ranks.rank)
+    if shares:
+        if ranks.rank == 0:
+            _current.begin()
+        leader = ranks.gather(os.getpid())[0]
+        if ranks.rank > 0:
+            _current.join(leader)
+
+
+def begin_run() -> None:
+    """Begin a run of the user's code in this process."""
+    if _current is not None:
+        _current.begin()
+
+
+def keep_run() -> None:
+    """Keep what this run has written for the trials."""
+    if _current is not None:
+        _current.keep()
+
+
+class Room:
+    """Half of what is free on the disk of a job's folder, which is all that the job may write there."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._most_bytes = shutil.disk_usage(folder).free // 2
+        self._look_at = 0.0
+
+    def why_exceeded(self) -> str | None:
+        """Return why the job has to end; ``None`` where it may go on. Looks now and then only."""
+        began = time.monotonic()
+        if began < self._look_at:
+            return None
+        written_bytes = 0
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    written_bytes += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        # Counting many files must not disturb what is measured.
+        self._look_at = time.monotonic() + max(1.0, 50 * (time.monotonic() - began))
+        if written_bytes <= self._most_bytes:
+            return None
+        return (
+            f"its code wrote {format_bytes(written_bytes)}, more than half of what was free in "
+            f"{os.path.dirname(self._folder)}"
+        )
+
+
+def take_kept(scratch: Scratch, layer: str) -> None:
+    """Move what a run of a job that has ended was to keep into the folder of a layer."""
+    try:
+        run = Path(scratch.kept_file).read_text(encoding="utf-8")
+        names = os.listdir(run)
+    except OSError:
+        return
+    for name in names:
+        upper = os.path.join(run, name, "upper")
+        with contextlib.suppress(OSError):
+            # To be moved, a folder must be writable itself.
+            os.chmod(upper, 0o700)
+            if os.listdir(upper):
+                os.rename(upper, os.path.join(layer, name))
+
+
+def caches(cwd: str) -> list[str]:
+    """List the folders of caches that are there to be written to: of compilers, of the hub, of torch.
+
+    One in which the user works is none.
+    """
+    home = str(Path.home())
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    named = [os.environ.get(name) or os.path.join(shared, folder) for name, folder in _CACHES.items()]
+    named += [os.environ.get(name) or os.path.join(home, folder) for name, folder in _HOME_CACHES.items()]
+    named += [os.environ.get(name) or folder for name, folder in _PIPES.items()]
+    named += [os.environ[name] for name in _NAMED_CACHES if os.environ.get(name)]
+    found = dict.fromkeys(os.path.realpath(os.path.expanduser(path)) for path in named)
+    theirs = [os.path.realpath(path) for path in (cwd, home)]
+    return [
+        path
+        for path in found
+        if os.path.isdir(path) and not any(mount_namespace.is_within(folder, path) for folder in theirs)
+    ]
+
+
+def _free_memory() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+# How a file that cannot be written is told
+
+
+def refused_write(error: BaseException) -> tuple[str, str] | None:
+    """Return the file that the user's code was not allowed to write, and why; ``None`` for any other error."""
+    if _current is None or _current.kind == "none":
+        return None
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and (why := _current.why_refused(seen)) is not None:
+            return os.fsdecode(seen.filename2 or seen.filename or "a file"), why
+        seen = seen.__cause__ or seen.__context__
+    # Writers in C++ and Rust raise errors of their own, which have no number.
+    if _current.kind != "overlay" and any(words in str(error) for words in _REFUSED_WORDS):
+        return "a file", _READ_ONLY
+    return None
+
+
+_REFUSED_WORDS = ("Permission denied", "Read-only file system", "(os error 13)", "(os error 30)")
+_READ_ONLY = "your files are read-only for trials here"
+
+
+# What this machine offers
+
+
+def main() -> None:
+    """Tell what this machine offers, from the least on."""
+    version = landlock.version() if sys.platform == "linux" else 0
+    least = FoundProtection("landlock" if version else "none", "" if version else _why_no_landlock())
+    print(json.dumps(encode(least)), flush=True)
+    if sys.platform != "linux":
+        return
+    scratch = make_scratch("autotune-probe-")
+    read_fd, write_fd = os.pipe()
+    try:
+        if (pid := os.fork()) == 0:
+            os.write(write_fd, json.dumps(encode(_try_namespace(scratch, least))).encode() + b"\n")
+            os._exit(0)
+        os.close(write_fd)
+        os.waitpid(pid, 0)
+        print(os.read(read_fd, 1 << 16).decode(), end="", flush=True)
+    finally:
+        scratch.remove()
+
+
+def _try_namespace(scratch: Scratch, least: FoundProtection) -> FoundProtection:
+    """Cover the files in this process, and return what came of it."""
+    cwd = os.getcwd()
+    try:
+        protected = Protected(Protection("overlay"), scratch, cwd)
+        protected.begin()
+    except OSError as error:
+        why = f"no mount name space: {error.strerror}"
+        return FoundProtection(least.kind, "; ".join(filter(None, (why, least.why_not_better))))
+    if protected.covers(os.path.realpath(cwd)):
+        return FoundProtection("overlay")
+    return FoundProtection("read-only", f"no overlay can be laid over {cwd}")
+
+
+def _why_no_landlock() -> str:
+    return "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
+
+
+if __name__ == "__main__":
+    main()

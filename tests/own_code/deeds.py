@@ -1,0 +1,460 @@
+"""What code may do to a folder: more than fifty deeds, each to files of its own, at five moments of a training."""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import gzip
+import logging
+import mmap
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+Deed = Callable[[Path], object]
+DEEDS: dict[str, Deed] = {}
+BY_OTHER_PROGRAMS = frozenset({"chmod and touch in a shell"})
+"""Change modes and times in a program that is not Python, which Landlock does not know."""
+MOMENTS = ("before", "first step", "second step", "in a worker", "at exit")
+
+
+def deed(does: Deed) -> Deed:
+    """Name a deed after its function."""
+    DEEDS[does.__name__.replace("_", " ")] = does
+    return does
+
+
+def chosen(moment: str) -> list[str]:
+    """Return the deeds of a moment: all with ``DEEDS=all``, else its share."""
+    names = list(DEEDS)
+    return names if os.environ.get("DEEDS") == "all" else names[MOMENTS.index(moment) :: len(MOMENTS)]
+
+
+def prepare(folder: Path) -> None:
+    """Fill a folder of its own for each deed of each moment."""
+    for moment in MOMENTS:
+        for name in chosen(moment):
+            home = place(folder, moment, name)
+            (home / "kept" / "deeper").mkdir(parents=True)
+            (home / "empty").mkdir()
+            for path in ("a", "b", "kept/c", "kept/deeper/d"):
+                (home / path).write_text(f"{path} of the user's\n" * 8)
+            (home / "link").symlink_to("a")
+            (home / "folder link").symlink_to("kept")
+            os.link(home / "b", home / "other name")
+            for mode in ("delete", "wal") if "database" in name else ():
+                base = sqlite3.connect(home / f"{mode}.db")
+                base.execute(f"PRAGMA journal_mode={mode}")
+                base.execute("CREATE TABLE numbers (n)")
+                base.execute("INSERT INTO numbers VALUES (1)")
+                base.commit()
+                base.close()
+            for found in (*home.rglob("*"), home):
+                if not found.is_symlink():
+                    os.utime(found, (1_500_000_000, 1_500_000_000))
+
+
+def place(folder: Path, moment: str, name: str) -> Path:
+    """Return the folder of a deed."""
+    return folder / moment.replace(" ", "-") / name.replace(" ", "-")
+
+
+def do_all(folder: Path, moment: str) -> None:
+    """Do what belongs to a moment, and print of each deed whether it was refused."""
+    for name in chosen(moment):
+        try:
+            DEEDS[name](place(folder, moment, name))
+            print(f"{moment}: {name} was done", flush=True)
+        except AssertionError as error:
+            print(f"{moment}: {name} was not seen: {error}", flush=True)
+        except Exception as error:
+            print(f"{moment}: {name} was refused: {type(error).__name__}: {error}", flush=True)
+
+
+@deed
+def truncates_by_opening(home: Path) -> None:
+    (home / "a").write_text("new")
+    assert (home / "a").read_text() == "new"
+
+
+@deed
+def appends(home: Path) -> None:
+    with open(home / "a", "a") as file:
+        file.write("more")
+
+
+@deed
+def edits_in_place(home: Path) -> None:
+    with open(home / "a", "r+") as file:
+        file.write("XXXX")
+
+
+@deed
+def makes_a_file(home: Path) -> None:
+    with open(home / "new", "x") as file:
+        file.write("new")
+    assert "new" in os.listdir(home)
+
+
+@deed
+def opens_with_flags(home: Path) -> None:
+    os.close(os.open(home / "a", os.O_WRONLY | os.O_TRUNC))
+
+
+@deed
+def truncates_by_name(home: Path) -> None:
+    os.truncate(home / "a", 3)
+
+
+@deed
+def truncates_an_open_file(home: Path) -> None:
+    with open(home / "a", "rb+") as file:
+        file.truncate(3)
+
+
+@deed
+def removes(home: Path) -> None:
+    os.remove(home / "a")
+    assert not (home / "a").exists()
+
+
+@deed
+def removes_a_hard_link(home: Path) -> None:
+    (home / "other name").unlink()
+
+
+@deed
+def renames(home: Path) -> None:
+    (home / "a").rename(home / "renamed")
+
+
+@deed
+def renames_a_folder(home: Path) -> None:
+    shutil.move(home / "kept", home / "moved")
+
+
+@deed
+def renames_over_another(home: Path) -> None:
+    os.rename(home / "a", home / "b")
+
+
+@deed
+def replaces_from_beside(home: Path) -> None:
+    (home / "a.tmp").write_text("new")
+    os.replace(home / "a.tmp", home / "a")
+
+
+@deed
+def replaces_from_the_temporary_folder(home: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", delete=False) as file:
+        file.write("new")
+    shutil.move(file.name, home / "a")
+
+
+@deed
+def removes_a_tree(home: Path) -> None:
+    shutil.rmtree(home / "kept")
+
+
+@deed
+def removes_and_makes_a_tree(home: Path) -> None:
+    shutil.rmtree(home / "kept")
+    (home / "kept").mkdir()
+    assert os.listdir(home / "kept") == []
+
+
+@deed
+def removes_all(home: Path) -> None:
+    shutil.rmtree(home)
+
+
+@deed
+def makes_a_folder(home: Path) -> None:
+    (home / "new").mkdir()
+
+
+@deed
+def makes_folders(home: Path) -> None:
+    os.makedirs(home / "kept" / "x" / "y" / "z")
+
+
+@deed
+def removes_an_empty_folder(home: Path) -> None:
+    (home / "empty").rmdir()
+
+
+@deed
+def makes_a_link(home: Path) -> None:
+    (home / "new").symlink_to("a")
+
+
+@deed
+def writes_through_a_link(home: Path) -> None:
+    (home / "link").write_text("new")
+
+
+@deed
+def writes_through_a_link_of_a_folder(home: Path) -> None:
+    (home / "folder link" / "c").write_text("new")
+
+
+@deed
+def replaces_a_link(home: Path) -> None:
+    os.symlink("b", home / "link.tmp")
+    os.replace(home / "link.tmp", home / "link")
+
+
+@deed
+def makes_a_hard_link(home: Path) -> None:
+    os.link(home / "a", home / "new")
+
+
+@deed
+def writes_through_a_hard_link(home: Path) -> None:
+    (home / "other name").write_text("new")
+
+
+@deed
+def writes_through_a_new_hard_link(home: Path) -> None:
+    os.link(home / "a", Path(tempfile.gettempdir()) / f"{os.getpid()}-linked")
+    (Path(tempfile.gettempdir()) / f"{os.getpid()}-linked").write_text("new")
+
+
+@deed
+def writes_to_a_memory_map(home: Path) -> None:
+    with open(home / "a", "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[:4] = b"XXXX"
+        mapped.flush()
+
+
+@deed
+def writes_with_numpy(home: Path) -> None:
+    import numpy as np
+
+    np.save(home / "array.npy", np.zeros(8))
+    np.memmap(home / "a", dtype="uint8", mode="r+", shape=(8,))[:] = 7
+
+
+@deed
+def saves_with_torch(home: Path) -> None:
+    import torch
+
+    torch.save({"weights": torch.zeros(8)}, home / "a")
+
+
+@deed
+def saves_safetensors(home: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"weights": torch.zeros(8)}, home / "a")
+
+
+@deed
+def changes_a_database(home: Path) -> None:
+    with sqlite3.connect(home / "delete.db") as base:
+        base.execute("INSERT INTO numbers VALUES (2)")
+    base.close()
+
+
+@deed
+def changes_a_database_with_a_log(home: Path) -> None:
+    with sqlite3.connect(home / "wal.db") as base:
+        base.execute("INSERT INTO numbers VALUES (2)")
+        assert base.execute("SELECT count(*) FROM numbers").fetchone() == (2,)
+    base.close()
+
+
+@deed
+def changes_a_mode(home: Path) -> None:
+    os.chmod(home / "a", 0o777)
+
+
+@deed
+def changes_the_mode_of_an_open_file(home: Path) -> None:
+    with open(home / "a") as file:
+        os.fchmod(file.fileno(), 0o777)
+
+
+@deed
+def changes_the_mode_of_a_folder(home: Path) -> None:
+    (home / "kept").chmod(0o700)
+
+
+@deed
+def changes_times(home: Path) -> None:
+    os.utime(home / "a", (1, 1))
+
+
+@deed
+def changes_an_owner(home: Path) -> None:
+    os.chown(home / "a", os.getuid(), os.getgid())
+
+
+@deed
+def copies_modes_and_times(home: Path) -> None:
+    shutil.copystat(__file__, home / "a")
+
+
+@deed
+def sets_an_attribute(home: Path) -> None:
+    os.setxattr(home / "a", "user.of", b"a trial")
+
+
+@deed
+def writes_in_a_shell(home: Path) -> None:
+    _shell(home, "echo new > a; echo new >> b")
+
+
+@deed
+def removes_in_a_shell(home: Path) -> None:
+    _shell(home, "rm -rf kept a")
+
+
+@deed
+def moves_in_a_shell(home: Path) -> None:
+    _shell(home, "mv a c && mv kept elsewhere")
+
+
+@deed
+def edits_in_a_shell(home: Path) -> None:
+    _shell(home, "sed -i s/user/trial/ a")
+
+
+def _chmod_and_touch(home: Path) -> None:
+    _shell(home, "chmod 777 a && touch b")
+
+
+DEEDS["chmod and touch in a shell"] = _chmod_and_touch
+
+
+def _shell(home: Path, command: str) -> None:
+    if subprocess.run(["sh", "-c", command], cwd=home, capture_output=True, check=False).returncode:
+        raise PermissionError(13, command)
+
+
+@deed
+def writes_in_another_python(home: Path) -> None:
+    text = "import os; os.utime('b', (1, 1)); os.chmod('b', 0o777); open('a', 'w').write('new')"
+    if subprocess.run([sys.executable, "-c", text], cwd=home, capture_output=True, check=False).returncode:
+        raise PermissionError(13, text)
+
+
+@deed
+def writes_in_a_fork(home: Path) -> None:
+    if (pid := os.fork()) == 0:
+        try:
+            (home / "a").write_text("new")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1]:
+        raise PermissionError(13, "a fork")
+
+
+@deed
+def writes_in_a_thread(home: Path) -> None:
+    failed = []
+
+    def write() -> None:
+        try:
+            (home / "a").write_text("new")
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+@deed
+def leaves_a_process_that_writes(home: Path) -> None:
+    """Goes on when the process that started it is gone."""
+    command = f"while kill -0 {os.getpid()}; do sleep 0.05; done; echo new > a; rm -rf kept"
+    subprocess.Popen(["setsid", "sh", "-c", command], cwd=home, stderr=subprocess.DEVNULL)
+
+
+@deed
+def logs_to_a_file(home: Path) -> None:
+    handler = logging.FileHandler(home / "a")
+    handler.emit(logging.LogRecord("a", logging.INFO, "", 0, "new", (), None))
+    handler.close()
+
+
+@deed
+def makes_a_temporary_file(home: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=home, delete=False) as file:
+        file.write(b"new")
+
+
+@deed
+def makes_a_pipe(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+
+
+@deed
+def makes_a_socket(home: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        os.chdir(home)
+        made.bind("socket")
+
+
+@deed
+def reopens_an_open_file(home: Path) -> None:
+    with open(home / "a") as reads, open(f"/proc/self/fd/{reads.fileno()}", "w") as file:
+        file.write("new")
+
+
+@deed
+def writes_beside_an_open_folder(home: Path) -> None:
+    folder = os.open(home, os.O_RDONLY)
+    os.close(os.open("new", os.O_WRONLY | os.O_CREAT, dir_fd=folder))
+    os.unlink("a", dir_fd=folder)
+    os.close(folder)
+
+
+@deed
+def allocates(home: Path) -> None:
+    with open(home / "a", "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, 1 << 20)
+
+
+@deed
+def copies_within_the_kernel(home: Path) -> None:
+    with open(home / "b", "rb") as source, open(home / "a", "r+b") as target:
+        os.copy_file_range(source.fileno(), target.fileno(), 8, 0, 4)
+
+
+@deed
+def copies_a_tree(home: Path) -> None:
+    shutil.copytree(home / "kept", home / "copy", symlinks=True)
+
+
+@deed
+def adds_to_archives(home: Path) -> None:
+    with zipfile.ZipFile(home / "new.zip", "a") as archive:
+        archive.writestr("a", "new")
+    with gzip.open(home / "a", "at") as file:
+        file.write("new")
+
+
+@deed
+def writes_a_table(home: Path) -> None:
+    os.chdir(home)
+    with open("a", "w", newline="") as file:
+        csv.writer(file).writerow([1, 2])
+
+
+def write_at_exit(folder: Path) -> None:
+    """Do everything once more when the process ends."""
+    atexit.register(do_all, folder, "at exit")

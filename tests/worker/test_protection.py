@@ -1,0 +1,132 @@
+"""Test that the user's files stay as they are, whatever their code does, with overlays and with Landlock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_client import Answer, ServerClient
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Failed
+from autotune.core.protection import Protection, ProtectionKind
+from autotune.core.training_source import find_loop
+from autotune.core.workload import Workload
+from autotune.execution.protection import find_protection
+from autotune.worker.user import landlock
+
+OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
+sys.path.insert(0, str(OWN_CODE))
+
+import deeds  # noqa: E402
+
+HAS_OVERLAY = find_protection().kind == "overlay"
+KINDS = [
+    pytest.param("overlay", marks=pytest.mark.skipif(not HAS_OVERLAY, reason="no overlay can be mounted here")),
+    pytest.param("landlock", marks=pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")),
+]
+
+
+def state(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Everything about a folder but the times of reading."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        about = path.lstat()
+        content: object = None
+        if stat.S_ISLNK(about.st_mode):
+            content = os.readlink(path)
+        elif stat.S_ISREG(about.st_mode):
+            content = path.read_bytes()
+        attributes = os.listxattr(path, follow_symlinks=False)
+        found[str(path)] = (
+            about.st_mode, about.st_uid, about.st_gid, about.st_nlink, about.st_mtime_ns, attributes, content,
+        )  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a user, in which a loop is searched; not in shared memory, where the folder of all tests may be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        monkeypatch.chdir(made)
+        monkeypatch.setenv("HOSTILE_FOLDER", made)
+        yield Path(made)
+
+
+def loop(function: str, **variables: str) -> Workload:
+    """A loop of ``hostile_loop.py``."""
+    source = find_loop(f"{OWN_CODE / 'hostile_loop.py'}:{function}")
+    given = tuple({"HOSTILE_FOLDER": os.environ["HOSTILE_FOLDER"], **variables}.items())
+    return Workload.of_source(replace(source, variables=given))
+
+
+def run(server: ServerClient, kind: ProtectionKind, workload: Workload) -> tuple[Answer, Answer]:
+    """An inspection and a trial."""
+    server.protection = Protection(kind)
+    try:
+        return server.inspection(workload), server.trial(workload, Candidate(Arm(), 8, 2))
+    finally:
+        server.protection = None
+
+
+@pytest.mark.parametrize("share", ["some", pytest.param("all", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_code_does_touches_the_files(
+    trial_server: ServerClient, folder: Path, kind: ProtectionKind, share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEDS", share)
+    deeds.prepare(folder)
+    for moment in deeds.MOMENTS:
+        for name in deeds.BY_OTHER_PROGRAMS if kind == "landlock" else ():
+            shutil.rmtree(deeds.place(folder, moment, name), ignore_errors=True)
+    before = state(folder)
+    inspected, tried = run(trial_server, kind, loop("train", DEEDS=share))
+    assert state(folder) == before
+    assert inspected.inspected.inspection is not None, inspected.problem
+    assert tried.completed.measurement.samples_per_second > 0
+    for moment in deeds.MOMENTS[:4]:
+        said = [line for line in tried.log.splitlines() if line.startswith(f"{moment}: ")]
+        assert len(said) >= len(deeds.chosen(moment))
+        if kind == "overlay":
+            # As between any two file systems.
+            assert not [line for line in said if "was done" not in line and "Invalid cross-device link" not in line]
+
+
+def test_the_deeds_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changes something where nothing keeps it from that."""
+    monkeypatch.setenv("DEEDS", "some")
+    deeds.prepare(folder)
+    unseen = []
+    for moment in deeds.MOMENTS:
+        for name in deeds.chosen(moment):
+            home = deeds.place(folder, moment, name)
+            before = state(home)
+            deeds.DEEDS[name](home)
+            os.chdir(folder)
+            if home.exists() and state(home) == before:
+                unseen.append(name)
+    assert sorted(unseen) == ["changes an owner", "leaves a process that writes"]
+    assert len(deeds.DEEDS) > 50
+
+
+@pytest.mark.parametrize("function", ["save", "save_with_torch"])
+@pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")
+def test_a_write_that_landlock_refuses_is_told_with_its_line(
+    trial_server: ServerClient, folder: Path, function: str
+) -> None:
+    (folder / "best.pt").write_text("of the user's")
+    _, tried = run(trial_server, "landlock", loop(function))
+    outcome = tried.outcome
+    assert isinstance(outcome, Failed)
+    named = folder / "best.pt" if function == "save" else "a file"
+    assert outcome.message.startswith(f"hostile_loop.py:{function} cannot write to {named} (hostile_loop.py:")
+    assert outcome.message.endswith("): your files are read-only for trials here")
+    assert (folder / "best.pt").read_text() == "of the user's"
