@@ -113,9 +113,8 @@ class Judge:
 
     def _at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
         for arm in self._space.arms if arms is None else arms:
-            if not self._space.is_last_resort(arm):
-                for batch in self._space.batches.at_level(multiple):
-                    yield self._space.candidate(arm, batch)
+            for batch in self._space.batches.at_level(multiple):
+                yield self._space.candidate(arm, batch)
 
     def last_resort(self) -> Candidate | None:
         """Return the next candidate to try where nothing fits so far, with the smallest batch first.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN
@@ -14,7 +13,15 @@ from autotune.core.chip import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.devices import Ceiling
-from autotune.space.levers import arm_that_computes, as_asked, is_traced, needs_at_least, prediction_class
+from autotune.space.levers import (
+    arm_that_computes,
+    as_asked,
+    changed,
+    is_traced,
+    needs_at_least,
+    prediction_class,
+    without,
+)
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.
@@ -41,8 +48,8 @@ class Question:
     def identity(self, chip: Chip, ceiling: Ceiling) -> PredictionWork:
         """Return work that is equal for two questions exactly when their answers are."""
         looks = self.arm.ddp_find_unused_parameters
-        asked = dataclasses.replace(prediction_class(self.arm), ddp_find_unused_parameters=looks)
-        return dataclasses.replace(self.work(chip, ceiling), arm=as_asked(asked))
+        asked = replace(prediction_class(self.arm), ddp_find_unused_parameters=looks)
+        return replace(self.work(chip, ceiling), arm=as_asked(asked))
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
@@ -198,7 +205,7 @@ def _prediction_at(
     allocated_bytes, reserved_bytes = known.peak_allocated_bytes + more_bytes, known.peak_reserved_bytes + more_bytes
     is_under_line = reserved_bytes <= ceiling.line_bytes * (1 - PREDICTION_MARGIN)
     is_under_cap = allocated_bytes + (known.bucket_copy_bytes or 0) <= ceiling.cap_bytes
-    return dataclasses.replace(
+    return replace(
         known,
         gradient_accumulation_steps=accumulation,
         peak_allocated_bytes=allocated_bytes,
@@ -210,8 +217,10 @@ def _prediction_at(
 class MemoryModel:
     """The predictions for one GPU by prediction class, corrected by what trials measured."""
 
-    def __init__(self, ceiling: Ceiling) -> None:
+    def __init__(self, ceiling: Ceiling, layers: int | None = None) -> None:
+        """Start without predictions; ``layers`` is how many layers of the model can recompute their activations."""
         self._ceiling = ceiling
+        self._layers = layers
         self._predictions: dict[Arm, dict[tuple[int, int], MemoryPrediction]] = {}
         self._largest: dict[Arm, int] = {}
         self._operations: dict[Arm, Operations] = {}
@@ -255,8 +264,39 @@ class MemoryModel:
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the uncorrected prediction for a candidate; ``None`` where there is none."""
         of_class = self._predictions.get(prediction_class(candidate.arm), {})
-        predicted = _prediction_at(of_class, candidate, self._ceiling)
+        predicted = _prediction_at(of_class, candidate, self._ceiling) or self._derived(candidate)
         return self._expanding(predicted) if predicted and candidate.arm.expandable_segments else predicted
+
+    def _derived(self, candidate: Candidate) -> MemoryPrediction | None:
+        """Return the prediction of an arm of which no step was traced; ``None`` where it follows from no other.
+
+        Peak memory is affine in the number of layers that recompute their activations. A mask takes no memory that
+        counts, and a graph needs at least what the same step needs without.
+        """
+        arm = candidate.arm
+        plain = without(arm, ("cuda_graphs", "unpadded", "checkpointed_layers"))
+        whole = self.prediction(replace(candidate, arm=plain)) if plain != arm else None
+        if whole is None or arm.checkpointed_layers is None:
+            return whole
+        kept = self.prediction(replace(candidate, arm=changed(plain, gradient_checkpointing=False)))
+        if kept is None or not self._layers:
+            return None
+        share = min(1.0, arm.checkpointed_layers / self._layers)
+        allocated_bytes, reserved_bytes = (
+            round(share * recomputed + (1 - share) * stored)
+            for recomputed, stored in (
+                (whole.peak_allocated_bytes, kept.peak_allocated_bytes),
+                (whole.peak_reserved_bytes, kept.peak_reserved_bytes),
+            )
+        )
+        fits = reserved_bytes <= self._ceiling.line_bytes * (1 - PREDICTION_MARGIN)
+        return replace(
+            whole,
+            peak_allocated_bytes=allocated_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            runs_out=allocated_bytes > self._ceiling.cap_bytes,
+            fits=fits,
+        )
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
         """Return the prediction with expandable segments, which reserve little more than is allocated."""
@@ -264,7 +304,7 @@ class MemoryModel:
         over = reserved > self._ceiling.line_bytes
         once_bytes = predicted.peak_allocated_bytes + (predicted.bucket_copy_bytes or 0)
         fits = not over and once_bytes <= self._ceiling.cap_bytes
-        return dataclasses.replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=fits)
+        return replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=fits)
 
     def batches(self, arm: Arm) -> list[int]:
         """Return the batches that are predicted without accumulation, in ascending order."""
@@ -289,7 +329,7 @@ class MemoryModel:
             run = measured.micro_steps_run
             if measured.micro_batch_bytes is None and 1 < run < candidate.gradient_accumulation_steps:
                 # Old records do not count the inputs of micro-steps that were not run.
-                candidate = dataclasses.replace(candidate, gradient_accumulation_steps=run)
+                candidate = replace(candidate, gradient_accumulation_steps=run)
             self._measured[candidate] = measured.peak_allocated_bytes
         elif isinstance(outcome, OutOfMemory) and outcome.where == "device" and not outcome.disturbed:
             cap = self._ceiling.cap_bytes if cap_bytes is None else cap_bytes

@@ -75,6 +75,8 @@ class Target:
     chip: Chip
     ceiling: Ceiling
     questions: Sequence[Question]
+    layers: int | None = None
+    """How many layers of the model can recompute their activations."""
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Forecast:
         patience_seconds: float = math.inf,
         asks_ahead: bool = False,
     ) -> None:
-        self.models = [MemoryModel(target.ceiling) for target in targets]
+        self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
         self._submitter = submitter
         self._kept = kept
         self._waiting = _inquiries(targets, self.models)

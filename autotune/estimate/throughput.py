@@ -284,8 +284,6 @@ class Speeds:
 
     def _expected(self, arm: Arm, ladder: Sequence[int]) -> float | None:
         steps, memory, elsewhere = self._history.steps, self._history.memory, self._history.elsewhere
-        if self._space.is_last_resort(arm):
-            return None
         candidates = [self._space.candidate(arm, batch) for batch in ladder]
         if steps is None or memory is None:
             return max((elsewhere[candidate] for candidate in candidates if candidate in elsewhere), default=None)

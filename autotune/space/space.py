@@ -12,7 +12,7 @@ from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.options import CheckpointingChoice, LeverChoice
 from autotune.core.workload import Workload
 from autotune.space.dataloader import plain_loader
-from autotune.space.levers import PRECISION_PREFERENCE, changed, excluding
+from autotune.space.levers import PRECISION_PREFERENCE, changed, excluding, without
 
 DEFAULT_MULTIPLE = 8
 # Tried one after another where no batch of the default multiple is possible.
@@ -147,8 +147,12 @@ class Space:
     batches: Batches
     own_baseline: Candidate | None = None
     """The user's own settings, where their own Trainer is measured."""
-    pins_winner: bool = False
-    """Whether the winner may also be tried pinned to one core, although its arm is not."""
+    late: frozenset[str] = frozenset()
+    """Settings that the best candidates may have besides, although no arm has them."""
+
+    def plain(self, arm: Arm) -> Arm:
+        """Return an arm without what the best candidates alone may have: late settings, data loader workers."""
+        return without(plain_loader(arm), self.late)
 
     def candidate(self, arm: Arm, batch: int) -> Candidate:
         """Return the candidate of an arm at a per-device batch."""
@@ -157,9 +161,8 @@ class Space:
     def contains(self, candidate: Candidate) -> bool:
         """Return whether the candidate belongs to this space."""
         batch = candidate.per_device_train_batch_size
-        arm = plain_loader(candidate.arm)
         return (
-            (arm in self.arms or (self.pins_winner and replace(arm, cpu_affinity=False) in self.arms))
+            self.plain(candidate.arm) in self.arms
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
@@ -173,10 +176,6 @@ class Space:
             return None
         plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
         return plain if self.contains(plain) else None
-
-    def is_last_resort(self, arm: Arm) -> bool:
-        """Return whether the arm is compiled and exists uncompiled as well: then only the winner is tried compiled."""
-        return arm.torch_compile and replace(arm, torch_compile=False) in self.arms
 
     def baseline(self, attn_implementation: str) -> Candidate:
         """Return the ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""
@@ -231,15 +230,14 @@ def choose_arms(
     *,
     model_checkpoints: bool,
     expandable_segments: LeverChoice = "off",
-    torch_compile: LeverChoice = "off",
     liger: LeverChoice = "off",
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Arm, ...]:
     """Return every combination as an arm, those without checkpointing first, then by preference of precision.
 
     Arms with expandable segments come late: they are never faster at the same batch, so they are worth trying only
-    where memory kept the best arm from a larger one. Compiled arms come last, since each of their trials takes a
-    minute. Every arm has the ``settings``, without those that do not go with them.
+    where memory kept the best arm from a larger one. Every arm has the ``settings``; those that do not go with them
+    are left out.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
@@ -247,8 +245,7 @@ def choose_arms(
         )
     choices = choice_of(checkpointing if model_checkpoints else "off")
     arms = (
-        changed(Arm(precision, checkpointed, attention, optim, expands, compiled, fused), **(settings or {}))
-        for compiled in choice_of(torch_compile)
+        changed(Arm(precision, checkpointed, attention, optim, expands, use_liger_kernel=fused), **(settings or {}))
         for expands in choice_of(expandable_segments)
         for checkpointed in choices
         for attention in attn_implementations

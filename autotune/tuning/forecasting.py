@@ -82,7 +82,7 @@ def forecast_of(
     asked = questions(arms, pairs, batches.levels()[0] if is_free else None)
     # A trial on a GPU needs one or two cores to feed it.
     parallel = most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks)
-    target = Target(prepared.chip, prepared.ceiling, asked)
+    target = Target(prepared.chip, prepared.ceiling, asked, prepared.model.checkpointing_layers)
     if patience_seconds is None:
         patience_seconds = _PATIENCE_SECONDS if ranks == 1 else _RANKS_PATIENCE_SECONDS
     return Forecast(

@@ -15,6 +15,7 @@ from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, process_of
 from autotune.core.placement import Placement
 from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
+from autotune.core.units import format_rate, format_seconds
 from autotune.devices import Ceiling
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.calibration import calibrated
@@ -190,7 +191,7 @@ class Search:
         """Return which arms had no trial and why, where the search ended because nothing was worth one."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
-        return Speeds(self._prepared.space, self._history).left_out_arms()
+        return (*Speeds(self._prepared.space, self._history).left_out_arms(), *self._plan.left_out_levers())
 
     def _stop_after(self, error: BaseException) -> None:
         """End the running trials after an error or a signal, and record what can be recorded.
@@ -233,10 +234,28 @@ class Search:
             step = self._plan.next()
             if step is None:
                 return self._plan.done()
-            if step.stage == "search":
+            if step.why:
+                self._answer_first()
+                self._observer.note(step.why)
+            elif step.stage == "search":
                 self._say_level(step.candidate)
             self._try(step, placement)
         return None
+
+    def _answer_first(self) -> None:
+        """Tell the first answer and record it, so that it can be exported while levers are tried."""
+        best = self._plan.best()
+        if self._records.study.best_trial_id is not None or best is None or best.measurement is None:
+            return
+        seconds, rate = format_seconds(self._plan.elapsed_seconds()), format_rate(best.measurement.samples_per_second)
+        self._observer.note(f"answer after {seconds}: {rate} samples/s, {best.candidate.describe()}; going on …")
+        self._keep_best()
+
+    def _keep_best(self) -> None:
+        best, baseline = self._plan.best(), self._plan.baseline()
+        self._records.keep_best(
+            best.trial_id if best else None, baseline.trial_id if baseline else None, self._plan.elapsed_seconds()
+        )
 
     def _free_slot(self) -> Placement | None:
         free = list(self._executor.slots)
@@ -316,6 +335,9 @@ class Search:
         """
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
+        if (told := self._plan.told_of_lever(ended)) is not None:
+            self._observer.note(told)
+            self._keep_best()
         source, outcome = self._request.workload.source, ended.outcome
         if source is None or ended.stage != "baseline" or not isinstance(outcome, Failed) or outcome.reason != "error":
             return

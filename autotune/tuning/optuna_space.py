@@ -9,7 +9,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, SamplerName
-from autotune.space.levers import LEVERS
+from autotune.space.levers import BY_NAME, LEVERS, changed
 from autotune.space.space import Space
 
 # Optuna's samplers draw free batches up to this; nearly all larger ones would be out of memory.
@@ -24,7 +24,9 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
     Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. It is recorded as a
     user attribute.
     """
-    arms = (*space.arms, baseline.arm)
+    late = [BY_NAME[name] for name in space.late if BY_NAME[name].option]
+    variants = (changed(space.arms[0], **{row.name: value}) for row in late for value in row.values)
+    arms = (*space.arms, baseline.arm, *variants)
     batches = space.batches
     batch: BaseDistribution
     if batches.effective_batch is None:
@@ -49,7 +51,7 @@ def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
 
 
 def _searched(arms: tuple[Arm, ...]) -> list[str]:
-    """Return the names of the settings that are parameters, without those that are tried with the winner only."""
+    """Return the names of the settings that are parameters, without workers and pinning of the winner."""
     return [row.name for row in LEVERS if row.is_optunas or (row.values and len(_values(arms, row.name)) > 1)]
 
 

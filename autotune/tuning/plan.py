@@ -5,19 +5,21 @@ Uses no processes, no database and no Optuna; ``autotune.tuning.loop`` carries t
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from autotune.core.candidate import Candidate
-from autotune.core.outcome import Completed
-from autotune.core.stop import Stop, StopReason
+from autotune.core.outcome import Completed, Failed, OutOfMemory
+from autotune.core.stop import LeftOut, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.dataloader import next_loader
 from autotune.store.records import Stage, TrialRecord
 from autotune.store.repeats import Repeats
+from autotune.tuning.anytime import Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.remeasure import finals, needs_another
@@ -65,6 +67,8 @@ class Step:
 
     stage: Stage
     candidate: Candidate
+    why: str = ""
+    """What is expected of it, in words; empty where the search has no first answer yet."""
 
 
 class Plan:
@@ -91,6 +95,9 @@ class Plan:
         self._started = clock()
         self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
         self._company = Company()
+        self._anytime = Anytime(prepared.space, prepared.model.checkpointing_layers)
+        self._has_answer = False
+        self._idea: Idea | None = None
 
     # What is known
 
@@ -105,6 +112,9 @@ class Plan:
         if self.pending.pop(trial.id, None) is not None:
             self.history.end(trial.candidate)
         self.records[trial.id] = trial
+        if self._anytime.uses_levers(trial.candidate):
+            # A study that goes on.
+            self._has_answer = True
         self._company.take(trial)
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
@@ -112,6 +122,19 @@ class Plan:
             if self._space.contains(counts.candidate):
                 self.in_space.add(counts.candidate)
             self.history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
+
+    def told_of_lever(self, trial: TrialRecord) -> str | None:
+        """Return what a lever gave in a trial that has ended, in words; ``None`` for a trial that tried none."""
+        idea = self._idea
+        if idea is None or idea.candidate != trial.candidate or self._again.owed:
+            # A trial that is owed is this one again.
+            return None
+        self._idea = None
+        gain = self._anytime.learn(idea, self.history)
+        if gain is None:
+            why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
+            return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
+        return f"{idea.name} gave {gain:.2f} ×"
 
     def best(self) -> Tried | None:
         """Return the trial to recommend so far; only candidates of the space count."""
@@ -163,7 +186,34 @@ class Plan:
         if self._is_last and self._waits:
             return None
         candidate = self.upcoming()
-        return Step("search", candidate) if candidate is not None else None
+        if candidate is not None:
+            return Step("search", candidate)
+        idea = self._next_idea()
+        if idea is None:
+            return None
+        self._idea = idea
+        return Step("search", idea.candidate, idea.describe())
+
+    @property
+    def has_first_answer(self) -> bool:
+        """Whether all but levers was tried, so that the best so far is an answer, and there are levers to try."""
+        if not self._has_answer and self._anytime.has_levers and not self.pending and self._is_settled:
+            best = self.best()
+            self._has_answer = best is not None and not finals(self.history, self.in_space)
+        return self._has_answer
+
+    def _next_idea(self) -> Idea | None:
+        """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
+        if self.pending or not self.has_first_answer:
+            return None
+        seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
+        late = [t.seconds for t in self.records.values() if t.seconds and self._anytime.uses_levers(t.candidate)]
+        usual = statistics.median(seconds) if seconds else 0.0
+        return self._anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=sum(late))
+
+    def left_out_levers(self) -> tuple[LeftOut, ...]:
+        """Return the levers that failed, with the reason of each."""
+        return self._anytime.left_out(self.history)
 
     @property
     def owes_baseline(self) -> bool:
@@ -174,7 +224,12 @@ class Plan:
 
     def done(self) -> Stop | None:
         """Return why the policy has nothing more to propose; ``None`` if it may have."""
-        return self._policy.ending if not self._waits and self.upcoming() is None else None
+        return self._policy.ending if self._is_settled and self._next_idea() is None else None
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the policy has nothing more to propose, and no running trial may change that."""
+        return not self._waits and self.upcoming() is None
 
     def upcoming(self) -> Candidate | None:
         """Return the policy's next proposal; ``None`` where it has none."""
@@ -227,7 +282,10 @@ class Plan:
                 return None
             # The last trial of the budget is used for the winner, if it has to be measured again.
             return Step("final", best.candidate) if needs_another(self.history, best) else None
-        owed = finals(self.history, self.in_space) if self.done() else []
+        owed = finals(self.history, self.in_space) if self._is_settled else []
+        if owed and self._has_answer and self._next_idea() is not None:
+            # What is measured again is the winner of all levers.
+            return None
         return Step("final", owed[0]) if owed else None
 
     def _next_loader(self, best: Tried) -> Candidate | None:
@@ -243,16 +301,16 @@ class Plan:
         tried = {t.candidate for t in self.history.tried}
         cores = self._prepared.usable_cores
         more = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
-        return more if more is not None and self.done() else None
+        return more if more is not None and self._is_settled else None
 
     def _next_pinned(self, best: Tried) -> Candidate | None:
         """Return the winner pinned to one core, once all else is done, if it is host-bound."""
         candidate = best.candidate
         arm = candidate.arm
-        if not self._space.pins_winner or arm.cpu_affinity or arm.offloads_optimizer:
+        if "cpu_affinity" not in self._space.late or arm.cpu_affinity or arm.offloads_optimizer:
             # An optimizer on the CPU needs all cores.
             return None
         if not self.history.is_host_bound(candidate):
             return None
         pinned = replace(candidate, arm=replace(candidate.arm, cpu_affinity=True))
-        return pinned if not self.history.attempts(pinned) and self.done() else None
+        return pinned if not self.history.attempts(pinned) and self._is_settled else None

@@ -6,7 +6,6 @@ at a multiple fits, that nothing else is left) waits for them: the policy then p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -59,28 +58,12 @@ class ThroughputPolicy:
             ladder = self._space.batches.at_level(multiple)
             for arm in speeds.in_order(ladder):
                 view = speeds.view(arm)
-                if self._space.is_last_resort(arm):
-                    batch = None if history.pending else self._compiled_batch(view, ladder)
-                else:
-                    batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
+                batch = None if view.doubtful or speeds.left_out(arm) else self._next_batch(speeds, view, ladder)
                 if batch is not None:
                     return self._space.candidate(arm, batch)
             if history.pending or judge.fits_at(multiple):
                 return None
         return judge.last_resort()
-
-    def _compiled_batch(self, view: ArmView, ladder: Sequence[int]) -> int | None:
-        """Return the batch at which to compile the winner: its own, or the next smaller one if that did not fit.
-
-        ``None`` for other arms, since a trial that compiles takes a minute.
-        """
-        plain = dataclasses.replace(view.arm, torch_compile=False)
-        uncompiled = [t.candidate for t in view.history.tried if not t.candidate.arm.torch_compile]
-        winner = view.history.winner(c for c in uncompiled if self._space.contains(c))
-        if winner is None or winner.candidate.arm != plain or view.doubtful or view.feasible:
-            return None
-        rungs = [batch for batch in ladder if batch <= batch_of(winner)] or [batch_of(winner)]
-        return next((batch for batch in rungs[-2:][::-1] if view.open(batch)), None)
 
     def _next_batch(self, speeds: Speeds, view: ArmView, ladder: Sequence[int]) -> int | None:
         rungs = [batch for batch in ladder if view.open(batch) and not speeds.is_beaten(view, batch)]

@@ -8,7 +8,6 @@ from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.chip import Chip
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
-from autotune.core.options import LeverChoice
 from autotune.devices import Ceiling
 from autotune.estimate.calibration import Calibration
 from autotune.space.dataloader import usable_cores
@@ -84,7 +83,6 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         request.optims,
         model_checkpoints=model.gradient_checkpointing,
         expandable_segments="off" if request.device.kind == "cpu" else request.expandable_segments,
-        torch_compile=_compiling(request),
         liger=request.liger,
         settings={**request.settings(), "cpu_affinity": request.pins == "on"},
     )
@@ -102,7 +100,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
     if request.workload.source is not None and own is None:
         # A loop keeps its optimizer in the baseline, too.
         own = Candidate(Arm(attn_implementation=default_attention, optim=arms[0].optim), *batches.baseline())
-    space = Space(arms, batches, own, pins_winner=request.pins == "auto")
+    space = Space(arms, batches, own, late=request.late_settings(model.checkpointing_layers))
     baseline = space.baseline(default_attention)
     if request.ranks > 1:
         baseline = replace(baseline, arm=replace(baseline.arm, strategy="ddp", ranks=request.ranks))
@@ -116,13 +114,6 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         facts.chip,
         facts.calibration,
     )
-
-
-def _compiling(request: SearchRequest) -> LeverChoice:
-    """Return what to search of compiling, which does not change the largest batch that fits."""
-    if request.objective == "max-batch" or (request.torch_compile == "auto" and not request.goes_on):
-        return "off"
-    return request.torch_compile
 
 
 def _attentions(request: SearchRequest, model: ModelFacts) -> tuple[str, ...]:

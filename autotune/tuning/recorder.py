@@ -52,6 +52,13 @@ class StudyRecorder:
         self._optuna.tell(trial, ended.candidate, outcome)
         return ended
 
+    def keep_best(self, best_trial_id: str | None, baseline_trial_id: str | None, seconds: float) -> None:
+        """Record the best trial so far of a search that goes on."""
+        self.study = replace(
+            self.study, best_trial_id=best_trial_id, baseline_trial_id=baseline_trial_id, seconds=seconds
+        )
+        self._store.update_study(self.study)
+
     def close(
         self,
         stop: Stop,

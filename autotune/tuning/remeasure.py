@@ -32,7 +32,7 @@ _FINAL_TIMES = 3
 # A final trial whose step would take longer than this does not run every micro-step; the time of the others is added.
 _LONGEST_FINAL_STEP_SECONDS = 6.0
 # Compiling took 32 to 63 s a trial on an H200, and several times as long on a busy machine.
-_COMPILE_SECONDS = 300.0
+_COMPILE_SECONDS = 180.0
 # Starting a process, building a model and its Trainer: seconds, and on a busy machine minutes.
 _USUAL_SECONDS = 180.0
 # A candidate of unknown speed gets no longer than this: one that hangs holds the search up for so long.

@@ -25,11 +25,12 @@ from autotune.core.options import (
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
 from autotune.core.schema import VERSION, at_least, decode, fields_of, make_record, with_version, without_version
+from autotune.core.training_source import kind_of_code
 from autotune.core.workload import Workload
 from autotune.devices import Device, Headroom, find_device
 from autotune.devices.cores import can_pin
 from autotune.estimate.history import DEFAULT_TOLERANCE
-from autotune.space.levers import LEVERS
+from autotune.space.levers import LEVERS, Training
 from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
@@ -195,14 +196,35 @@ class SearchRequest:
     @property
     def goes_on(self) -> bool:
         """Whether levers that are ``auto`` are tried once there is a first answer."""
-        return self.search_effort == "default" and self.objective == "throughput" and self.device.kind == "cuda"
+        is_ours = self.sampler == "autotune" and self.objective == "throughput"
+        return self.search_effort == "default" and is_ours and self.device.kind == "cuda"
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that every arm has, by the levers that are on."""
         chosen: dict[str, Any] = {row.name: True for row in LEVERS if row.option and getattr(self, row.option) == "on"}
+        if self.objective == "max-batch":
+            # Compiling does not change the largest batch that fits.
+            chosen.pop("torch_compile", None)
         if self.partial_checkpointing.isdigit():
             chosen["checkpointed_layers"] = int(self.partial_checkpointing)
         return chosen
+
+    def late_settings(self, layers: int | None) -> frozenset[str]:
+        """Return the settings that are tried with the best candidates only, once there is a first answer.
+
+        ``layers`` is how many layers of the model can recompute their activations.
+        """
+        late = {"cpu_affinity"} if self.pins == "auto" else set()
+        if not self.goes_on:
+            return frozenset(late)
+        training = Training.of(self.workload, self.device.kind, self.ranks, layers)
+        for row in LEVERS:
+            if row.option and getattr(self, row.option) == "auto" and not (row.obstacle and row.obstacle(training)):
+                late.add(row.name)
+        source = self.workload.source
+        if source is not None and kind_of_code(source.interface) != "trainer":
+            late.discard("torch_compile")
+        return frozenset(late)
 
     def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

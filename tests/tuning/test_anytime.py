@@ -1,0 +1,219 @@
+"""Test how a search goes on after its first answer, over simulated GPUs: which levers it tries, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import ComputedRunner, fault, measurement
+from searching import BERT_LARGE, RecordingObserver, Run, facts, interrupt_after, new_store, request, search
+
+from autotune.core.candidate import Arm, Candidate
+from autotune.core.outcome import Completed, Outcome
+from autotune.core.units import GIB
+from autotune.estimate.lever_gains import gain_of
+from autotune.execution.executor import TrialJob
+from autotune.results.report import load_report
+from autotune.space.levers import BY_NAME, levers_of
+from autotune.tuning.prepare import Prepared, prepare
+
+CAUSAL = replace(BERT_LARGE, task="causal-lm")
+LATE = ("torch_compile", "cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss")
+
+
+@dataclass
+class Gpu:
+    """A simulated GPU and host that train a model, with what levers do to them."""
+
+    gpu_seconds: float = 0.0005
+    """A sample takes in bf16."""
+    host_seconds: float = 0.05
+    """A micro-step takes the host."""
+    sample_bytes: float = 0.3 * GIB
+    compile_seconds: float = 50.0
+    fails: Callable[[Arm], bool] = field(default=lambda arm: False)
+    speeds: dict[str, float] = field(default_factory=dict)
+    """By lever, the factor by which it makes the GPU slower; 1.0 where it is not named."""
+
+    def seconds(self, candidate: Candidate) -> tuple[float, float]:
+        """Of a micro-step, for the GPU and for the host."""
+        arm = candidate.arm
+        gpu = self.gpu_seconds * (candidate.per_device_train_batch_size + 2)
+        gpu *= {"bf16": 1.0, "fp16": 1.02, "tf32": 2.0, "fp32": 4.0}[arm.precision]
+        if arm.gradient_checkpointing:
+            gpu *= 1 + 0.33 * (arm.checkpointed_layers or 24) / 24
+        host = self.host_seconds * (1.2 if arm.precision in ("bf16", "fp16") else 1.0)
+        if arm.torch_compile:
+            gpu, host = 0.8 * gpu, host * (0.2 if arm.torch_compile_mode else 0.5)
+        if arm.cuda_graphs:
+            host *= 0.2
+        for name, factor in self.speeds.items():
+            gpu *= factor if levers_of(arm, [name]) else 1.0
+        return gpu, host
+
+    def peak(self, candidate: Candidate) -> float:
+        arm = candidate.arm
+        share = (arm.checkpointed_layers or 24) / 24 if arm.gradient_checkpointing else 0.0
+        a_sample = self.sample_bytes * (1 - 0.8 * share) * (0.6 if arm.fused_loss else 1.0)
+        return 3 * GIB + a_sample * candidate.per_device_train_batch_size
+
+    def runner(self) -> ComputedRunner:
+        def step(candidate: Candidate) -> float:
+            return candidate.gradient_accumulation_steps * max(self.seconds(candidate))
+
+        runner = ComputedRunner(self.peak, step, lambda c: min(1.0, self.seconds(c)[0] / max(self.seconds(c))))
+        answer = runner.answer
+
+        def with_levers(job: TrialJob) -> tuple[Outcome, float]:
+            if self.fails(job.candidate.arm):
+                return fault("RuntimeError: no compiler\non this machine"), 5.0
+            outcome, seconds = answer(job)
+            if job.candidate.arm.torch_compile and isinstance(outcome, Completed):
+                measured = replace(outcome.measurement, compile_seconds=self.compile_seconds)
+                return replace(outcome, measurement=measured), seconds + self.compile_seconds
+            return outcome, seconds
+
+        runner.answer = with_levers  # type: ignore[method-assign]
+        return runner
+
+
+def given(**options: Any) -> Prepared:
+    defaults: dict[str, Any] = {"search_effort": "default", "cpu_affinity": "off", "workload": CAUSAL}
+    return prepare(request(**{**defaults, **options}), facts(checkpointing_layers=24))
+
+
+def searched(
+    gpu: Gpu, folder: Path, observer: RecordingObserver | None = None, **options: Any
+) -> tuple[Run, ComputedRunner]:
+    runner = gpu.runner()
+    with new_store(folder) as store:
+        return search(store, runner, observer, given=given(**options)), runner
+
+
+def late(runner: ComputedRunner) -> list[Arm]:
+    """The arms that were tried with levers, in order."""
+    return [c.arm for c in runner.candidates if levers_of(c.arm, LATE)]
+
+
+class TestOrder:
+    def test_a_host_bound_step_is_graphed_before_it_is_compiled(self, tmp_path: Path) -> None:
+        run, runner = searched(Gpu(), tmp_path)
+        tried = late(runner)
+        assert tried[0].cuda_graphs
+        # What a graph takes off the host has no padding mask.
+        assert tried[0].unpadded
+        assert levers_of(run.best.candidate.arm, LATE)
+        notes = run.observer.notes
+        assert any(note.startswith("answer after ") and "going on" in note for note in notes)
+        assert any(note.startswith("CUDA graphs may give up to ") for note in notes)
+        assert any(note.startswith("CUDA graphs gave ") for note in notes)
+
+    def test_the_first_answer_is_that_of_a_quick_search(self, tmp_path: Path) -> None:
+        quick, quick_runner = searched(Gpu(), tmp_path / "quick", search_effort="quick")
+        _, runner = searched(Gpu(), tmp_path / "default")
+        assert late(quick_runner) == []
+        first = runner.candidates[: len(quick_runner.candidates)]
+        assert not any(levers_of(c.arm, LATE) for c in first[:-1])
+        assert quick.best.candidate in first
+
+    def test_another_precision_wins_with_graphs(self, tmp_path: Path) -> None:
+        """The host takes longer in bf16, the GPU in tf32: without graphs tf32 is the fastest."""
+        gpu = Gpu(gpu_seconds=0.0006, host_seconds=0.1)
+        options: dict[str, Any] = {"torch_compile": "off", "precisions": ("bf16", "tf32")}
+        quick, _ = searched(gpu, tmp_path / "quick", search_effort="quick", **options)
+        run, _ = searched(gpu, tmp_path / "default", **options)
+        assert quick.best.candidate.arm.precision == "tf32"
+        assert run.best.candidate.arm.precision == "bf16"
+        assert run.best.candidate.arm.cuda_graphs
+
+
+class TestEnd:
+    def test_nothing_is_compiled_for_less_than_it_costs(self, tmp_path: Path) -> None:
+        # The GPU is busy all the time, and hardly any of it can be fused.
+        _, runner = searched(
+            Gpu(gpu_seconds=0.02, host_seconds=0.001, compile_seconds=50), tmp_path, workload=BERT_LARGE
+        )
+        assert sum(arm.torch_compile for arm in late(runner)) <= 1
+
+    def test_a_lever_that_gives_nothing_is_not_tried_everywhere(self, tmp_path: Path) -> None:
+        run, runner = searched(Gpu(speeds={"cuda_graphs": 3.0}), tmp_path, torch_compile="off", fused_loss="off")
+        assert sum(arm.cuda_graphs for arm in late(runner)) <= 2
+        assert not run.best.candidate.arm.cuda_graphs
+
+    def test_a_lever_that_fails_costs_one_trial_and_no_answer(self, tmp_path: Path) -> None:
+        gpu = Gpu(fails=lambda arm: arm.cuda_graphs)
+        run, runner = searched(gpu, tmp_path, torch_compile="off")
+        assert sum(arm.cuda_graphs for arm in late(runner)) == 1
+        assert run.study.state == "finished"
+        assert any(
+            note == "CUDA graphs is left out: RuntimeError: no compiler on this machine" for note in run.observer.notes
+        )
+        assert ("CUDA graphs",) in [left.arms for left in run.study.left_out]
+
+    def test_no_way_to_compile_is_tried_once_compiling_failed(self, tmp_path: Path) -> None:
+        _, runner = searched(Gpu(fails=lambda arm: arm.torch_compile), tmp_path, cuda_graphs="off")
+        assert sum(arm.torch_compile for arm in late(runner)) <= 2
+
+    def test_levers_take_no_more_than_two_minutes(self, tmp_path: Path) -> None:
+        _, runner = searched(Gpu(compile_seconds=70.0), tmp_path)
+        assert 1 <= sum(arm.torch_compile for arm in late(runner)) <= 2
+
+    @pytest.mark.parametrize("option", ["torch_compile", "cuda_graphs", "unpadded", "fused_loss"])
+    def test_what_is_off_is_never_tried(self, tmp_path: Path, option: str) -> None:
+        _, runner = searched(Gpu(), tmp_path, **{option: "off"})
+        assert not any(levers_of(arm, [option]) for arm in late(runner))
+
+
+class TestAnswer:
+    def test_it_is_recorded_and_exported_while_levers_are_tried(self, tmp_path: Path) -> None:
+        recorded: list[str | None] = []
+        observer = RecordingObserver()
+        runner = Gpu().runner()
+        with new_store(tmp_path) as store:
+
+            def look(_: Any) -> None:
+                recorded.append(load_report(store, "bert").study.best_trial_id)
+
+            observer.on_end = look
+            run = search(store, runner, observer, given=given())
+        assert recorded[0] is None
+        assert recorded[-1] is not None
+        states = [trial for trial in run.trials if trial.id == recorded[-1]]
+        assert states[0].state == "completed"
+
+    def test_ctrl_c_keeps_the_best(self, tmp_path: Path) -> None:
+        count = len(searched(Gpu(), tmp_path / "quick", search_effort="quick")[1].candidates)
+        observer, interruption = interrupt_after(count + 1)
+        with new_store(tmp_path) as store:
+            run = search(store, Gpu().runner(), observer, interruption, given=given())
+        assert run.study.state == "interrupted"
+        assert run.study.best_trial_id is not None
+
+    def test_a_study_that_goes_on_repeats_no_lever(self, tmp_path: Path) -> None:
+        observer, interruption = interrupt_after(9)
+        with new_store(tmp_path) as store:
+            first, second = Gpu().runner(), Gpu().runner()
+            search(store, first, observer, interruption, given=given())
+            search(store, second, given=given())
+        assert not {c for c in first.candidates if levers_of(c.arm, LATE)} & {*second.candidates}
+
+
+def test_an_expected_gain_is_what_the_slower_of_host_and_gpu_leaves() -> None:
+    """bert-base at 128 tokens and BERT-large on an H200 with a slow host: at most what was measured there."""
+    candidate = Candidate(Arm("bf16"), 32)
+    host_bound = replace(measurement(candidate, 0.03, GIB, GIB), gpu_busy_share=0.45)
+    gpu_bound = replace(host_bound, gpu_busy_share=0.93)
+    gains = {
+        name: tuple(round(gain_of(prior, each), 2) for each in (host_bound, gpu_bound))
+        for name in ("cuda_graphs", "torch_compile", "torch_compile_mode", "unpadded")
+        if (prior := BY_NAME[name].prior) is not None
+    }
+    assert gains == {
+        "cuda_graphs": (2.22, 1.06),
+        "torch_compile": (1.82, 1.21),
+        "torch_compile_mode": (2.61, 1.24),
+        "unpadded": (1.0, 1.01),
+    }
