@@ -373,7 +373,7 @@ def excluding(arm: Arm) -> str | None:
         beside = [name for name in row.excludes if getattr(arm, name) != _DEFAULTS[name]]
         if beside and getattr(arm, row.name) != _DEFAULTS[row.name]:
             return f"{row.name} does not go with {beside[0]}"
-    return None
+    return "DeepSpeed's steps are not searched compiled" if arm.torch_compile and arm.zero_stage is not None else None
 
 
 def variables_of(arm: Arm) -> dict[str, str]:
