@@ -45,6 +45,7 @@ def predictions(
 
     They are for every batch that so many ranks could have.
     """
+    from autotune.core.device import precisions_of
     from autotune.core.inspection import Inspection
     from autotune.core.placement import Placement
     from autotune.devices import find_device
@@ -54,10 +55,11 @@ def predictions(
     from autotune.space.dataloader import usable_cores
     from autotune.tuning.answer_cache import KeptPredictions, inspection_key
     from autotune.tuning.forecasting import most_predictions
-    from autotune.tuning.options import build_workload
+    from autotune.tuning.options import build_workload, in_usual_dtype
     from autotune.tuning.prepare import prepare
 
-    workload = build_workload(options[0])
+    precisions = {precision for chip, _ in targets for precision in precisions_of(chip.capability)}
+    workload = in_usual_dtype(build_workload(options[0]), options[0]["dtype"], precisions)
     requests = [
         _request(workload, chip, limit_bytes, own) for (chip, limit_bytes), own in zip(targets, options, strict=True)
     ]

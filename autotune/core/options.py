@@ -175,8 +175,9 @@ OPTIONS: tuple[Option, ...] = (
         "0", own_code_decides=True,
     ),
     Option(
-        "dtype", choice(*DTYPES), "Dtype of the stored weights; --precision is that of autocast.", TRAINED, ALL,
-        "float32", own_code_decides=True,
+        "dtype", choice(*DTYPES),
+        "Dtype of the stored weights; --precision is that of autocast [default: float32; with --peft bfloat16 where "
+        "the device has it, else that of the config].", TRAINED, ALL, own_code_decides=True,
     ),
     Option(
         "pretrained", FLAG, "Load pretrained weights; speed and memory do not depend on them.", TRAINED,
@@ -188,8 +189,19 @@ OPTIONS: tuple[Option, ...] = (
         ALL, own_code_decides=True,
     ),
     Option("lora_rank", COUNT, "Rank of the LoRA adapters [default: 16].", TRAINED, ALL, own_code_decides=True),
+    Option("lora_alpha", COUNT, "Their alpha [default: twice the rank].", TRAINED, ALL, own_code_decides=True),
+    Option("lora_dropout", SHARE, "Dropout before them [default: 0].", TRAINED, ALL, own_code_decides=True),
     Option(
-        "quantize", choice(*get_args(QuantizeName)), "Quantize the frozen weights with bitsandbytes.", TRAINED,
+        "lora_targets", WORDS, "Names of the layers that get them [default: all linear layers but the head].", TRAINED,
+        ALL, own_code_decides=True,
+    ),
+    Option("dora", FLAG, "Weight-decomposed adapters (DoRA).", TRAINED, ALL, own_code_decides=True),
+    Option(
+        "rslora", FLAG, "Scale adapters by the root of their rank (rsLoRA).", TRAINED, ALL, own_code_decides=True
+    ),
+    Option(
+        "quantize", choice(*get_args(QuantizeName)),
+        "Quantize the frozen weights with bitsandbytes: 4bit is nf4 with double quantization.", TRAINED, ALL,
         own_code_decides=True,
     ),
     Option(

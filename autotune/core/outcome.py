@@ -106,6 +106,9 @@ class Measurement:
     """Seconds of a step for which the GPU executes each kind of work, by the names of its kernels, the longest first.
 
     From the same profiled step as ``gpu_busy_share``. ``None`` where that is, and in records of versions without it."""
+    host_bytes_to_build: int | None = None
+    """Most memory of the host that the trial's first process had held when its model was built, its libraries included.
+    ``None`` for the user's own code, and where the kernel does not tell."""
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 

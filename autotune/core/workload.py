@@ -42,7 +42,12 @@ QuantizeName = Literal["4bit", "8bit"]
 DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_LORA_RANK = 16
-_ADAPTING = frozenset({"peft", "lora_rank", "quantize"})
+LORA_DEFAULTS: dict[str, Any] = {"target_modules": "all-linear"}
+_NEW_HEADS: dict[str, tuple[str, ...]] = {
+    "sequence-classification": ("classifier", "score"),
+    "image-classification": ("classifier",),
+}
+_ADAPTING = frozenset({"peft", "lora_rank", "lora_options", "quantize"})
 
 
 _SOME_PADDING = 0.1
@@ -71,6 +76,8 @@ class Workload:
     peft: PeftName | None = None
     """Train adapters on top of frozen weights instead of the weights themselves."""
     lora_rank: int | None = None
+    lora_options: dict[str, Any] | None = None
+    """Further arguments of peft's ``LoraConfig`` that differ from ``LORA_DEFAULTS``; ``None`` where none does."""
     quantize: QuantizeName | None = None
     """Quantization of the frozen weights in storage; they are computed in ``dtype``."""
     source: TrainingSource | None = None
@@ -99,7 +106,30 @@ class Workload:
         """Return ``float32 weights`` or ``bfloat16 weights in 4 bits, LoRA of rank 16``."""
         words = f"{self.dtype} weights"
         words += f" in {self.quantize[0]} bits" if self.quantize else ""
-        return words + (f", LoRA of rank {self.lora_rank}" if self.peft else "")
+        words += f", LoRA of rank {self.lora_rank}" if self.peft else ""
+        told = {name.removeprefix("lora_"): value for name, value in (self.lora_options or {}).items()}
+        return words + (f" ({', '.join(f'{name}={value}' for name, value in told.items())})" if told else "")
+
+    def lora_arguments(self) -> dict[str, Any]:
+        """Return the arguments of peft's ``LoraConfig``, as far as neither task nor model decides them."""
+        rank = self.lora_rank
+        assert rank is not None, "an adapter has a rank"
+        return {"r": rank, "lora_alpha": 2 * rank, **LORA_DEFAULTS, **(self.lora_options or {})}
+
+    def bits_arguments(self) -> dict[str, Any]:
+        """Return the arguments of transformers' ``BitsAndBytesConfig``; dtypes by name."""
+        if self.quantize == "8bit":
+            found: dict[str, Any] = {"load_in_8bit": True}
+        else:
+            found = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_compute_dtype": self.dtype,
+            }
+        # Heads that are new, and trained in full beside the adapters.
+        heads = {} if self.task not in _NEW_HEADS else {"llm_int8_skip_modules": list(_NEW_HEADS[self.task])}
+        return found | heads
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data, for the trial process."""
@@ -162,10 +192,9 @@ class Workload:
         facts = self.recorded_document()
         facts.pop("model")
         facts.pop("weights")
-        if self.quantize is not None and self.weights is not None:
-            # from_pretrained leaves other layers in full precision than quantizing a model that was built from its
-            # config.
-            facts["quantized_by"] = "from_pretrained"
+        if self.quantize is not None:
+            # Earlier versions quantized other layers, and scales were not quantized in their turn.
+            facts["quantized_as"] = self.bits_arguments()
         # Left out where no adapters are used, so that workloads recorded before adapters existed keep their
         # fingerprint.
         facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}

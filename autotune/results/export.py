@@ -17,6 +17,7 @@ from autotune.core.placeholders import Template, Values, fill_words
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, kind_of_code
 from autotune.core.units import in_one_line
+from autotune.core.workload import Workload
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
@@ -57,9 +58,10 @@ class Export:
     task: str
     measured: str
     """Device, versions and data of the measurement, in words."""
-    lora_rank: int | None = None
-    """Rank of the LoRA adapters on all linear layers; ``None`` where the weights themselves were trained."""
-    quantize: str | None = None
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Arguments of peft's ``LoraConfig``; empty where the weights themselves were trained."""
+    bits: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``BitsAndBytesConfig``; empty where weights were not quantized."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that the training process needs from its start."""
     interface: dict[str, Any] = field(default_factory=dict)
@@ -161,8 +163,8 @@ def make_export(report: Report) -> Export:
         f"transformers {packages['transformers']}; "
         + ("" if is_own else f"{report.workload['task']}, ")
         + f"{describe_data(report.workload)}",
-        lora_rank=report.workload.get("lora_rank"),
-        quantize=report.workload.get("quantize"),
+        lora=_lora_arguments(report.workload),
+        bits=_bits_arguments(report.workload),
         environment=_variables(best.candidate, packages["torch"]),
         cpu_core=best.outcome.measurement.cpu_core if isinstance(best.outcome, Completed) else None,
         omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
@@ -245,15 +247,19 @@ def _beside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
             f"measured on {export.measured}",
         ]
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
-    if export.quantize:
-        options += f", quantization_config={_bits(export)}"
+    if export.bits:
+        options += f", quantization_config={_call('BitsAndBytesConfig', export.bits)}"
     return [
         *several,
         *_placement(export),
         *_zero(export, form),
         *([f"before it trains: from autotune.training import apply; {export.applied}"] if export.applied else []),
         f"load the model with from_pretrained(…, {options})",
-        *([f"put peft's adapters around it: get_peft_model(model, {_lora(export)})"] if export.lora_rank else []),
+        *(
+            [f"put peft's adapters around it: get_peft_model(model, {_call('LoraConfig', export.lora)})"]
+            if export.lora
+            else []
+        ),
         f"measured on {export.measured}",
     ]
 
@@ -415,22 +421,30 @@ def _distributed_type(arm: Arm, otherwise: str) -> str:
     return "FSDP" if arm.is_sharded else otherwise
 
 
-def _lora(export: Export) -> str:
-    rank = export.lora_rank or 0
-    task = PEFT_TASKS.get(export.task)
-    return (
-        f"LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear'"
-        + (f", task_type={task!r}" if task else "")
-        + (", modules_to_save=['classifier']" if export.task == "image-classification" else "")
-        + ")"
-    )
+def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of peft's ``LoraConfig`` that a recorded workload stands for."""
+    if not workload.get("peft"):
+        return {}
+    task = {"task_type": PEFT_TASKS[workload["task"]]} if workload["task"] in PEFT_TASKS else {}
+    head = {"modules_to_save": ["classifier"]} if workload["task"] == "image-classification" else {}
+    return {**Workload.from_document(dict(workload)).lora_arguments(), **task, **head}
 
 
-def _bits(export: Export) -> str:
-    if export.quantize == "8bit":
-        return "BitsAndBytesConfig(load_in_8bit=True)"
-    dtype = export.model_arguments["dtype"]
-    return f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.{dtype})"
+def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``BitsAndBytesConfig`` that a recorded workload stands for; dtypes by name."""
+    if not workload.get("quantize"):
+        return {}
+    found = Workload.from_document(dict(workload)).bits_arguments()
+    if "lora_options" not in workload:
+        # Of an earlier version, which did not quantize the scales.
+        found.pop("bnb_4bit_use_double_quant", None)
+    return found
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call in Python; the values of dtypes are names of torch."""
+    said = (f"{key}={f'torch.{value}' if key.endswith('_dtype') else repr(value)}" for key, value in arguments.items())
+    return f"{name}({', '.join(said)})"
 
 
 def _flags(export: Export) -> list[str]:
@@ -477,8 +491,8 @@ def _python(export: Export) -> str:
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
     variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
     variables += _pinning_lines(export)
-    names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.quantize else [])]))
-    bits = f",\n    quantization_config={_bits(export)},\n)" if export.quantize else "\n)"
+    names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.bits else [])]))
+    bits = f",\n    quantization_config={_call('BitsAndBytesConfig', export.bits)},\n)" if export.bits else "\n)"
     arguments = f"arguments = TrainingArguments(\n{fields})\n"
     # ZeRO-3 shards a model while it is loaded, for which the arguments have to be there.
     is_first = export.candidate.arm.zero_stage is not None
@@ -486,13 +500,13 @@ def _python(export: Export) -> str:
         f"# measured on {in_one_line(export.measured)}\n"
         + (f"import os\n\n{variables}\n" if variables else "")
         + "import torch\n"
-        + ("from peft import LoraConfig, get_peft_model\n" if export.lora_rank else "")
+        + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
         + ("from autotune.training import apply\n\n" if export.applied else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {_loadable(export.model)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
-        + (f"model = get_peft_model(model, {_lora(export)})\n" if export.lora_rank else "")
+        + (f"model = get_peft_model(model, {_call('LoraConfig', export.lora)})\n" if export.lora else "")
         + ("" if is_first else arguments)
         + (f"# once there is a Trainer:\n{export.applied}\n" if export.applied else "")
     )

@@ -32,6 +32,7 @@ _MEASURED = (
     "gpu_busy_share",
     "gpu_busy_cost_seconds",
     "cpu_core",
+    "host_bytes_to_build",
     "worst_batch_tokens",
     "worst_batch_step_seconds",
     "worst_batch_peak_reserved_bytes",

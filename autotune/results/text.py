@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.core.candidate import Document
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
-from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, plural
+from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.report import Report, data_facts
 from autotune.results.warnings import notes
@@ -14,6 +14,8 @@ from autotune.store.records import TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1
+# The libraries of a trial take one or two.
+_MUCH_HOST_BYTES = 4 * GIB
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -58,6 +60,10 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
     lines += [*_bucket_copy_lines(measured), *_data_lines(measured, report.workload), *_first_epoch_lines(measured)]
+    if (measured.host_bytes_to_build or 0) > _MUCH_HOST_BYTES:
+        lines.append(
+            f"building the model took up to {format_bytes(measured.host_bytes_to_build or 0)} of the host's memory"
+        )
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     return lines

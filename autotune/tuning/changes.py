@@ -6,7 +6,7 @@ import json
 
 from autotune.core.candidate import Document
 from autotune.models.hub_revision import commit_of
-from autotune.tuning.environment import comparable_environment, measured_environment, records_host
+from autotune.tuning.environment import comparable_environment, measured_environment
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import differences
 
@@ -19,10 +19,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
         **comparable_environment(prepared.environment, environment),
     }
     # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
-    # With quantized weights, loading decides which layers are quantized; that is recorded as long as the host is.
-    tells_apart = workload.get("quantize") is not None and records_host(environment)
-    if not tells_apart or bool(asked["weights"]) == bool(workload["weights"]):
-        asked["weights"] = workload["weights"]
+    asked["weights"] = workload["weights"]
     asked["data"] = _as_far_as_known(asked["data"], workload.get("data"))
     workload = {**workload, "source": _as_asked(workload.get("source"))}
     asked["source"] = _as_asked(asked["source"])

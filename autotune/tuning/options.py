@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, request_fields
 from autotune.core.training_source import find_loop, find_script, find_trainer
-from autotune.core.workload import DEFAULT_LORA_RANK, Task, Workload
-from autotune.devices import Device, find_device, find_gpus
+from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
+from autotune.devices import Device, Precision, find_device, find_gpus
 from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
@@ -31,6 +32,7 @@ def build_request(
     own = _own_workload(options, given, ranks=1 if options.get("parallel") else max(1, len(named)))
     workload = own or build_workload(options)
     device, *others = named or named_devices(options)
+    workload = workload if own else in_usual_dtype(workload, options["dtype"], device.precisions)
     beside: list[Device] = []
     if options.get("parallel"):
         beside, others = others, []
@@ -81,13 +83,43 @@ def build_workload(options: dict[str, Any]) -> Workload:
         task=task,
         seq_len=choose_seq_len(source.config, task, options["seq_len"]),
         padding=options.get("padding") or 0.0,
-        dtype=options["dtype"],
+        dtype=options["dtype"] or "float32",
         peft=options.get("peft"),
         lora_rank=(options.get("lora_rank") or DEFAULT_LORA_RANK) if options.get("peft") else None,
+        lora_options=_lora_options(options),
         quantize=options.get("quantize"),
         weights=_weights(source) if options.get("pretrained") else None,
         data=data,
     )
+
+
+def in_usual_dtype(workload: Workload, asked: DTypeName | None, precisions: Collection[Precision]) -> Workload:
+    """Return the workload with its weights in the dtype asked for, else in the one that is usual on a device.
+
+    Weights that are trained are stored in float32. Frozen ones are stored in bfloat16, or where the device does not
+    compute in that, in the dtype of the model's config.
+    """
+    if asked is not None or workload.peft is None or workload.source is not None:
+        return workload
+    said = workload.config.get("dtype") or workload.config.get("torch_dtype")
+    usual: DTypeName = "bfloat16" if "bf16" in precisions else said if said in DTYPES else "float32"
+    return replace(workload, dtype=usual)
+
+
+_LORA_ARGUMENTS = {
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_targets": "target_modules",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+}
+"""Arguments of peft's ``LoraConfig``, by the options that set them."""
+
+
+def _lora_options(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of peft's ``LoraConfig`` that were given; ``None`` where none was."""
+    given = {argument: options[name] for name, argument in _LORA_ARGUMENTS.items() if options.get(name)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()} or None
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:
@@ -101,10 +133,11 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
             f"--padding {options['padding']:g} does not apply to {task}, whose samples are not text",
             "leave --padding out",
         )
-    if options.get("lora_rank") and not options.get("peft"):
-        raise InvalidRequestError(
-            f"--lora-rank {options['lora_rank']} applies to LoRA adapters, and there are none", "add --peft lora"
-        )
+    for name in ("lora_rank", *_LORA_ARGUMENTS):
+        if options.get(name) and not options.get("peft"):
+            raise InvalidRequestError(
+                f"{BY_NAME[name].parameter} applies to LoRA adapters, and there are none", "add --peft lora"
+            )
     if options["world_size"] > 1 and options["effective_batch"] is None:
         raise InvalidRequestError(
             f"--world-size {options['world_size']} divides an effective batch, and none is given",

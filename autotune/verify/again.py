@@ -161,8 +161,7 @@ def _job(target: Target, request: SearchRequest, log_path: Path) -> TrialJob:
     effort = effort_of(request, candidate, "final", None, history)
     # What a profiled step tells is known from the search.
     effort = replace(effort, busy_steps=0)
-    # Not recorded. The peak held all weights, of about a byte each or more; only how long building may take depends on
-    # it.
+    # Not recorded; the peak held all weights. Only the time for building them depends on it.
     parameters = target.promised.peak_allocated_bytes
     return TrialJob(
         uuid.uuid4().hex,

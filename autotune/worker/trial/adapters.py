@@ -5,85 +5,92 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 
 from autotune.core.workload import Workload
 from autotune.models.tasks import PEFT_TASKS
 
-
-def adapt(model: Any, workload: Workload) -> Any:
-    """Return the model with its weights quantized and LoRA adapters added, as far as the workload asks for it."""
-    if workload.quantize is not None and next(model.parameters()).device.type != "meta":
-        _quantize(model, workload)
-    return _with_lora(model, workload) if workload.peft == "lora" else model
+# Of random weights, which have to be of some size: that of most language models' configs.
+_DEVIATION = 0.02
 
 
 def quantization_config(workload: Workload) -> Any:
     """Return the quantization config for ``from_pretrained``; ``None`` where weights are not quantized."""
     if workload.quantize is None:
         return None
-    from transformers import BitsAndBytesConfig
-
-    if workload.quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, workload.dtype)
-    )
+    arguments = workload.bits_arguments()
+    if "bnb_4bit_compute_dtype" in arguments:
+        arguments["bnb_4bit_compute_dtype"] = getattr(torch, arguments["bnb_4bit_compute_dtype"])
+    return BitsAndBytesConfig(**arguments)
 
 
-def _with_lora(model: Any, workload: Workload) -> Any:
+def with_lora(model: Any, workload: Workload) -> Any:
+    """Return a model with LoRA adapters on its frozen weights; raises ``ValueError`` for a rank that is too large."""
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
-    rank = workload.lora_rank
-    assert rank is not None, "an adapter has a rank"
     # peft has no task type for image classification, whose new head has to be trained all the same.
     has_head = workload.task == "image-classification" and hasattr(model, "classifier")
     config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
+        **workload.lora_arguments(),
         task_type=PEFT_TASKS.get(workload.task),
         modules_to_save=["classifier"] if has_head else None,
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer) and config.r > min(layer.in_features, layer.out_features):
+            size = f"{layer.in_features} × {layer.out_features}"
+            least = min(layer.in_features, layer.out_features)
+            raise ValueError(
+                f"LoRA of rank {config.r} exceeds {name.rpartition('.')[2]} of {size}: use {least} or less"
+            )
+    return adapted
 
 
-def _quantize(model: Any, workload: Workload) -> None:
-    """Quantize every linear layer but the head in place, as ``from_pretrained`` does with real weights."""
-    if getattr(model, "is_quantized", False):
-        return
-    import bitsandbytes
+def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> Any:
+    """Return a model from the ``meta`` device with random weights on a device, those of its linear layers in few bits.
 
-    device = next(model.parameters()).device
-    spared = _heads(model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, torch.nn.Linear) or name in spared:
-            continue
-        made = _in_few_bits(bitsandbytes, module, workload)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, made.to(device))
-
-
-def _in_few_bits(bitsandbytes: Any, module: torch.nn.Linear, workload: Workload) -> Any:
-    size = (module.in_features, module.out_features, module.bias is not None)
-    # bitsandbytes quantizes while moving weights to the device, so they have to start on the host.
-    weight = module.weight.data.cpu()
-    if workload.quantize == "8bit":
-        made = bitsandbytes.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=6.0)
-        made.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    else:
-        made = bitsandbytes.nn.Linear4bit(*size, compute_dtype=getattr(torch, workload.dtype), quant_type="nf4")
-        made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
-    if module.bias is not None:
-        made.bias = torch.nn.Parameter(module.bias.data.cpu(), requires_grad=False)
-    return made
+    As ``from_pretrained`` makes it of saved weights: it chooses the layers, and quantizes each weight as it comes. So
+    building takes the memory of the model and of one more weight.
+    """
+    quantizer = AutoHfQuantizer.from_config(quantization_config(workload), pre_quantized=False)
+    quantizer.preprocess_model(model, dtype=getattr(torch, workload.dtype), device_map={"": device})
+    made: dict[int, Any] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if id(tensor) not in made:
+            made[id(tensor)] = _random_weight(model, name, tensor, quantizer, workload, device)
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        (module._parameters if own in module._parameters else module._buffers)[own] = made[id(tensor)]
+    # Draws the weights that are in full precision, and computes buffers such as those of rotary embeddings.
+    model.initialize_weights()
+    model.hf_quantizer = quantizer
+    return quantizer.postprocess_model(model)
 
 
-def _heads(model: Any) -> set[str]:
-    """Return the names of layers that are not quantized: the output embedding, and the last child, a new head."""
-    output = model.get_output_embeddings()
-    last = [name for name, _ in model.named_children()][-1]
-    found = {name for name, module in model.named_modules() if module is output}
-    return found | {name for name, _ in model.named_modules() if name == last or name.startswith(f"{last}.")}
+def _random_weight(
+    model: Any, name: str, tensor: Any, quantizer: Any, workload: Workload, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor for a parameter or buffer on ``meta``; one that is not in few bits has no values yet."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not quantizer.param_needs_quantization(model, f"{path}.weight"):
+        value = torch.empty_like(tensor, device=device)
+        return torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+    dtype = getattr(torch, workload.dtype)
+    if own != "weight":
+        bias = torch.zeros(tensor.shape, dtype=dtype, device=device)
+        return _finished(torch.nn.Parameter(bias, requires_grad=False))
+    drawn = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(std=_DEVIATION)
+    # Saved weights of such layers lie the other way round, and are turned while they are quantized.
+    drawn = drawn.T if issubclass(module.source_cls, Conv1D) else drawn
+    quantized = quantizer.get_quantize_ops().convert({name: drawn}, model=model, full_layer_name=name)
+    return _finished(quantized[name])
+
+
+def _finished(value: torch.Tensor) -> torch.Tensor:
+    """Keep transformers from drawing values for a tensor."""
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    return value

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from autotune.core.workload import DTypeName, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK
 from autotune.worker.private.transformers import class_for_config
-from autotune.worker.trial.adapters import adapt, quantization_config
+from autotune.worker.trial.adapters import quantization_config, quantize_at_random, with_lora
 
 
 def auto_class(workload: Workload) -> Any:
@@ -73,19 +74,30 @@ def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
 
 
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
-    """Build the model in training mode on ``device``, with weights in the workload's dtype."""
+    """Build the model in training mode on ``device``, with weights in the workload's dtype.
+
+    Weights are made on the device, or read from their files to it one after the other: the host never holds them all.
+    """
     dtype = getattr(torch, workload.dtype)
-    if workload.weights:
-        model = auto_class(workload).from_pretrained(
-            workload.weights,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            **({} if workload.quantize is None else {"quantization_config": quantization_config(workload)}),
-        )
-        return adapt(model if workload.quantize else model.to(device), workload).to(device).train()
-    with _quiet(), torch.device(device):
-        model = auto_class(workload).from_config(
-            build_config(workload), dtype=dtype, attn_implementation=attn_implementation
-        )
-        model = adapt(model, workload)
+    is_on_meta = device.type == "meta"
+    with _quiet():
+        if workload.weights:
+            # ZeRO-3 reads them itself, and gives each rank its part.
+            streamed = {} if is_deepspeed_zero3_enabled() else {"device_map": {"": device}}
+            model = auto_class(workload).from_pretrained(
+                workload.weights,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                quantization_config=quantization_config(workload),
+                **streamed,
+            )
+        else:
+            drawn_later = workload.quantize is not None and not is_on_meta
+            with torch.device("meta" if drawn_later else device):
+                model = auto_class(workload).from_config(
+                    build_config(workload), dtype=dtype, attn_implementation=attn_implementation
+                )
+            model = quantize_at_random(model, workload, device) if drawn_later else model
+        with torch.device(device):
+            model = with_lora(model, workload) if workload.peft == "lora" else model
     return model.train()

@@ -156,6 +156,11 @@ def _status_bytes(field: str) -> int:
     return 0
 
 
+def most_host_bytes() -> int | None:
+    """Return the most memory that this process has held resident so far; ``None`` where the kernel does not tell."""
+    return _status_bytes("VmHWM") or None
+
+
 class CpuMeter:
     """Measures with the process's own clock and its resident memory.
 

@@ -36,7 +36,7 @@ from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
-from autotune.worker.trial.meter import Meter, expand_segments, open_meter
+from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
 
@@ -144,6 +144,7 @@ class Trial:
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
+        self._host_bytes: int | None = None
 
     def run(self) -> Outcome:
         """Train and measure, and return the outcome; an error of the training becomes a failure."""
@@ -205,6 +206,7 @@ class Trial:
         arguments = make_arguments() if arm.zero_stage == 3 else None
         workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
         model = build_model(workload, arm.attn_implementation, meter.device)
+        self._host_bytes = most_host_bytes()
         meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
@@ -261,7 +263,11 @@ class Trial:
         micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
         return Completed(
             dataclasses.replace(
-                measured, train_loss=train_loss, cpu_core=self._cpu_core, micro_batch_bytes=micro_batch_bytes
+                measured,
+                train_loss=train_loss,
+                cpu_core=self._cpu_core,
+                micro_batch_bytes=micro_batch_bytes,
+                host_bytes_to_build=self._host_bytes,
             )
         )
 
