@@ -6,14 +6,13 @@ transformers, and neither does a search: what trains is a process of its own, so
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
@@ -51,6 +50,9 @@ from autotune.tuning.request import DEFAULT_SEED
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.target import check_can_be_verified, placement_of, target_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
+
+if TYPE_CHECKING:
+    from autotune.engine.work import Message
 
 DEFAULT_STORAGE = "studies/autotune.db"
 
@@ -290,19 +292,26 @@ def search(
     _check_is_outermost()
     given = {name for name, value in options.items() if value != BY_NAME[name].default}
     place, waits, verifies, address = (options.pop(name) for name in ("storage", "wait", "verify", "executor"))
-    with contextlib.ExitStack() as stack:
-        nodes = None
-        if address is not None:
-            from autotune.tuning.nodes.remote import open_nodes
+    lasting_place = _absolute(place)
+    if address is not None:
+        from autotune.engine.elsewhere import Asked, search_elsewhere
 
-            opened = open_nodes(address, options, wait=waits, verifies=verifies, note=observer.note)
-            nodes = stack.enter_context(opened)
-        request = build_request(options, given, nodes.devices if nodes is not None else ())
+        if verifies:
+            raise InvalidRequestError("verify=True trains on this machine, and executor searches on another",
+                                      "leave verify out")  # fmt: skip
+
+        def show(message: Message) -> None:
+            if message.kind == "line":
+                observer.note(str(message.document["text"]))
+
+        asked = Asked({name: options[name] for name in given if name in options}, options["study"])
+        record, report = search_elsewhere(address, asked, place, show, wait=waits)
+    else:
+        request = build_request(options, given)
         check_request(request)
         if verifies:
             check_can_be_verified(request.workload.document())
-        lasting_place = _absolute(place)
-        record, report = run_search(request, place, observer, wait=waits, nodes=nodes)
+        record, report = run_search(request, place, observer, wait=waits)
     result = Result(report, lasting_place)
     if verifies and record.state != "interrupted":
         _verify(result, observer)

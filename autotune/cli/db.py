@@ -46,8 +46,8 @@ def copy(source: str, target: str, names: tuple[str, ...]) -> None:
     FROM and TO are SQLite files or SQLAlchemy URLs. TO is created where it is missing. A study is copied with its
     trials and with what a service recorded of it; all of them arrive, or none.
     """
-    from autotune.store.copies import copy_studies
     from autotune.store.location import shown_location
+    from autotune.store.transfer import copy_studies
 
     copied = copy_studies(source, target, names)
     for name in copied.studies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -20,17 +20,22 @@ from autotune.service.client import Client
 from autotune.service.problems import error_of
 from autotune.tuning.narrator import status_line
 
+if TYPE_CHECKING:
+    from autotune.engine.work import Message
+    from autotune.results.report import Report
+    from autotune.store.records import StudyRecord
+
 
 class _RemoteView(ConsoleView):
-    """Prints the lines that an agent sends, and on a terminal what runs there now."""
+    """Prints the lines that a search elsewhere says, and on a terminal what runs there now."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._started = time.monotonic()
-        self.status: Document = {"running": "waiting for an agent"}
+        self.status: Document = {"running": "waiting for a device"}
 
     def status_line(self) -> str:
-        """Return what the agent said last of what it runs."""
+        """Return what the search said last of what it runs."""
         return status_line(self.status, time.monotonic() - self._started)
 
 
@@ -74,6 +79,38 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
     click.echo(f"  {client.url}{search['links']['export']}?format=cli")
 
 
+def search_on_cluster(
+    address: str, typed: Mapping[str, Any], storage: str, *, wait: bool
+) -> tuple[StudyRecord, Report]:
+    """Search on a Ray cluster with these options of the command line, show it, and return the study and its report."""
+    return _on_cluster(address, typed, typed.get("study"), storage, wait=wait, resumes=False)
+
+
+def resume_on_cluster(
+    address: str, study: str, options: Mapping[str, Any], storage: str, *, wait: bool
+) -> tuple[StudyRecord, Report]:
+    """Go on with a study on a Ray cluster; see ``search_on_cluster``."""
+    return _on_cluster(address, options, study, storage, wait=wait, resumes=True)
+
+
+def _on_cluster(
+    address: str, options: Mapping[str, Any], study: str | None, storage: str, *, wait: bool, resumes: bool
+) -> tuple[StudyRecord, Report]:
+    from autotune.engine.elsewhere import Asked, search_elsewhere
+
+    given = {name: value for name, value in options.items() if value is not None}
+    with open_view(_RemoteView) as view:
+        view.status = {"running": "looking for a node"}
+
+        def show(message: Message) -> None:
+            if message.kind == "line":
+                view.print_line(str(message.document["text"]), message.document.get("style"))
+            elif message.kind == "status":
+                view.status = message.document
+
+        return search_elsewhere(address, Asked(given, study, resumes), storage, show, wait=wait)
+
+
 def predict_remotely(server: str, given: Mapping[str, Any]) -> Document:
     """Return what a service predicts; ``given`` are the options of the command line."""
     for name in ("storage", "gpu_spec"):
@@ -101,15 +138,15 @@ def verify_remotely(server: str, study: str, steps: int, *, as_json: bool, again
 def print_verification(shown: Document, *, as_json: bool) -> None:
     """Print a verification that a service shows; raises where a promise was not kept.
 
-    Agents of earlier versions recorded no lines.
+    Earlier versions recorded no lines.
     """
     if shown["verification"] is None:
-        raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the agent's log")
+        raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the service's log")
     if as_json:
         print_json(shown["verification"])
     elif shown.get("lines") is None:
         verdict = str(shown["verification"].get("verdict", "no verdict")).replace("_", " ")
-        click.echo(f"{verdict}; an agent of an earlier autotune recorded no text of it, --json prints its figures")
+        click.echo(f"{verdict}; an earlier autotune recorded no text of it, --json prints its figures")
     else:
         click.echo("\n".join(shown["lines"]))
     if shown["missed"] is not None:
@@ -138,5 +175,5 @@ def _watch(client: Client, search: Document) -> Document | None:
                     raise ServiceError(f"the search {search['study']!r} was cancelled", "submit it again to search on")
                 if state == "queued" and told.get("why"):
                     view.print_line(f"back in the queue: {told['why']}", "dim")
-                view.status = {"running": "waiting for an agent" if state == "queued" else "starting"}
+                view.status = {"running": "waiting for a device" if state == "queued" else "starting"}
     return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import click
 
 from autotune.cli.options import table_options
@@ -38,27 +36,25 @@ def resume(
       autotune resume STUDY --trials 50
       autotune resume STUDY --gpus 4 --parallel
     """
-    from autotune.cli.search import say, search_and_print
+    from autotune.cli.search import print_searched, search_and_print
     from autotune.store.opening import open_store
     from autotune.tuning.allowed import check_request
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
     asked = {"device": device, "gpus": gpus, "parallel": parallel}
-    with contextlib.ExitStack() as stack:
-        nodes = None
-        if executor is not None:
-            from autotune.tuning.nodes.remote import open_nodes
+    if executor is not None:
+        from autotune.cli.remote import resume_on_cluster
 
-            with open_store(storage, create=False) as store:
-                recorded = recorded_options(store, study)
-            options = asked if any(asked.values()) else recorded
-            nodes = stack.enter_context(open_nodes(executor, options, wait=wait, note=say))
-            devices = nodes.devices
-        else:
-            devices = named_devices(asked) if gpus or parallel else ()
         with open_store(storage, create=False) as store:
-            budget = Budget(trials, time_budget, trial_timeout)
-            request = recorded_request(store, study, device, budget, devices, parallel=parallel)
-        check_request(request)
-        search_and_print(ctx, request, storage, wait=wait, as_json=as_json, nodes=nodes)
+            options = asked if any(asked.values()) else recorded_options(store, study)
+        limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
+        found = resume_on_cluster(executor, study, {**options, **limits}, storage, wait=wait)
+        print_searched(ctx, *found, storage, as_json=as_json)
+        return
+    with open_store(storage, create=False) as store:
+        devices = named_devices(asked) if gpus or parallel else ()
+        budget = Budget(trials, time_budget, trial_timeout)
+        request = recorded_request(store, study, device, budget, devices, parallel=parallel)
+    check_request(request)
+    search_and_print(ctx, request, storage, wait=wait, as_json=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,8 @@ from autotune.cli.options import SectionedCommand, table_options
 from autotune.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from autotune.tuning.nodes.remote import Nodes
+    from autotune.results.report import Report
+    from autotune.store.records import StudyRecord
     from autotune.tuning.request import SearchRequest
 
 
@@ -54,44 +54,45 @@ def search(
         )
     verifies = options.pop("verify")
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    with contextlib.ExitStack() as stack:
-        nodes = None
-        if executor is not None:
-            from autotune.tuning.nodes.remote import open_nodes
+    if executor is not None:
+        from autotune.cli.remote import search_on_cluster
 
-            opened = open_nodes(executor, options, wait=wait, verifies=verifies, note=say)
-            nodes = stack.enter_context(opened)
-        from autotune.tuning.allowed import check_request
-        from autotune.tuning.options import build_request
-
-        request = build_request(options, given, nodes.devices if nodes is not None else ())
-        check_request(request)
         if verifies:
-            from autotune.verify.target import check_can_be_verified
+            raise InvalidRequestError(
+                "--verify trains on this machine, and --executor searches on another",
+                "leave --verify out, and run autotune verify on a machine like those of the cluster",
+            )
+        typed = {name: options[name] for name in given}
+        print_searched(ctx, *search_on_cluster(executor, typed, storage, wait=wait), storage, as_json=as_json)
+        return
+    from autotune.tuning.allowed import check_request
+    from autotune.tuning.options import build_request
 
-            check_can_be_verified(request.workload.document())
-        search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json, nodes=nodes)
+    request = build_request(options, given)
+    check_request(request)
+    if verifies:
+        from autotune.verify.target import check_can_be_verified
 
-
-def say(text: str) -> None:
-    """Print a note on stderr before there is a view of the search."""
-    click.echo(text, err=True)
+        check_can_be_verified(request.workload.document())
+    search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
 
 
 def search_and_print(
-    ctx: click.Context,
-    request: SearchRequest,
-    storage: str,
-    *,
-    wait: bool,
-    as_json: bool,
-    verifies: bool = False,
-    nodes: Nodes | None = None,
+    ctx: click.Context, request: SearchRequest, storage: str, *, wait: bool, as_json: bool, verifies: bool = False
 ) -> None:
     """Run a new or resumed search and print its result; exit with the code of an interruption if there was one."""
-    from autotune.cli.session import print_result, run_search
+    from autotune.cli.session import run_search
 
-    study, report = run_search(request, storage, wait=wait, nodes=nodes)
+    study, report = run_search(request, storage, wait=wait)
+    print_searched(ctx, study, report, storage, as_json=as_json, verifies=verifies)
+
+
+def print_searched(
+    ctx: click.Context, study: StudyRecord, report: Report, storage: str, *, as_json: bool, verifies: bool = False
+) -> None:
+    """Print the result of a search that has ended; exit with the code of an interruption if there was one."""
+    from autotune.cli.session import print_result
+
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
     if study.state == "interrupted":

@@ -1,4 +1,4 @@
-"""Run a service, its agents, and manage its tokens (``autotune serve``, ``agent``, ``token`` and ``queue``)."""
+"""Run a service, look at its queue, and manage its tokens (``autotune serve``, ``queue``, ``cancel``, ``token``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from autotune.cli.output import FilePath
 from autotune.cli.table import print_table
 from autotune.core.errors import InvalidRequestError
 from autotune.core.installation import how_to_add
-from autotune.core.options import AGENT_STORAGE_VARIABLE
 
 if TYPE_CHECKING:
     from autotune.service.client import Client
@@ -27,7 +26,6 @@ def _needs_extra(error: ImportError) -> InvalidRequestError:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8321, show_default=True)
 @table_options("serve")
-@click.option("--agent/--no-agent", "has_agent", default=True, help="Run searches on this machine, too [default: yes].")
 @click.option(
     "--data", "data_folders", multiple=True, metavar="FOLDER", type=FilePath(path_type=Path),
     help="Folder whose models and datasets requests may name; may be repeated.",
@@ -44,7 +42,7 @@ def serve(
     host: str,
     port: int,
     storage: str,
-    has_agent: bool,
+    executor: str | None,
     data_folders: tuple[Path, ...],
     allow: Path | None,
     names: tuple[str, ...],
@@ -52,7 +50,7 @@ def serve(
     key: Path | None,
     behind_proxy: bool,
 ) -> None:
-    """Serve searches to others: an HTTP API with a queue, and agents for this machine's devices.
+    """Serve searches to others: an HTTP API with a queue, run on this machine's devices or a Ray cluster.
 
     The first start prints a URL with a token; the database keeps the token's digest alone.
 
@@ -79,7 +77,7 @@ def serve(
         Settings(
             storage, host, port, tuple(folder.absolute() for folder in data_folders), names,
             allow=allow.absolute() if allow is not None else None,
-            has_agent=has_agent, certificate=certificate, key=key, behind_proxy=behind_proxy,
+            executor=executor, certificate=certificate, key=key, behind_proxy=behind_proxy,
         ),
         ready,
         lambda options: _predict(options, storage),
@@ -93,84 +91,27 @@ def _predict(options: dict[str, Any], storage: str) -> dict[str, Any]:
     return predicted_document(gpu, None, storage, options)[0]
 
 
-@click.command(short_help="Run a service's searches on this machine.")
-@table_options("agent")
-@click.option(
-    "--storage",
-    "database",
-    metavar="FILE|URL",
-    default="studies/agent.db",
-    show_default=True,
-    envvar=AGENT_STORAGE_VARIABLE,
-    help="Database for the searches of this agent; the service has a copy of each trial.",
-)
-@click.option(
-    "--allow", metavar="FILE", type=FilePath(path_type=Path),
-    help="TOML or JSON file that lists scripts, Trainers and loops which searches may name.",
-)  # fmt: skip
-@click.option("--shared", is_flag=True, hidden=True, help="The database is the service's own.")
-@click.option("--with-parent", is_flag=True, hidden=True, help="End when standard input does.")
-def agent(
-    server: str | None,
-    device: str | None,
-    gpus: str | None,
-    database: str,
-    allow: Path | None,
-    shared: bool,
-    with_parent: bool,
-) -> None:
-    """Run the searches of a service on this machine, until Ctrl-C or SIGTERM.
-
-    With --gpus it runs one search at a time, also such as train on several GPUs together.
-
-    The agent asks the service for work, so no port need be open here. A search that runs when the agent ends goes
-    back to the queue, with its trials.
-
-    \b
-      AUTOTUNE_TOKEN=... autotune agent --server http://gpu-box:8321
-    """
-    from autotune.devices import find_device, find_gpus
-    from autotune.service.agent import Agent
-    from autotune.service.agent_processes import end_with_parent, run_agents
-    from autotune.service.listed_code import read_listed_code
-
-    client = _client(server)
-    codes = read_listed_code(allow) if allow is not None else {}
-    if gpus is not None and device is not None:
-        raise InvalidRequestError(
-            f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
-        )
-    if device is None and gpus is None:
-        run_agents(str(server), database, allow)
-        return
-    if with_parent:
-        end_with_parent()
-    devices = find_gpus(gpus) if gpus is not None else (find_device(str(device)),)
-    Agent(client, devices, database, lambda text: click.echo(text, err=True), is_shared=shared, codes=codes).run()
-
-
-@click.command(short_help="List the searches and the agents of a service.")
+@click.command(short_help="List the searches and the devices of a service.")
 @table_options("queue")
 @click.option("--all", "shows_all", is_flag=True, help="Show searches that have ended, too.")
 def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
-    """List the searches of a service that wait or run, and its agents."""
+    """List the searches of a service that wait or run, and its devices."""
     from autotune.cli.output import print_json
 
     client = _client(server)
     query = {} if shows_all else {"state": ["queued", "running"]}
     searches = client.request("GET", "/v1/searches", query={**query, "limit": 1000})["searches"]
-    agents = client.request("GET", "/v1/agents")["agents"]
+    devices = client.request("GET", "/v1/devices")["devices"]
     if as_json:
-        print_json({"searches": searches, "agents": agents})
+        print_json({"searches": searches, "devices": devices})
         return
-    names = {agent["id"]: agent["name"] for agent in agents}
     rows = [
         (
             search["id"][:12],
             search["study"],
             search["state"],
             str(search["priority"]),
-            search["waits_for"] or (search["problem"] or {}).get("message") or names.get(search["agent"], ""),
+            search["waits_for"] or (search["problem"] or {}).get("message") or _where(search["device"]),
         )
         for search in searches
     ]
@@ -178,10 +119,12 @@ def queue(server: str | None, shows_all: bool, as_json: bool) -> None:
         print_table(("search", "study", "state", "priority", "where, or what it waits for"), rows, right=("priority",))
     else:
         click.echo(f"No search waits or runs at {client.url}.", err=True)
-    for agent in agents:
-        click.echo(f"{agent['name']} ({agent['device']['name']}): {agent['study'] or 'idle'}", err=True)
-    if not agents:
-        click.echo("No agent is connected; autotune agent starts one.", err=True)
+    for device in devices:
+        click.echo(f"{device['host']} {device['label']} ({device['name']}): {device['study'] or 'idle'}", err=True)
+
+
+def _where(device: dict[str, Any] | None) -> str:
+    return f"{device['name']} of {device['host']}" if device is not None else ""
 
 
 @click.command(short_help="Cancel a search of a service.")
@@ -192,9 +135,8 @@ def cancel(search: str, server: str | None) -> None:
     from urllib.parse import quote
 
     found = _client(server).request("DELETE", f"/v1/searches/{quote(search, safe='')}")
-    waits = " once its agent has heard of it" if found["state"] == "running" else ""
     told = "is cancelled" if found["state"] in ("cancelled", "running") else f"has ended before: {found['state']}"
-    click.echo(f"the search {shlex.quote(found['study'])} {told}{waits}", err=True)
+    click.echo(f"the search {shlex.quote(found['study'])} {told}", err=True)
 
 
 def _client(server: str | None) -> Client:

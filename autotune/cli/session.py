@@ -15,15 +15,12 @@ from autotune.tuning.run import run_search as run_observed_search
 if TYPE_CHECKING:
     from autotune.results.report import Report
     from autotune.store.records import StudyRecord
-    from autotune.tuning.nodes.remote import Nodes
 
 
-def run_search(
-    request: SearchRequest, storage: str, *, wait: bool = False, nodes: Nodes | None = None
-) -> tuple[StudyRecord, Report]:
+def run_search(request: SearchRequest, storage: str, *, wait: bool = False) -> tuple[StudyRecord, Report]:
     """Run the search with its progress on stderr; see ``autotune.tuning.run.run_search``."""
     with open_view(View) as view:
-        return run_observed_search(request, storage, view, wait=wait, nodes=nodes)
+        return run_observed_search(request, storage, view, wait=wait)
 
 
 def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:

@@ -245,18 +245,14 @@ OPTIONS: tuple[Option, ...] = (
     Option("samples", NUMBER, "Samples of the whole training job, e.g. 1e6.", TRAINED, ADVISE, "1e6"),
     Option(
         "device", TEXT, "cuda:0, cpu or a GPU's UUID [default: the first GPU, else the CPU].", DEVICE,
-        (*BUDGET, "agent"), metavar="NAME|UUID",
-        help_in={
-            "resume": "Another device of the same name [default: the one it ran on].",
-            "agent": "cuda:0, cpu or a GPU's UUID [default: each GPU, else the CPU].",
-        },
+        BUDGET, metavar="NAME|UUID",
+        help_in={"resume": "Another device of the same name [default: the one it ran on]."},
     ),
     Option(
         "gpus", GPUS,
         "Train on several GPUs together: a number, all, or a list such as 0,1 [default: one, see --device].",
-        DEVICE, ("search", "predict", "resume", "agent"), metavar="N|all|LIST",
+        DEVICE, ("search", "predict", "resume"), metavar="N|all|LIST",
         help_in={
-            "agent": "Run searches that train on several GPUs together, on these: a number, all, or a list.",
             "predict": "Number of GPUs of that kind that train together; memory is that of each [default: 1].",
             "resume": "Other GPUs of that kind: as many as a trial has, or any number with --parallel.",
         },
@@ -423,14 +419,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "server", TEXT, "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",
-        WHERE, ("search", "predict", "verify", "agent", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER",
-        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service whose agent runs it."},
+        WHERE, ("search", "predict", "verify", "queue", "cancel"), metavar="URL", envvar="AUTOTUNE_SERVER",
+        help_in={"predict": "URL of a service that predicts.", "verify": "URL of a service that runs it."},
         in_function=False,
     ),
     Option(
         "executor", TEXT,
-        "Run trials on a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
-        "RAY_AUTH_TOKEN.", DEVICE, BUDGET, metavar="URL",
+        "Search on a node of a Ray cluster: ray://HOST:10001, or ray://auto on one of its nodes; its token is in "
+        "RAY_AUTH_TOKEN.", DEVICE, (*BUDGET, "serve"), metavar="URL",
     ),
     Option("priority", SEED,
         "Priority in the queue of the service, 0 to 10.", WHERE, default_text="0", in_function=False),
@@ -438,9 +434,6 @@ OPTIONS: tuple[Option, ...] = (
     Option("as_json", FLAG, "Print one JSON document instead of text.", WHERE, JSON, flag="--json",
            in_function=False),
 )  # fmt: skip
-
-AGENT_STORAGE_VARIABLE = "AUTOTUNE_AGENT_STORAGE"
-"""The environment variable in which an agent is told its database: every user of the machine sees a command line."""
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 

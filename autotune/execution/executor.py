@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -119,20 +117,10 @@ class LocalExecutor:
                     return trial_id, running.outcome(answer)
             self._listen()
 
-    def listen(self, wait_seconds: float) -> bool:
-        """Wait at most so long until ``wait`` returns at once; return whether it will."""
-        deadline = time.monotonic() + wait_seconds
-        while not any(running.server.has_news(trial_id) for trial_id, running in self._running.items()):
-            left_seconds = deadline - time.monotonic()
-            if left_seconds <= 0 or not self._running:
-                return False
-            self._listen(left_seconds)
-        return True
-
-    def _listen(self, most_seconds: float = math.inf) -> None:
-        """Wait until one of the servers says something or is to be given up, and not longer than ``most_seconds``."""
+    def _listen(self) -> None:
+        """Wait until one of the servers says something or is to be given up."""
         servers = [running.server for running in self._running.values()]
-        seconds = min(most_seconds, *(server.seconds_left() or 0.0 for server in servers))
+        seconds = min(server.seconds_left() or 0.0 for server in servers)
         if len(servers) == 1:
             servers[0].listen(seconds)
             return

@@ -1,1 +1,1 @@
-"""Offer searches to others: an HTTP API with a queue, agents that run what is queued, and a page."""
+"""Offer searches to others: an HTTP API with a queue, what runs its jobs, and a page."""

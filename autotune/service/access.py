@@ -30,11 +30,9 @@ full."""
 
 @dataclass
 class Access:
-    """Who may use the service: tokens in the database, and those of this process, which are kept nowhere."""
+    """Who may use the service: those who have a token whose digest is in the database."""
 
     searches: Searches
-    own: dict[str, TokenRecord] = field(default_factory=dict)
-    """By digest."""
     _found: dict[str, tuple[float, TokenRecord]] = field(default_factory=dict)
     """Tokens that were found, by digest, and when."""
     _guesses: dict[str, list[float]] = field(default_factory=dict)
@@ -65,8 +63,6 @@ class Access:
         return found
 
     def _believed(self, key: str) -> TokenRecord | None:
-        if (own := self.own.get(key)) is not None:
-            return own
         then, found = self._found.get(key, (-_BELIEVED_SECONDS, None))
         return found if time.monotonic() - then < _BELIEVED_SECONDS else None
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -18,11 +19,9 @@ from autotune.service.feeds import Feeds
 from autotune.service.guard import Guard
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
-from autotune.service.routes import agents, health, predictions, verifications
+from autotune.service.routes import devices, health, predictions, verifications
 from autotune.service.routes import searches as searches_routes
 from autotune.service.searches import Searches
-from autotune.store.queue import LeaseLostError, TokenRecord
-from autotune.store.records import now
 
 
 def problem_response(error: AutotuneError) -> JSONResponse:
@@ -36,10 +35,6 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
     match error:
         case AutotuneError():
             return problem_response(error)
-        case LeaseLostError():
-            return problem_response(
-                ServiceError("the lease of this search was lost", "stop it; another agent goes on with it", status=410)
-            )
         case RequestValidationError():
             first = error.errors()[0]
             if first["type"] == "json_invalid":
@@ -61,22 +56,23 @@ def make_app(
     searches: Searches,
     *,
     names: Collection[str] = (),
-    own_tokens: dict[str, TokenRecord] | None = None,
     extend: Callable[[FastAPI], None] | None = None,
     around: Callable[[FastAPI], ASGIApp] | None = None,
     predict: Predict | None = None,
 ) -> Guard:
     """Return the application over these searches.
 
-    ``names`` are host names it answers to besides those of this machine, ``own_tokens`` tokens of this process by
-    their digest. ``extend`` adds routes, ``around`` wraps the application. ``predict`` answers predictions.
+    ``names`` are host names it answers to besides those of this machine. ``extend`` adds routes, ``around`` wraps the
+    application. ``predict`` answers predictions.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         searches.changes.attach()
+        await run_in_threadpool(searches.runner.begin)
         yield
         searches.is_closing = True
+        await run_in_threadpool(searches.runner.close)
 
     app = FastAPI(
         title="autotune", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
@@ -84,16 +80,11 @@ def make_app(
     app.state.searches = searches
     app.state.predictions = Predictions(predict, searches.data_folders)
     app.state.feeds = Feeds(searches)
-    app.state.access = Access(searches, dict(own_tokens or {}))
-    for kind in (AutotuneError, LeaseLostError, RequestValidationError, HTTPException, Exception):
+    app.state.access = Access(searches)
+    for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    for router in (health.router, searches_routes.router, predictions.router, verifications.router, agents.router):
+    for router in (health.router, searches_routes.router, predictions.router, verifications.router, devices.router):
         app.include_router(router)
     if extend is not None:
         extend(app)
     return Guard(app, names, around=around)
-
-
-def token_of_process(name: str) -> TokenRecord:
-    """Return the record of a token that lives as long as this process."""
-    return TokenRecord(id=name, name=name, role="run", created_at=now())

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 
-NEW_JOB = "a job waits"
 ANY_CHANGE = "the queue changed"
 
 

@@ -107,7 +107,7 @@ class _Shared:
 
 
 class _Changes(_Shared):
-    """Tells that the queue or the agents changed."""
+    """Tells that the queue or the devices changed."""
 
     async def _follow(self) -> None:
         while not self.searches.is_closing:
@@ -189,7 +189,7 @@ class Feeds:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
     async def changes(self) -> AsyncIterator[bytes]:
-        """Yield a message at once, and whenever the queue or the agents changed."""
+        """Yield a message at once, and whenever the queue or the devices changed."""
         if self._changes is None or self._changes.is_over:
             self._changes = _Changes(self._searches)
         feed = self._changes

@@ -16,9 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from autotune.service.problems import MEDIA_TYPE
 
 MOST_BODY_BYTES = 1024 * 1024
-MOST_RECORD_BYTES = 16 * 1024 * 1024
-"""What an agent may send at once: records of trials, with the ends of their logs."""
 OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_TOO_LARGE = (413, f"a request may not be longer than {MOST_BODY_BYTES} bytes", "send less at once")
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CSP = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
 # The Optuna dashboard's page sets styles and its own settings within the page.
@@ -45,14 +44,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        most = MOST_RECORD_BYTES if scope["path"].startswith("/v1/agents/") else MOST_BODY_BYTES
-        problem = self._problem(scope, headers, most)
+        problem = self._problem(scope, headers)
         if scope["path"].startswith("/v1/"):
             _read_as_json(scope)
         if problem is not None:
             await _refuse(send, *problem)
             return
-        meter = _Meter(receive, most)
+        meter = _Meter(receive)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -61,7 +59,7 @@ class Guard:
 
         await self._app(scope, meter.receive, send_with_headers)
 
-    def _problem(self, scope: Scope, headers: Headers, most: int) -> tuple[int, str, str] | None:
+    def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
         host = headers.get("host", "")
         if host_name(host) not in self._names:
             # Else a page from elsewhere, whose name was made to point here, could use the service.
@@ -74,7 +72,7 @@ class Guard:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
             return 400, "Content-Length is not a number", "send the length of the body in bytes"
-        return _too_large(most) if int(length) > most else None
+        return _TOO_LARGE if int(length) > MOST_BODY_BYTES else None
 
 
 def _read_as_json(scope: Scope) -> None:
@@ -92,19 +90,15 @@ def host_name(host: str) -> str:
 class _Meter:
     """Counts the bytes of a body that comes without a length."""
 
-    def __init__(self, receive: Receive, most: int) -> None:
-        self._receive, self._left, self._most = receive, most, most
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._left = receive, MOST_BODY_BYTES
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise HTTPException(413, f"a request may not be longer than {self._most} bytes")
+            raise HTTPException(413, _TOO_LARGE[1])
         return message
-
-
-def _too_large(most: int) -> tuple[int, str, str]:
-    return 413, f"a request may not be longer than {most} bytes", "send less at once"
 
 
 def _set_headers(headers: MutableHeaders, path: str) -> None:

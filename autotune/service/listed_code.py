@@ -6,51 +6,25 @@ what is run can come over HTTP.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
 from autotune.core.training_source import find_loop, find_script, find_trainer
-from autotune.tuning.request import SearchRequest
+from autotune.engine.work import Code, CodeKind
 
-CodeKind = Literal["trainer", "loop", "script"]
 _KINDS: tuple[CodeKind, ...] = ("trainer", "loop", "script")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True)
-class ListedCode:
-    """Code of the operator's that may be searched by name."""
-
-    name: str
-    kind: CodeKind
-    value: str | tuple[str, ...]
-    """As the command line has it: ``FILE:FUNCTION``, or a script's words; paths are absolute."""
-    folder: Path
-    """Where it runs."""
-
-    def options(self) -> dict[str, Any]:
-        """Return it as the option of a search."""
-        return {self.kind: self.value}
-
-    def placed(self, request: SearchRequest) -> SearchRequest:
-        """Return a request over this code that runs in its folder."""
-        source = request.workload.source
-        assert source is not None
-        source = dataclasses.replace(source, cwd=str(self.folder))
-        return dataclasses.replace(request, workload=dataclasses.replace(request.workload, source=source))
+Listed = Mapping[str, Code]
 
 
-Listed = Mapping[str, ListedCode]
-
-
-def read_listed_code(path: Path) -> dict[str, ListedCode]:
+def read_listed_code(path: Path) -> dict[str, Code]:
     """Return what a file lists, by name; raises ``InvalidRequestError`` for what is not right in it."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -67,7 +41,7 @@ def read_listed_code(path: Path) -> dict[str, ListedCode]:
 _EXAMPLE = 'write it as [my-name] and script = ["python", "train.py"], trainer = "train.py:build" or loop = "train.py"'
 
 
-def _entry(path: Path, name: str, entry: Any) -> ListedCode:
+def _entry(path: Path, name: str, entry: Any) -> Code:
     where = f"--allow {path}: {name[:64]!r}"
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(f"{where} is not a valid name", "use letters, digits, dashes, dots and underscores")
@@ -82,7 +56,7 @@ def _entry(path: Path, name: str, entry: Any) -> ListedCode:
     folder = (path.parent / str(entry.get("folder", "."))).resolve()
     if not folder.is_dir():
         raise InvalidRequestError(f"{where}: there is no folder {folder}", "correct it in the file")
-    code = ListedCode(name, kinds[0], _value(where, kinds[0], entry[kinds[0]], folder), folder)
+    code = Code(kinds[0], _value(where, kinds[0], entry[kinds[0]], folder), str(folder))
     try:
         _find(code)
     except AutotuneError as error:
@@ -106,7 +80,7 @@ def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[
     return tuple(words)
 
 
-def _find(code: ListedCode) -> None:
+def _find(code: Code) -> None:
     """Raise where the code is not there."""
     if isinstance(code.value, tuple):
         find_script(code.value)
@@ -116,7 +90,7 @@ def _find(code: ListedCode) -> None:
         find_trainer(code.value)
 
 
-def listed(name: str, codes: Listed) -> ListedCode:
+def listed(name: str, codes: Listed) -> Code:
     """Return the code of this name; ``InvalidRequestError`` where the operator lists none."""
     found = codes.get(name)
     if found is None:

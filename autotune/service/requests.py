@@ -15,14 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.core.candidate import Document
-from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, did_you_mean
-from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, json_value, options_of
-from autotune.devices import Device, Neighbour, find_device
+from autotune.core.errors import AutotuneError, InvalidRequestError, did_you_mean
+from autotune.core.options import BRINGS_CODE, check_arguments, json_value, options_of
+from autotune.devices import Device, find_device
+from autotune.engine.work import search_request
 from autotune.service.listed_code import Listed, listed
 from autotune.store.queue import Needs
 from autotune.tuning.allowed import check_request
-from autotune.tuning.options import build_request
-from autotune.tuning.request import SearchRequest, check_study_name
+from autotune.tuning.request import check_study_name
 from autotune.tuning.run import free_names
 
 # Of the command's options: what belongs to the service, to the caller's terminal, or brings code along.
@@ -150,7 +150,7 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
     asked = document or {}
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
         raise InvalidRequestError(
-            "needs is not an object of gpu, memory_bytes and count", "leave it out: any agent does"
+            "needs is not an object of gpu, memory_bytes and count", "leave it out: any device does"
         )
     gpu, memory_bytes, count = asked.get("gpu"), asked.get("memory_bytes"), asked.get("count", 1)
     kind: str | None = None
@@ -181,7 +181,7 @@ def _rank_count(gpus: str, needs: Needs) -> int:
         )
     if not (gpus.isascii() and gpus.isdecimal() and 1 <= int(gpus[:9]) <= _MOST_GPUS):
         raise InvalidRequestError(
-            f"--gpus {gpus[:80]!r} names GPUs of one machine, and any agent may run the search",
+            f"--gpus {gpus[:80]!r} names GPUs of one machine, and any may run the search",
             f"give a number of them, 1 to {_MOST_GPUS}",
         )
     return int(gpus)
@@ -192,59 +192,18 @@ def canonical(document: Document) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def search_request(
-    options: Document, devices: Sequence[Device], study: str | None = None, codes: Listed = MappingProxyType({})
-) -> SearchRequest:
-    """Return the request that these options make on the first of the devices; raises as the command does.
-
-    With ``gpus`` it is one on as many of the devices. ``codes`` is what may be named with ``code``.
-    """
-    count = int(options.get("gpus") or 1)
-    given = {name: value for name, value in options.items() if name not in ("verify", "code")}
-    every = {name: BY_NAME[name].default for name in OPTION_NAMES if name not in ("verify", "code")}
-    code = listed(options["code"], codes) if options.get("code") is not None else None
-    filled = {
-        **every,
-        **check_arguments(given),
-        **{name: BY_NAME[name].default for name in BRINGS_CODE},
-        **(code.options() if code is not None else {}),
-        "device": devices[0].uuid,
-    }
-    if len(devices) < count:
-        raise DeviceError(f"--gpus {count}: the agent has {len(devices)}", "start one with autotune agent --gpus all")
-    request = build_request(filled, set(given), devices[:count])
-    if code is not None:
-        request = code.placed(request)
-    return replace(request, study=study) if study is not None else request
-
-
-def device_of(document: Document) -> Device:
-    """Return the device of a document from ``Device.document``; ``ValueError`` for one that cannot be."""
-    names = {name: value for name, value in document.items() if name not in ("label", "precisions", "count")}
-    name, memory_bytes = document["name"], document["memory_total_bytes"]
-    # What is searched for in the queue, and shown on the page.
-    if document["kind"] not in ("cpu", "cuda") or not isinstance(name, str) or not name.isprintable():
-        raise ValueError("its kind or its name is no device's")
-    if not isinstance(memory_bytes, int) or not 0 < memory_bytes <= MOST_MEMORY_BYTES:
-        raise ValueError("its memory is no device's")
-    if document.get("count", 1) not in range(1, _MOST_GPUS + 1):
-        raise ValueError("its number of GPUs is no machine's")
-    capability = names.get("capability")
-    neighbours = tuple(Neighbour(**neighbour) for neighbour in names.get("neighbours") or ())
-    return Device(**{**names, "capability": tuple(capability) if capability else None, "neighbours": neighbours})
-
-
 def check_against(submission: Submission, devices: Sequence[Device], codes: Listed = MappingProxyType({})) -> None:
     """Raise where none of these devices can run the search, for the reason that the first one has."""
     count = submission.needs.count
+    code = listed(submission.code, codes) if submission.code is not None else None
     if not devices:
         # What is wrong with the model or the batch is so on any device.
-        _ = search_request(submission.options, [find_device("cpu")] * count, codes=codes).batches
+        _ = search_request(submission.options, [find_device("cpu")] * count, code=code).batches
     problems: list[AutotuneError] = []
     for device in devices:
         try:
             alike = [replace(device, uuid=f"{device.uuid}-{rank}" if rank else device.uuid) for rank in range(count)]
-            check_request(search_request(submission.options, alike, codes=codes))
+            check_request(search_request(submission.options, alike, code=code))
         except AutotuneError as error:
             problems.append(error)
         else:

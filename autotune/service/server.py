@@ -1,4 +1,4 @@
-"""Run the service: one process with the HTTP server, and one agent beside it for each device of this machine."""
+"""Run the service: the HTTP server, the queue, and an engine that runs what is queued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,22 +19,21 @@ from pathlib import Path
 import uvicorn
 
 from autotune.core.errors import InvalidRequestError
-from autotune.service import agent_processes
-from autotune.service.app import make_app, token_of_process
-from autotune.service.client import CERTIFICATE_VARIABLE, TOKEN_VARIABLE
+from autotune.engine.local import LocalEngine
+from autotune.engine.work import Engine
+from autotune.service.app import make_app
 from autotune.service.dashboard import WithDashboard
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict
 from autotune.service.searches import Searches
-from autotune.service.tokens import add_token, digest, new_token
+from autotune.service.tokens import add_token
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
 from autotune.store.records import now
 from autotune.store.repository import Store
 
 DEFAULT_PORT = 8321
-_SWEEP_SECONDS = 5.0
 # Listeners leave at the next poll; a request under way has so long to end.
 _SHUTDOWN_SECONDS = 5
 
@@ -54,7 +52,8 @@ class Settings:
     """Host names that it answers to, besides those of this machine."""
     allow: Path | None = None
     """The file that lists code which may be searched by name."""
-    has_agent: bool = True
+    executor: str | None = None
+    """The address of a Ray cluster that runs the searches; ``None`` for the devices of this machine."""
     certificate: Path | None = None
     key: Path | None = None
     behind_proxy: bool = False
@@ -122,16 +121,13 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
     codes = read_listed_code(settings.allow) if settings.allow is not None else {}
     with _listen(settings) as listener, open_store(settings.storage) as store:
         settings = _with_port(settings, listener)
-        # Else each event and heartbeat would wait for the disk, and all writers for each other.
+        # Else each event would wait for the disk, and all writers for each other.
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
-        store.queue.grant_grace()
-        searches = Searches(store, settings.storage, data_folders=settings.data_folders, codes=codes)
-        own = new_token()
+        searches = Searches(store, settings.storage, _engine(settings), data_folders=settings.data_folders, codes=codes)
         app = make_app(
             searches,
             names=_names(settings),
-            own_tokens={digest(own): token_of_process("agent of this machine")},
             extend=add_pages,
             around=lambda app: WithDashboard(app, store),
             predict=predict,
@@ -151,11 +147,11 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         )
         server = _Server(config)
         token = first_token(store)
-        asyncio.run(_run(server, listener, searches, settings, own, lambda: ready(settings.shown_url, token)))
+        asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token)))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose own handlers would end this process by the signal, before its agents are ended."""
+    """uvicorn's server, whose own handlers would end this process by the signal, before its searches are ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -167,14 +163,12 @@ async def _run(
     server: _Server,
     listener: socket.socket,
     searches: Searches,
-    settings: Settings,
-    own_token: str,
     ready: Callable[[], None],
 ) -> None:
     is_to_end = asyncio.Event()
 
     def stop() -> None:
-        # Whoever asks twice does not want to wait for the agents.
+        # Whoever asks twice does not want to wait for the searches.
         server.should_exit |= is_to_end.is_set()
         is_to_end.set()
 
@@ -184,35 +178,34 @@ async def _run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    sweeping = asyncio.create_task(_sweep(searches, server))
-    agents = start_agents(settings, own_token) if settings.has_agent else []
+    releasing = asyncio.create_task(_release_listeners(searches, server))
     asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()
         await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()
-        # As long as agents end, they put their searches back into the queue.
-        await asyncio.to_thread(agent_processes.stop_agents, agents)
+        await asyncio.to_thread(searches.runner.close)
         server.should_exit = searches.is_closing = True
         await serving
-        sweeping.cancel()
+        releasing.cancel()
 
 
-async def _sweep(searches: Searches, server: _Server) -> None:
-    """Take searches back from silent agents, and let listeners go once the server is to end."""
-    swept = 0.0
+async def _release_listeners(searches: Searches, server: _Server) -> None:
+    """Let listeners go once the server is to end."""
     while True:
         if server.should_exit:
             searches.is_closing = True
             searches.changes.notify_all()
-        if time.monotonic() - swept >= _SWEEP_SECONDS:
-            swept = time.monotonic()
-            try:
-                await asyncio.to_thread(searches.sweep)
-            except Exception:
-                log.exception("taking searches back from silent agents failed")
         await asyncio.sleep(0.2)
+
+
+def _engine(settings: Settings) -> Engine:
+    if settings.executor is None:
+        return LocalEngine()
+    from autotune.engine.ray import RayEngine
+
+    return RayEngine(settings.executor)
 
 
 def _reason(error: OSError) -> str:
@@ -246,16 +239,6 @@ def _with_port(settings: Settings, listener: socket.socket) -> Settings:
 def _names(settings: Settings) -> list[str]:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return [host, *settings.names]
-
-
-def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
-    """Start an agent for each GPU of this machine, or for its CPU, with the service's own database."""
-    variables = {TOKEN_VARIABLE: token}
-    if settings.certificate is not None:
-        variables[CERTIFICATE_VARIABLE] = str(settings.certificate.resolve())
-    return agent_processes.start_agents(
-        settings.url, settings.storage, settings.allow, is_shared=True, variables=variables
-    )
 
 
 class JsonLines(logging.Formatter):

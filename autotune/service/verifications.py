@@ -59,7 +59,7 @@ def check_can_be_exported(report: Report) -> None:
 
 
 def needs_of_study(environment: Document) -> Needs:
-    """Return what an agent must have for a study's promise to hold on it."""
+    """Return what a machine must have for a study's promise to hold on it."""
     if environment["device_kind"] != "cuda":
         return Needs("cpu")
     ranks = environment.get("ranks", {}).get("world_size", 1)

@@ -1,7 +1,8 @@
-"""Keep the queue of a service: waiting and running searches, their events, the agents that run them, and tokens.
+"""Keep the queue of a service: jobs with their states and attempts, what happened to them, and tokens.
 
-A search that is handed to a service is a job. An agent claims it under a lease: a token and a time of expiry, which
-heartbeats move on. Every write of an agent names the token, and a write whose lease was lost changes nothing.
+A search that is handed to a service is a job. The service starts it on free devices, which is an attempt. Attempts of
+a job count up and their number is never used again: what is written names the attempt, and what a former attempt says
+changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Literal, get_args
 
 from sqlalchemy import (
@@ -43,25 +44,23 @@ from autotune.store.engine import storage_errors, transaction
 from autotune.store.priority_semaphore import PrioritySemaphore
 from autotune.store.records import new_id, now
 from autotune.store.strict_json import write_strict_json
-from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, AgentRow, JobEventRow, JobRow, TokenRow
+from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, JobEventRow, JobRow, TokenRow
 
 JobState = Literal["queued", "running", "finished", "failed", "cancelled"]
 Role = Literal["read", "run"]
 ENDED: tuple[JobState, ...] = ("finished", "failed", "cancelled")
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 
-LEASE_SECONDS = 30.0
-"""How long an agent may be silent until its job goes back to the queue."""
-# Threads of one process that write to a server at a time, fewer than it has connections. Of fifty threads that claimed
-# and ended jobs on two busy cores, a claim took 58 ms in the median without this limit, and 18 ms with it.
+# Threads of one process that write to a server at a time, fewer than it has connections. Of fifty threads that started
+# and ended jobs on two busy cores, a start took 58 ms in the median without this limit, and 18 ms with it.
 _WRITERS_TO_A_SERVER = 8
-MOST_ATTEMPTS = 3
-"""A job whose agents were lost so often has failed: it may be what ends them."""
+MOST_LOSSES = 3
+"""A job whose processes or nodes were lost so often has failed: it may be what ends them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an agent must have to run a job; ``None`` leaves it open."""
+    """What a job needs of a machine; ``None`` leaves it open."""
 
     device_kind: str | None = None
     gpu: str | None = None
@@ -82,7 +81,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an agent has."""
+    """The devices of one kind that a machine has."""
 
     device_kind: str
     device_name: str
@@ -90,7 +89,7 @@ class Offer:
     count: int = 1
 
     def meets(self, needs: Needs) -> bool:
-        """Return whether an agent that offers this may run a job with these needs; the claim asks the same in SQL."""
+        """Return whether a job with these needs can run on these devices; ``Queue.next_for`` asks the same in SQL."""
         return (
             needs.device_kind in (None, self.device_kind)
             and (needs.gpu is None or needs.gpu in self.device_name.lower())
@@ -113,10 +112,13 @@ class JobRecord:
     state: JobState
     is_cancel_asked: bool
     attempts: int
-    owner: str | None
-    """The agent that runs it, or ran it last."""
-    lease_token: str | None
-    lease_expires_at: datetime | None
+    """How often it was started; the number of the attempt that runs."""
+    losses: int
+    """How many of its attempts ended because their process or node was lost."""
+    heard: int
+    """The number of the last message of the attempt that is recorded."""
+    device: Document | None
+    """Where it runs, or ran last: a host and the devices there."""
     problem: Document | None
     """Why it failed: an exit code, a message and a hint, as on the command line."""
     status: Document | None
@@ -140,20 +142,6 @@ class JobEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentRecord:
-    """A process that runs jobs on one device of one machine."""
-
-    id: str
-    name: str
-    host: str
-    version: str
-    device: Document
-    started_at: datetime
-    heartbeat_at: datetime
-    gone_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
 class TokenRecord:
     """A bearer token, of which only the digest is kept."""
 
@@ -163,13 +151,11 @@ class TokenRecord:
     created_at: datetime
 
 
-_JOB, _EVENT, _AGENT, _TOKEN = (
-    row.metadata.tables[row.__tablename__] for row in (JobRow, JobEventRow, AgentRow, TokenRow)
-)
+_JOB, _EVENT, _TOKEN = (row.metadata.tables[row.__tablename__] for row in (JobRow, JobEventRow, TokenRow))
 
 
-class LeaseLostError(Exception):
-    """The job went back to the queue, was cancelled, or belongs to another agent."""
+class AttemptOverError(Exception):
+    """The job has ended, waits again, or is run by a later attempt."""
 
 
 Event = tuple[str, Document]
@@ -178,7 +164,7 @@ Event = tuple[str, Document]
 class Queue:
     """The jobs in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone.
 
-    ``clock`` tells the time by which leases expire.
+    ``clock`` tells when something happened.
     """
 
     def __init__(self, engine: Engine, label: str, clock: Callable[[], datetime] = now) -> None:
@@ -186,8 +172,6 @@ class Queue:
         self._label = label
         self.clock = clock
         self._writers = PrioritySemaphore(1 if engine.dialect.name == "sqlite" else _WRITERS_TO_A_SERVER)
-        # On a server a claim that finds nothing takes no lock. In a file it would keep all others from writing.
-        self._looks_first = self._is_file = engine.dialect.name == "sqlite"
 
     # Submitting and looking
 
@@ -216,6 +200,8 @@ class Queue:
             "state": "queued",
             "is_cancel_asked": False,
             "attempts": 0,
+            "losses": 0,
+            "heard": 0,
             "events": 1,
             "submitted_by": submitted_by,
             "submitted_at": self.clock(),
@@ -238,6 +224,11 @@ class Queue:
             if known is None:
                 raise
             return known, False
+
+    def job_with_key(self, idempotency_key: str) -> JobRecord | None:
+        """Return the job that was submitted under this key."""
+        with self._transaction(is_single=True) as connection:
+            return self._with_key(connection, idempotency_key)
 
     @staticmethod
     def _with_key(connection: Connection, idempotency_key: str | None) -> JobRecord | None:
@@ -281,7 +272,7 @@ class Queue:
         return sorted(found, key=lambda job: -job.number)[:most]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
-        """Return the queued jobs that are claimed next, in the order of their turns."""
+        """Return the queued jobs that start next, in the order of their turns."""
         with self._transaction(is_single=True) as connection:
             return [_job(row) for row in connection.execute(_IN_TURN, {"most": most})]
 
@@ -314,7 +305,7 @@ class Queue:
             return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
-        """Cancel a job: at once where it is queued, through its agent where it runs; return it as it is then."""
+        """Cancel a job where it is queued; one that runs is to be cancelled by who runs it. Return it as it is then."""
         moment = self.clock()
         with self._transaction(writes=True) as connection:
             queued = and_(_JOB.c.id == job_id, _JOB.c.state == "queued")
@@ -327,152 +318,83 @@ class Queue:
             found = connection.execute(_JOBS.where(_JOB.c.id == job_id)).first()
         return None if found is None else _job(found)
 
-    # Agents at work
+    # Attempts
 
-    def claim(self, agent: str, offer: Offer, lease_seconds: float = LEASE_SECONDS) -> JobRecord | None:
-        """Give the next job that fits to an agent, under a new lease; ``None`` where none waits."""
-        moment = self.clock()
+    def next_for(self, offer: Offer) -> JobRecord | None:
+        """Return the queued job that is next in turn of those that can run on such devices."""
         offered = {
             "device_kind": offer.device_kind,
             "device_name": offer.device_name.lower(),
             "memory_bytes": offer.memory_bytes,
             "device_count": offer.count,
         }
-        taken = {
-            "agent": agent,
-            "new_token": new_id(),
-            "expiry": moment + timedelta(seconds=lease_seconds),
-            "moment": moment,
-        }
-        # Most agents find nothing most of the time, and that needs no lock; as long as they find something, a look
-        # before each claim would be wasted.
-        if self._looks_first:
-            with self._transaction() as connection:
-                if connection.execute(_NEXT, offered).first() is None:
-                    return None
-        # Before other writes: a device is idle until its agent has a job.
+        with self._transaction(is_single=True) as connection:
+            row = connection.execute(_NEXT, offered).first()
+        return None if row is None else _job(row)
+
+    def start(self, job_id: str, device: Document) -> JobRecord | None:
+        """Record that a queued job starts on these devices; ``None`` where it no longer waits."""
+        given = {"job_id": job_id, "new_device": device, "moment": self.clock()}
+        # Before other writes: a device is idle until its job starts.
         with self._transaction(writes=True, is_urgent=True) as connection:
-            row = connection.execute(_TAKE_NEXT, {**offered, **taken}).first()
-            self._looks_first = self._is_file and row is None
+            row = connection.execute(_START, given).first()
             if row is None:
                 return None
             job = _job(row)
-            self._insert_events(connection, job.id, job.events, [("state", {"state": "running", "agent": agent})])
+            self._insert_events(connection, job.id, job.events, [("state", {"state": "running", "device": device})])
         return job
 
-    def renew(self, job_id: str, token: str, status: Document | None = None) -> bool:
-        """Move the expiry of a lease on; return whether the job is to be cancelled.
-
-        ``status`` is what runs now. ``LeaseLostError`` where the lease is lost.
-        """
-        expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        given: dict[str, Any] = {"job_id": job_id, "token": token, "expiry": expiry}
-        with self._transaction(writes=True, is_single=True) as connection:
-            if status is None:
-                row = connection.execute(_RENEW, given).first()
-            else:
-                row = connection.execute(_RENEW_AND_SHOW, {**given, "shown": status}).first()
-        if row is None:
-            raise LeaseLostError(job_id)
-        return bool(row[0])
-
     @contextlib.contextmanager
-    def writing(self, job_id: str, token: str, events: Sequence[Event], **changes: Any) -> Iterator[Connection]:
+    def writing(self, job_id: str, attempt: int, events: Sequence[Event], **changes: Any) -> Iterator[Connection]:
         """Write events and ``changes`` of a job in one transaction, to which the block may add.
 
-        ``LeaseLostError`` where the lease is lost; nothing is written then.
+        ``AttemptOverError`` where the attempt is not the one that runs; nothing is written then.
         """
-        expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        values = {"lease_expires_at": expiry, **changes}
-        given = {"job_id": job_id, "token": token, "added": len(events)}
-        given |= {f"new_{name}": value for name, value in values.items()}
+        given = {"job_id": job_id, "attempt": attempt, "added": len(events)}
+        given |= {f"new_{name}": value for name, value in changes.items()}
         with self._transaction(writes=True) as connection:
-            row = connection.execute(_write_held(tuple(values)), given).first()
+            row = connection.execute(_write_running(tuple(changes)), given).first()
             if row is None:
-                raise LeaseLostError(job_id)
+                raise AttemptOverError(job_id)
             self._insert_events(connection, job_id, row[0], events)
             yield connection
 
-    def end(self, job_id: str, token: str, state: JobState, problem: Document | None = None) -> None:
-        """Record the end of a job; ``LeaseLostError`` where the lease is lost."""
+    def end(self, job_id: str, attempt: int, state: JobState, problem: Document | None = None) -> None:
+        """Record the end of a job; ``AttemptOverError`` where this attempt does not run it."""
         event = ("state", {"state": state, **({"problem": problem} if problem else {})})
-        ended = {"state": state, "problem": problem, "ended_at": self.clock(), "lease_token": None, "status": None}
-        with self.writing(job_id, token, [event], **ended, lease_expires_at=None):
+        with self.writing(job_id, attempt, [event], state=state, problem=problem, ended_at=self.clock(), status=None):
             pass
 
-    def put_back(self, job_id: str, token: str, why: str) -> None:
-        """Put a job back into the queue, where its agent ends; ``LeaseLostError`` where the lease is lost."""
-        event = ("state", {"state": "queued", "why": why})
-        waiting = {"state": "queued", "lease_token": None, "status": None, "lease_expires_at": None}
-        with self.writing(job_id, token, [event], **waiting) as connection:
-            # It was not lost by the agent, which would count against the job.
-            connection.execute(update(_JOB).where(_JOB.c.id == job_id).values(attempts=_JOB.c.attempts - 1))
+    def put_back(self, job_id: str, attempt: int, why: str, *, is_lost: bool) -> JobState:
+        """Put a job back into the queue, whose attempt ended without an end of the search; return its state then.
 
-    def sweep(self) -> list[tuple[str, str]]:
-        """Put the jobs of agents that fell silent back into the queue; return their ids, each with its state now.
-
-        A job that is to be cancelled is cancelled then; one that lost its agent too often has failed.
+        One that is to be cancelled is cancelled. One whose attempts were lost too often has failed. Raises
+        ``AttemptOverError`` where this attempt does not run it.
         """
         moment = self.clock()
-        silent = and_(_JOB.c.state == "running", _JOB.c.lease_expires_at < moment)
-        with self._transaction(is_single=True) as connection:
-            if connection.execute(select(_JOB.c.id).where(silent).limit(1)).first() is None:
-                return []
-        found = []
         with self._transaction(writes=True) as connection:
-            # In one order, so that two that sweep at once do not wait for each other's rows.
-            for job in [_job(row) for row in connection.execute(_JOBS.where(silent).order_by(_JOB.c.number))]:
-                values: dict[str, Any] = {"lease_token": None, "lease_expires_at": None, "status": None}
-                event: Document = {"state": "queued", "why": "its agent fell silent"}
-                if job.is_cancel_asked:
-                    event = {"state": "cancelled"}
-                elif job.attempts >= MOST_ATTEMPTS:
-                    problem = {
-                        "exit_code": 8,
-                        "message": f"{job.attempts} agents were lost while they ran this search",
-                        "hint": "see their logs; submit it again once the reason is known",
-                    }
-                    event = {"state": "failed", "problem": problem}
-                    values["problem"] = problem
-                if event["state"] != "queued":
-                    values["ended_at"] = moment
-                values |= {"state": event["state"], "events": _JOB.c.events + 1}
-                still = and_(_JOB.c.id == job.id, _JOB.c.lease_token == job.lease_token)
-                row = connection.execute(
-                    update(_JOB).where(still, silent).values(**values).returning(_JOB.c.events)
-                ).first()
-                if row is not None:
-                    self._insert_events(connection, job.id, row[0], [("state", event)])
-                    found.append((job.id, str(event["state"])))
-        return found
-
-    def grant_grace(self) -> None:
-        """Renew every lease: while a service was down, no heartbeat could reach it."""
-        expiry = self.clock() + timedelta(seconds=LEASE_SECONDS)
-        with self._transaction(writes=True, is_single=True) as connection:
-            connection.execute(update(_JOB).where(_JOB.c.state == "running").values(lease_expires_at=expiry))
-
-    # Agents
-
-    def register(self, agent: AgentRecord) -> None:
-        """Record an agent that has started."""
-        with self._transaction(writes=True, is_single=True) as connection:
-            connection.execute(insert(_AGENT).values(**_fields(agent)))
-
-    def saw_agent(self, agent_id: str, *, leaves: bool = False) -> bool:
-        """Record a heartbeat of an agent, or that it ended; return whether it is known."""
-        moment = self.clock()
-        values = {"heartbeat_at": moment, "gone_at": moment if leaves else None}
-        with self._transaction(writes=True, is_single=True) as connection:
-            return connection.execute(update(_AGENT).where(_AGENT.c.id == agent_id).values(**values)).rowcount > 0
-
-    def agents(self, seen_since: datetime | None = None) -> list[AgentRecord]:
-        """Return the agents that have not ended and were heard of since then, the newest first."""
-        query = select(*(_AGENT.c[name] for name in _AGENT_FIELDS)).where(_AGENT.c.gone_at.is_(None))
-        if seen_since is not None:
-            query = query.where(_AGENT.c.heartbeat_at >= seen_since)
-        with self._transaction(is_single=True) as connection:
-            return [AgentRecord(*row) for row in connection.execute(query.order_by(_AGENT.c.started_at.desc()))]
+            row = connection.execute(_JOBS.where(_running(job_id, attempt)).with_for_update()).first()
+            if row is None:
+                raise AttemptOverError(job_id)
+            job = _job(row)
+            losses = job.losses + is_lost
+            state: JobState = "queued"
+            problem: Document | None = None
+            if job.is_cancel_asked:
+                state = "cancelled"
+            elif losses >= MOST_LOSSES:
+                state = "failed"
+                problem = {
+                    "exit_code": 8,
+                    "message": f"{losses} attempts at this search were lost, the last one: {why}",
+                    "hint": "see the service's log; submit it again once the reason is known",
+                }
+            event = {"state": state} | ({"why": why} if state == "queued" else {"problem": problem} if problem else {})
+            values: dict[str, Any] = {"state": state, "problem": problem, "status": None, "losses": losses}
+            values |= {"events": job.events + 1, "ended_at": moment if state in ENDED else None}
+            connection.execute(update(_JOB).where(_JOB.c.id == job_id).values(**values))
+            self._insert_events(connection, job_id, job.events + 1, [("state", event)])
+        return state
 
     # Tokens
 
@@ -524,15 +446,11 @@ class Queue:
 
 
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(JobRecord))
-_AGENT_FIELDS = tuple(field.name for field in dataclasses.fields(AgentRecord))
 
 
-def _held(job_id: Any, token: Any) -> ColumnElement[bool]:
-    """Select a job that runs under the lease with this token.
-
-    An expired lease holds until another agent claims the job.
-    """
-    return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.lease_token == token)
+def _running(job_id: Any, attempt: Any) -> ColumnElement[bool]:
+    """Select a job that this attempt runs."""
+    return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.attempts == attempt)
 
 
 # Statements that run with every request are made once: to make one takes as long as to run it.
@@ -559,35 +477,20 @@ _FITS = and_(
     or_(_JOB.c.needs_memory_bytes.is_(None), _JOB.c.needs_memory_bytes <= bindparam("memory_bytes")),
     _JOB.c.needs_count <= bindparam("device_count"),
 )
-_NEXT = (
-    select(_JOB.c.number)
-    .where(_QUEUED, _FITS)
-    .order_by(_place)
-    .limit(1)
-    # Ignored by SQLite, where one writer at a time is in.
-    .with_for_update(skip_locked=True)
-)
-_TAKE_NEXT = (
+_NEXT = _JOBS.where(_QUEUED, _FITS).order_by(_place).limit(1)
+_START = (
     update(_JOB)
-    .where(_JOB.c.number == _NEXT.scalar_subquery())
+    .where(_JOB.c.id == bindparam("job_id"), _QUEUED)
     .values(
         state="running",
-        owner=bindparam("agent"),
-        lease_token=bindparam("new_token"),
-        lease_expires_at=bindparam("expiry"),
         attempts=_JOB.c.attempts + 1,
+        heard=0,
+        device=bindparam("new_device", type_=_JOB.c.device.type),
         started_at=func.coalesce(_JOB.c.started_at, bindparam("moment", type_=_JOB.c.started_at.type)),
         events=_JOB.c.events + 1,
     )
     .returning(*_JOB.c)
 )
-_RENEW = (
-    update(_JOB)
-    .where(_held(bindparam("job_id"), bindparam("token")))
-    .values(lease_expires_at=bindparam("expiry"))
-    .returning(_JOB.c.is_cancel_asked)
-)
-_RENEW_AND_SHOW = _RENEW.values(status=bindparam("shown"))
 _EVENTS = (
     select(_EVENT.c.number, _EVENT.c.kind, _EVENT.c.document, _EVENT.c.created_at)
     .where(_EVENT.c.job_id == bindparam("job_id"), _EVENT.c.number > bindparam("after"))
@@ -600,10 +503,10 @@ _TOKENS = select(_TOKEN.c.id, _TOKEN.c.name, _TOKEN.c.role, _TOKEN.c.created_at)
 
 
 @functools.cache
-def _write_held(names: tuple[str, ...]) -> Update:
-    """Return the statement that writes these columns of a job whose lease is held, and counts its new events."""
+def _write_running(names: tuple[str, ...]) -> Update:
+    """Return the statement that writes these columns of a job that runs, and counts its new events."""
     values = {name: bindparam(f"new_{name}", type_=_JOB.c[name].type) for name in names}
-    statement = update(_JOB).where(_held(bindparam("job_id"), bindparam("token"))).values(**values)
+    statement = update(_JOB).where(_running(bindparam("job_id"), bindparam("attempt"))).values(**values)
     return statement.values(events=_JOB.c.events + bindparam("added", type_=Integer)).returning(_JOB.c.events)
 
 
@@ -617,5 +520,5 @@ def _token(row: Any) -> TokenRecord:
     return TokenRecord(row.id, row.name, row.role, row.created_at)
 
 
-def _fields(record: AgentRecord | TokenRecord) -> dict[str, Any]:
+def _fields(record: TokenRecord) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

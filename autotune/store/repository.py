@@ -45,7 +45,7 @@ class Store:
         self.answers = Answers(engine, location.label)
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
-        """The jobs of a service, its agents and its tokens."""
+        """The jobs of a service and its tokens."""
         self.sync = Syncing(location.path)
         """Waits until the disk has what was committed, where commits do not (``leave_syncing_to_checkpoints``)."""
         self.leases = Leases(engine, location.label)

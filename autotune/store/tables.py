@@ -173,7 +173,7 @@ PLACE_IN_QUEUE = text(f"(number - {PLACES_PER_PRIORITY} * priority)")
 
 
 class JobRow(Base):
-    """A search that was handed to a service, and the lease of the agent that runs it."""
+    """A search that was handed to a service, and the attempt that runs it."""
 
     __tablename__ = "autotune_jobs"
     __table_args__ = (
@@ -194,9 +194,9 @@ class JobRow(Base):
     state: Mapped[str] = mapped_column(String(_WORD_LENGTH))
     is_cancel_asked: Mapped[bool]
     attempts: Mapped[int]
-    owner: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
-    lease_token: Mapped[str | None] = mapped_column(String(_ID_LENGTH))
-    lease_expires_at: Mapped[datetime | None]
+    losses: Mapped[int]
+    heard: Mapped[int]
+    device: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     problem: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     status: Mapped[dict[str, Any] | None] = mapped_column(_DOCUMENT)
     events: Mapped[int]
@@ -217,21 +217,6 @@ class JobEventRow(Base):
     kind: Mapped[str] = mapped_column(String(_WORD_LENGTH))
     document: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
     created_at: Mapped[datetime]
-
-
-class AgentRow(Base):
-    """A process that runs jobs on one device."""
-
-    __tablename__ = "autotune_agents"
-
-    id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
-    name: Mapped[str] = mapped_column(String(_NAME_LENGTH))
-    host: Mapped[str] = mapped_column(String(_NAME_LENGTH))
-    version: Mapped[str] = mapped_column(String(64))
-    device: Mapped[dict[str, Any]] = mapped_column(_DOCUMENT)
-    started_at: Mapped[datetime]
-    heartbeat_at: Mapped[datetime]
-    gone_at: Mapped[datetime | None]
 
 
 class TokenRow(Base):

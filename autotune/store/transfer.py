@@ -1,89 +1,130 @@
-"""Carry studies from one database to another as JSON, so that a study can be continued elsewhere.
+"""Carry studies from one database to another: as JSON between machines, and in one transaction between two databases.
 
-Rows are copied as they are, under their ids; workloads and environments are matched by fingerprint. Optuna's tables
-are not: a search fills them up (see ``OptunaStudy.settle``).
+Rows keep their ids where those are unique, and get new ones where a database counts them. Workloads and environments
+are matched by fingerprint.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import enum
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, insert, select, text, update
+from sqlalchemy import Connection, DateTime, Enum, Table, delete, insert, inspect, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from autotune.core.candidate import Candidate, Document
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudyError, did_you_mean
 from autotune.core.outcome import outcome_from_document
 from autotune.store.engine import storage_errors, transaction
-from autotune.store.records import new_id
-from autotune.store.tables import Base, EnvironmentRow, StudyRow, TrialRow, UtcDateTime, WorkloadRow
+from autotune.store.leases import name_of_study
+from autotune.store.location import Location, resolve_location
+from autotune.store.opening import open_store
+from autotune.store.optuna_private import OPTUNA_TABLES
+from autotune.store.queue import ENDED
+from autotune.store.repository import Store
+from autotune.store.tables import (
+    AnswerRow,
+    EnvironmentRow,
+    JobEventRow,
+    JobRow,
+    StudyRow,
+    TrialRow,
+    UtcDateTime,
+    WorkloadRow,
+)
 
 _MOST_RELATED = 20
-_RENAME_OF_OPTUNA = text("UPDATE studies SET study_name = :free WHERE study_name = :name")
-_HINT = "the agent and the service must be of the same version"
+# Ids in one query: SQLite takes 32,766 values, and no database is faster with more.
+_CHUNK = 500
+_HINT = "both sides must be of the same version"
+_WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+_Rows = list[dict[str, Any]]
+_STUDIES, _TRIALS, _WORKLOADS, _ENVIRONMENTS, _ANSWERS, _JOBS, _EVENTS = (
+    row.metadata.tables[row.__tablename__]
+    for row in (StudyRow, TrialRow, WorkloadRow, EnvironmentRow, AnswerRow, JobRow, JobEventRow)
+)
+_INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRONMENTS, "environment_id"))
+
+# One study as a document
 
 
-def read_study(engine: Engine, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
-    """Return a study with its trials, or those of these ids, as JSON; ``None`` where there is none of this name."""
-    with transaction(engine, writes=False) as connection:
-        return _read(connection, name, trial_ids)
+def read_study(
+    store: Store, name: str, trial_ids: Collection[str] | None = None, *, with_optuna: bool = False
+) -> Document | None:
+    """Return a study with its trials, or those of these ids, as JSON; ``None`` where there is none of this name.
+
+    ``with_optuna`` adds what Optuna has recorded of it.
+    """
+    with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
+        return _read(connection, name, trial_ids, with_optuna=with_optuna)
 
 
-def _read(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
-    study = _row(connection, StudyRow, StudyRow.name == name)
-    if study is None:
-        return None
-    trials = select(TrialRow.__table__).where(TrialRow.study_id == study["id"]).order_by(TrialRow.number)
-    if trial_ids is not None:
-        trials = trials.where(TrialRow.id.in_(trial_ids))
-    return {
-        "study": study,
-        "workload": _row(connection, WorkloadRow, WorkloadRow.id == study["workload_id"]),
-        "environment": _row(connection, EnvironmentRow, EnvironmentRow.id == study["environment_id"]),
-        "trials": [_as_json(row) for row in connection.execute(trials).mappings()],
-    }
-
-
-def related_studies(engine: Engine, model: str) -> list[Document]:
+def related_studies(store: Store, model: str) -> list[Document]:
     """Return the latest finished studies of a model of this name, whose trials a search may reuse."""
     ended = select(StudyRow.name, WorkloadRow.document).join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
     ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
-    with transaction(engine, writes=False) as connection:
+    with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
         names = [name for name, workload in connection.execute(ended) if workload.get("model") == model]
         found = [_read(connection, name) for name in names[:_MOST_RELATED]]
     return [document for document in found if document is not None]
 
 
-_WRONG_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+def _read(
+    connection: Connection, name: str, trial_ids: Collection[str] | None = None, *, with_optuna: bool = False
+) -> Document | None:
+    studies = _rows(connection, _STUDIES, "name", [name])
+    if not studies:
+        return None
+    trials = _rows(connection, _TRIALS, "study_id", [studies[0]["id"]])
+    trials = sorted(trials, key=lambda row: row["number"])
+    if trial_ids is not None:
+        trials = [row for row in trials if row["id"] in trial_ids]
+    document: Document = {"study": _as_json(studies[0]), "trials": [_as_json(row) for row in trials]}
+    for key, table, column in _INTERNED:
+        rows = _rows(connection, table, "id", (row[column] for row in (*studies, *trials)))
+        document[key] = [_as_json(row) for row in rows]
+    if with_optuna:
+        document["optuna"] = _read_optuna(connection, name)
+    return document
 
 
 def take_in(connection: Connection, document: Document, name: str | None = None) -> None:
     """Write a study that another database has, over what is here of it.
 
-    With ``name``, the study must bear it, as the one that an agent was given. Raises ``InvalidRequestError`` for what
-    is no study, and where another study has its name here.
+    With ``name`` the study must bear it, as the one that was asked for. Raises ``InvalidRequestError`` for what is no
+    study, and where its name or one of its ids belongs to another study here: ids that arrive are not believed.
     """
     try:
-        study = _as_row(StudyRow, document["study"])
+        study = _as_row(_STUDIES, document["study"])
         if name is not None and study["name"] != name:
             raise InvalidRequestError(f"this is the study {study['name']!r:.100}, not {name!r}", _HINT)
-        known = connection.execute(select(StudyRow.id).where(StudyRow.name == study["name"])).scalar()
-        if known not in (None, study["id"]):
-            raise InvalidRequestError(f"there is another study named {study['name']!r}", "use another name")
-        for key, table in (("workload", WorkloadRow), ("environment", EnvironmentRow)):
-            study[f"{key}_id"] = _intern(connection, table, document[key])
-        _put(connection, StudyRow, study)
-        for told in document["trials"]:
-            trial = _as_row(TrialRow, told)
+        same = (StudyRow.name == study["name"]) | (StudyRow.id == study["id"])
+        for found in connection.execute(select(StudyRow.id, StudyRow.name).where(same)):
+            if tuple(found) != (study["id"], study["name"]):
+                raise InvalidRequestError(f"there is another study named {found.name!r}", "use another name")
+        trials = [_as_row(_TRIALS, told) for told in document["trials"]]
+        for known in _rows(connection, _TRIALS, "id", (trial["id"] for trial in trials)):
+            if known["study_id"] != study["id"]:
+                raise InvalidRequestError("one of its trials belongs to another study", _HINT)
+        for key, table, column in _INTERNED:
+            ids = _intern(connection, table, [_as_row(table, row) for row in document[key]])
+            for row in (study, *trials):
+                row[column] = ids[row[column]]
+        _put(connection, _STUDIES, study)
+        for trial in trials:
             Candidate.from_parameters(trial["candidate"])
             if trial["outcome"] is not None:
                 outcome_from_document(trial["outcome"])
-            ids = {name: study[name] for name in ("workload_id", "environment_id")}
-            _put(connection, TrialRow, {**trial, **ids, "study_id": study["id"]})
+            _put(connection, _TRIALS, {**trial, "study_id": study["id"]})
+        if "optuna" in document:
+            _write_optuna(connection, study["name"], document["optuna"])
     except (*_WRONG_CONTENT, SQLAlchemyError) as error:
         # A database that is away or full is no fault of the document, which is sent again then.
         if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError):
@@ -91,72 +132,219 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
         raise InvalidRequestError(f"this study cannot be taken in: {error}"[:300], _HINT) from error
 
 
-def take_in_study(engine: Engine, document: Document) -> None:
+def take_in_study(store: Store, document: Document, name: str | None = None) -> None:
     """Write a study that another database has, in a transaction of its own; raises as ``take_in`` does."""
-    with storage_errors(engine.url.render_as_string()), transaction(engine, writes=True) as connection:
-        take_in(connection, document)
+    with storage_errors(store.label), transaction(store.engine, writes=True) as connection:
+        take_in(connection, document, name)
 
 
-def take_in_all(engine: Engine, documents: Collection[Document]) -> None:
-    """Write studies that another database has; one whose name is taken here by another study is left out."""
-    for document in documents:
-        with contextlib.suppress(InvalidRequestError):
-            take_in_study(engine, document)
+def _intern(connection: Connection, table: Table, rows: _Rows) -> dict[str, str]:
+    """Insert rows whose fingerprint is not there; return the ids there by those in the document."""
+    _insert_missing(connection, table, rows)
+    there = _rows(connection, table, "fingerprint", (row["fingerprint"] for row in rows))
+    ids = {row["fingerprint"]: row["id"] for row in there}
+    return {row["id"]: ids[row["fingerprint"]] for row in rows}
 
 
-def make_way(engine: Engine, name: str, document: Document | None) -> None:
-    """Let a study of this name be gone on with here as ``document`` has it; ``None`` where it has yet to begin.
-
-    Another study of that name is renamed. Of the study itself those trials are removed that the document does not
-    have: they ended here when the search belonged to somebody else, who may have run the same candidates. Optuna's
-    study is renamed, too, and made anew by the search.
-    """
-    free = f"{name[:460]}@{new_id()[:12]}"
-    other = StudyRow.name == name
-    with transaction(engine, writes=True) as connection:
-        if document is not None:
-            study_id, known = document["study"]["id"], [trial["id"] for trial in document["trials"]]
-            connection.execute(delete(TrialRow).where(TrialRow.study_id == study_id, TrialRow.id.not_in(known)))
-            other &= StudyRow.id != study_id
-        connection.execute(update(StudyRow).where(other).values(name=free))
-        connection.execute(_RENAME_OF_OPTUNA, {"free": free, "name": name})
-
-
-def _row(connection: Connection, table: type[Base], where: Any) -> Document | None:
-    found = connection.execute(select(table.__table__).where(where)).mappings().first()
-    return None if found is None else _as_json(found)
-
-
-def _as_json(row: Any) -> Document:
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()}
-
-
-def _as_row(table: type[Base], document: Document) -> Document:
-    """Return the columns of a row from JSON; unknown names are a ``ValueError``."""
-    columns = {column.name: column for column in table.__table__.columns}
-    if unknown := document.keys() - columns.keys():
-        raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
-    is_time = {name for name, column in columns.items() if isinstance(column.type, UtcDateTime)}
-    return {
-        name: datetime.fromisoformat(value) if name in is_time and value is not None else value
-        for name, value in document.items()
-    }
-
-
-def _intern(connection: Connection, table: type[WorkloadRow] | type[EnvironmentRow], document: Document) -> str:
-    fingerprint = document["fingerprint"]
-    same = select(table.id).where(table.fingerprint == fingerprint)
-    known = connection.execute(same).scalar()
-    if known is not None:
-        return known
-    row = _as_row(table, document)
-    # Another process may record it in between, where writers do not wait for each other.
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    connection.execute(dialect.insert(table).values(**row).on_conflict_do_nothing())
-    return str(connection.execute(same).scalar_one())
-
-
-def _put(connection: Connection, table: type[StudyRow] | type[TrialRow], row: Document) -> None:
+def _put(connection: Connection, table: Table, row: Document) -> None:
     """Insert a row, or write it over the one of the same id."""
-    if connection.execute(update(table).where(table.id == row["id"]).values(**row)).rowcount == 0:
+    if connection.execute(update(table).where(table.c.id == row["id"]).values(**row)).rowcount == 0:
         connection.execute(insert(table).values(**row))
+
+
+def _as_json(row: Document) -> Document:
+    def value(found: Any) -> Any:
+        return (
+            found.isoformat() if isinstance(found, datetime) else found.name if isinstance(found, enum.Enum) else found
+        )
+
+    return {name: value(found) for name, found in row.items()}
+
+
+def _as_row(table: Table, document: Document) -> Document:
+    """Return the columns of a row from JSON; unknown names are a ``ValueError``."""
+    if unknown := document.keys() - set(table.c.keys()):
+        raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
+
+    def value(name: str, told: Any) -> Any:
+        kind = table.c[name].type
+        if told is None:
+            return None
+        if isinstance(kind, UtcDateTime | DateTime):
+            return datetime.fromisoformat(told)
+        return kind.enum_class[told] if isinstance(kind, Enum) and kind.enum_class is not None else told
+
+    return {name: value(name, told) for name, told in document.items()}
+
+
+# Optuna's tables
+
+
+def _read_optuna(connection: Connection, name: str) -> dict[str, list[Document]]:
+    """Return what Optuna has recorded of a study, by table; one that it does not know has no rows."""
+    present = set(inspect(connection).get_table_names())
+    studies = _rows(connection, OPTUNA_TABLES["studies"], "study_name", [name])
+    trials = _rows(connection, OPTUNA_TABLES["trials"], "study_id", (row["study_id"] for row in studies))
+    found = {"studies": studies, "trials": trials}
+    for table in OPTUNA_TABLES.values():
+        if table.name not in found and table.name in present:
+            of, column = (trials, "trial_id") if "trial_id" in table.c else (studies, "study_id")
+            found[table.name] = _rows(connection, table, column, (row[column] for row in of))
+    return {table: [_as_json(row) for row in rows] for table, rows in found.items()}
+
+
+def _write_optuna(connection: Connection, name: str, told: dict[str, list[Document]]) -> None:
+    """Write Optuna's record of a study in place of what it has of it; a search fills up what is missing."""
+    present = set(inspect(connection).get_table_names())
+    written = {table.name: table for table in OPTUNA_TABLES.values() if table.name in present}
+    known = {"study_id": [row["study_id"] for row in _rows(connection, written["studies"], "study_name", [name])]}
+    known["trial_id"] = [row["trial_id"] for row in _rows(connection, written["trials"], "study_id", known["study_id"])]
+    for table in sorted(written.values(), key=lambda each: (each.name == "studies", each.name == "trials")):
+        column = "trial_id" if "trial_id" in table.c and table.name != "trials" else "study_id"
+        for start in range(0, len(known[column]), _CHUNK):
+            ids = known[column][start : start + _CHUNK]
+            connection.execute(delete(table).where(table.c[column].in_(ids)))
+    new: dict[str, dict[int, int]] = {}
+    for place in sorted(told, key=lambda each: (each != "studies", each != "trials")):
+        table = written[place]
+        (counter,) = table.primary_key
+        rows = [_as_row(table, row) for row in told[place]]
+        old = [row.pop(counter.name) for row in rows]
+        for row in rows:
+            for column in new.keys() & row.keys():
+                row[column] = new[column][row[column]]
+        if rows and place in ("studies", "trials"):
+            made = insert(table).returning(counter, sort_by_parameter_order=True)
+            counted = connection.execute(made, rows).scalars()
+            new[counter.name] = dict(zip(old, counted, strict=True))
+        elif rows:
+            connection.execute(insert(table), rows)
+
+
+# Whole databases
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What was copied."""
+
+    studies: tuple[str, ...]
+    trials: int
+    jobs: int
+    """Searches of a service that have ended."""
+    jobs_left: int
+    """Searches that wait or run there, which stay with their service."""
+
+
+def copy_studies(source: str, target: str, names: Sequence[str] = ()) -> Copied:
+    """Copy studies between the databases at two paths or URLs: those of these names, or every one.
+
+    ``target`` is created where it is missing. Everything is read as it is at one moment and written in one
+    transaction. Raises ``StorageError`` where a study of one of the names is there already, or is being searched, and
+    ``UnknownStudyError`` where there is none of a name; nothing is written then.
+    """
+    with contextlib.ExitStack() as stack:
+        here = stack.enter_context(open_store(source, create=False))
+        reading = stack.enter_context(_reading(here))
+        wanted = _wanted(reading, here, names)
+        if _same(resolve_location(source), resolve_location(target)):
+            raise InvalidRequestError(f"{here.label!r} is both FROM and TO", "name two different databases")
+        # Opened late: what cannot be copied leaves no new file behind.
+        there = stack.enter_context(open_store(target))
+        with storage_errors(there.label), transaction(there.engine, writes=True) as writing:
+            _refuse_taken(writing, there, wanted)
+            trials = 0
+            for name in wanted:
+                document = _read(reading, name, with_optuna=True)
+                assert document is not None
+                take_in(writing, document)
+                trials += len(document["trials"])
+            if not names:
+                _insert_missing(writing, _ANSWERS, _all(reading, _ANSWERS))
+            jobs, left = _copy_jobs(reading, writing, names)
+            return Copied(tuple(wanted), trials, jobs, left)
+
+
+def _same(one: Location, other: Location) -> bool:
+    """Return whether two locations are one database; a server may have two names, which are not told."""
+    if one.path is not None and other.path is not None:
+        return os.path.realpath(one.path) == os.path.realpath(other.path)
+    return one.url == other.url
+
+
+@contextlib.contextmanager
+def _reading(store: Store) -> Iterator[Connection]:
+    with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
+        yield connection
+
+
+def _wanted(connection: Connection, store: Store, names: Sequence[str]) -> list[str]:
+    """Return the names of the studies that are copied, and refuse those that cannot be."""
+    known = list(connection.execute(select(StudyRow.name).order_by(StudyRow.started_at)).scalars())
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known, most=3, least_ratio=0.5) or "autotune studies lists those that there are"
+            raise UnknownStudyError(f"there is no study {name!r} in {store.label}", hint)
+    wanted = [name for name in known if not names or name in names]
+    for name in wanted:
+        holder = store.leases.held_in(connection, name_of_study(name))
+        if holder is not None:
+            raise StorageError(
+                f"the study {name!r} is searched by {holder.describe()}",
+                "wait for its end, or copy the others by name with --study",
+            )
+    return wanted
+
+
+def _refuse_taken(connection: Connection, store: Store, wanted: Sequence[str]) -> None:
+    taken = {row["name"] for row in _rows(connection, _STUDIES, "name", wanted)}
+    taken |= {row["study_name"] for row in _rows(connection, OPTUNA_TABLES["studies"], "study_name", wanted)}
+    if taken:
+        first = [name for name in wanted if name in taken]
+        more = f" and {len(first) - 1} more of these studies" if len(first) > 1 else ""
+        raise StorageError(
+            f"{store.label} has a study named {first[0]!r}{more} already, so nothing was copied",
+            "copy the others by name with --study, or choose another database",
+        )
+
+
+def _copy_jobs(reading: Connection, writing: Connection, names: Sequence[str]) -> tuple[int, int]:
+    """Copy the searches of a service that have ended, of these studies or all; return how many, and how many not."""
+    rows = _rows(reading, _JOBS, "study", names) if names else _all(reading, _JOBS)
+    ended = [row for row in rows if row["state"] in ENDED]
+    known = {row["id"] for row in _rows(writing, _JOBS, "id", (row["id"] for row in ended))}
+    new = [row for row in ended if row["id"] not in known]
+    for row in new:
+        # Jobs are numbered by the database; a key counts for the service that it was sent to.
+        del row["number"]
+        row["idempotency_key"] = None
+    if new:
+        writing.execute(insert(_JOBS), new)
+        events = _rows(reading, _EVENTS, "job_id", (row["id"] for row in new))
+        if events:
+            writing.execute(insert(_EVENTS), events)
+    return len(new), len(rows) - len(ended)
+
+
+# Rows
+
+
+def _all(connection: Connection, table: Table) -> _Rows:
+    return [dict(row) for row in connection.execute(select(table).order_by(*table.primary_key)).mappings()]
+
+
+def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
+    """Return the rows in which the column has one of the values, by the primary key."""
+    every = list(dict.fromkeys(values))
+    found: _Rows = []
+    for start in range(0, len(every), _CHUNK):
+        query = select(table).where(table.c[column].in_(every[start : start + _CHUNK]))
+        found += [dict(row) for row in connection.execute(query.order_by(*table.primary_key)).mappings()]
+    return found
+
+
+def _insert_missing(connection: Connection, table: Table, rows: _Rows) -> None:
+    """Insert the rows that clash with none that is there."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    if rows:
+        connection.execute(dialect.insert(table).on_conflict_do_nothing(), rows)

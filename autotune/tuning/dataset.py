@@ -8,13 +8,13 @@ from pathlib import Path
 
 from autotune.core.dataset_spec import DataFacts, describe_lengths
 from autotune.core.errors import InvalidRequestError
-from autotune.execution import Server
+from autotune.execution import TrialServer
 from autotune.models.tasks import max_seq_len
 from autotune.tuning.request import SearchRequest
 
 
 def read_data(
-    request: SearchRequest, servers: Sequence[Server], logs: Path, note: Callable[[str], None]
+    request: SearchRequest, servers: Sequence[TrialServer], logs: Path, note: Callable[[str], None]
 ) -> SearchRequest:
     """Return the request with the facts of its dataset, which a worker process reads; unchanged without a dataset.
 

@@ -14,8 +14,7 @@ from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, goes_together
 from autotune.space.space import Space, choose_arms
 from autotune.tuning.allowed import check_inspected, check_machine
-from autotune.tuning.environment import environment_fingerprint
-from autotune.tuning.machine import Machine, ThisMachine
+from autotune.tuning.environment import describe_environment, environment_fingerprint
 from autotune.tuning.own_code import batches_of, checkpointing_of, fit_to_own_code
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.strategies import arms_of_one, arms_of_ranks
@@ -62,8 +61,8 @@ def _measurement_revision(request: SearchRequest) -> int:
     return 4 if request.device.kind == "cuda" else 2
 
 
-def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None = None) -> Prepared:
-    """Combine the request with what an inspection found out on the machine, by default this one.
+def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
+    """Combine the request with what an inspection found out on this machine.
 
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the memory limit is below
     what its weights, gradients and optimizer state alone need.
@@ -109,7 +108,7 @@ def prepare(request: SearchRequest, facts: Inspection, machine: Machine | None =
         space,
         baseline,
         ceiling,
-        (machine or ThisMachine()).environment(request, arms, facts.software, _measurement_revision(request)),
+        describe_environment(request.placement, request.workload, arms, facts.software, _measurement_revision(request)),
         model,
         facts.chip,
         facts.calibration,

@@ -29,8 +29,9 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.core.protection import PROTECTED
+from autotune.devices.host import host_memory
 from autotune.devices.presence import Presence
-from autotune.execution import Executor, LocalExecutor, Server, TrialServer, WarmServer
+from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.store.location import resolve_location
 from autotune.tuning.exclusive import hold_lease, take_turn
 from autotune.tuning.interruption import Interruption, interrupted_by_signals
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from autotune.store.records import StudyRecord
     from autotune.store.repository import Store
     from autotune.tuning.loop import Observer
-    from autotune.tuning.machine import Machine
-    from autotune.tuning.nodes.remote import Nodes
     from autotune.tuning.prepare import Prepared
 
 # Own code may load a large checkpoint before it trains. How large is not known before.
@@ -57,11 +56,8 @@ def run_search(
     *,
     wait: bool = False,
     warm: WarmServer | None = None,
-    nodes: Nodes | None = None,
 ) -> tuple[StudyRecord, Report]:
     """Run the search to its end; return the study and its report. ``warm`` may have a trial server ready for it.
-
-    Trials run on this machine, or on ``nodes`` of a cluster, of which the request has the devices.
 
     An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
     created last, when the request is known to be valid: an error leaves no new file behind.
@@ -88,11 +84,10 @@ def run_search(
 
         # Two names of one file are the same study. A URL may contain a password, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
-        name = request.study or functools.partial(_names_for, request)
+        name = request.study or functools.partial(study_names, request)
         turn = stack.enter_context(
             take_turn(
-                # A node holds its devices itself.
-                request.devices if nodes is None else (),
+                request.devices,
                 name,
                 database,
                 wait=wait,
@@ -105,16 +100,11 @@ def run_search(
         has_waited = turn.has_waited
         if store is not None:
             has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait, note=observer.note))
-        if has_waited and nodes is None:
+        if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
         stack.enter_context(_LogFolder(folder))
-        if nodes is not None:
-            nodes.note = observer.note
-            nodes.open(turn.study, request.workload, request.slots, folder, wait=wait)
-            place = _on_nodes(request, nodes)
-        else:
-            place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
+        place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in place.servers:
@@ -137,10 +127,9 @@ def _import_for_search() -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where trials run: on this machine, or on a node of a cluster."""
+    """Where trials run on this machine."""
 
-    servers: Sequence[Server]
-    machine: Machine
+    servers: Sequence[TrialServer]
     make_executor: Callable[[int, Interruption], Executor]
     """Takes the memory of a CUDA context, and what ends a wait for memory."""
 
@@ -150,8 +139,6 @@ def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
 ) -> Iterator[Place]:
     """Make trial servers, which are not started yet, and tell other searches of this one."""
-    from autotune.tuning.machine import ThisMachine
-
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(server) for server in _servers(request, folder, note, warm)]
         presence = stack.enter_context(Presence(request.device.uuid))
@@ -165,17 +152,7 @@ def on_this_machine(
             watched = WatchedExecutor(local, context_bytes, note, lambda: interruption.asked)
             return watched if request.device.kind == "cuda" else SharedExecutor(local, presence)
 
-        yield Place(servers, ThisMachine(), make_executor)
-
-
-def _on_nodes(request: SearchRequest, nodes: Nodes) -> Place:
-    from autotune.tuning.nodes.remote import NodeExecutor, NodeServer
-
-    def make_executor(context_bytes: int, interruption: Interruption) -> Executor:
-        nodes.run_trials(context_bytes)
-        return NodeExecutor(nodes, request.slots)
-
-    return Place([NodeServer(nodes)], nodes, make_executor)
+        yield Place(servers, make_executor)
 
 
 def _servers(
@@ -217,18 +194,19 @@ def _prepare_and_search(
     are kept in ``folder``.
     """
     from autotune.results.report import load_report
+    from autotune.tuning.answer_cache import inspection_key
     from autotune.tuning.dataset import read_data
     from autotune.tuning.prepare import prepare
 
     request = read_data(request, place.servers, folder.parent, observer.note)
-    key = place.machine.inspection_key(request)
+    key = inspection_key(request.device, request.workload, request.ranks)
     remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
     if remembered is None:
         # All import meanwhile, and not one after the other.
         for server in place.servers:
             server.start(inspects=server is place.servers[0])
     facts = remembered or _inspect(request, place.servers[0], observer)
-    prepared = prepare(request, facts, place.machine)
+    prepared = prepare(request, facts)
     for server in place.servers:
         server.run_as_inspected(prepared.request.workload)
     store = store or make_store()
@@ -238,7 +216,7 @@ def _prepare_and_search(
     return record, load_report(store, record.name)
 
 
-def _inspect(request: SearchRequest, server: Server, observer: Observer) -> Inspection:
+def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
     """Return what a process with torch tells about machine and model; the user's own code runs up to its training."""
     from autotune.tuning.forecasting import arms_to_trace
 
@@ -269,15 +247,15 @@ def _search(
     folder: Path,
 ) -> StudyRecord:
     """Search; where that ends without a result, add to the error where the recorded trials are."""
-    from autotune.tuning.answer_cache import KeptPredictions
+    from autotune.tuning.answer_cache import KeptPredictions, prediction_key
     from autotune.tuning.forecasting import forecast_of
     from autotune.tuning.loop import Search
 
     interruption = Interruption()
     try:
         with interrupted_by_signals(interruption, observer.note):
-            kept = KeptPredictions(store.answers, prepared.request.workload, place.machine.prediction_key)
-            forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=place.machine.free_host_bytes())
+            kept = KeptPredictions(store.answers, prepared.request.workload, prediction_key)
+            forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             return Search(prepared, executor, store, observer, folder, interruption, forecast=forecast).run()
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
@@ -300,7 +278,8 @@ def log_folder(storage: str, study: str) -> Path:
     return (path.parent if path is not None else Path("studies")).absolute() / "logs" / study
 
 
-def _names_for(request: SearchRequest) -> Iterator[str]:
+def study_names(request: SearchRequest) -> Iterator[str]:
+    """Yield names for a new study of a request without end, the best first."""
     model = request.workload.model
     if request.workload.source is not None:
         model = model.replace(".py", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from searching import H200, write_empty_database
-from serving import URL, Agent, predict, with_token
+from serving import URL, StandInEngine, predict, with_token
 from starlette.testclient import TestClient
 
 from autotune.devices import Device
@@ -27,15 +27,25 @@ def data_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def engine() -> StandInEngine:
+    """What runs the searches: without a device, at first."""
+    return StandInEngine()
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.service)])
-def searches(request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path) -> Iterator[Searches]:
+def searches(
+    request: pytest.FixtureRequest, tmp_path: Path, data_folder: Path, engine: StandInEngine
+) -> Iterator[Searches]:
     """The searches of a service; ``make test-service`` has them on a PostgreSQL server as well."""
     is_file = request.param == "sqlite"
     storage = str(tmp_path / "studies" / "autotune.db" if is_file else request.getfixturevalue("postgres_url"))
     if is_file:
         write_empty_database(Path(storage))
     with open_store(storage) as store:
-        yield Searches(store, storage, data_folders=(data_folder,))
+        made = Searches(store, storage, engine, data_folders=(data_folder,))
+        engine.wake = made.runner.wake
+        yield made
 
 
 @pytest.fixture
@@ -66,12 +76,14 @@ def reader(server: TestClient, store: Store) -> TestClient:
 
 
 @pytest.fixture
-def agent(writer: TestClient, cpu: Device) -> Agent:
-    """An agent on this machine's CPU."""
-    return Agent(writer, cpu)
+def on_cpu(engine: StandInEngine, cpu: Device) -> StandInEngine:
+    """The engine with this machine's CPU."""
+    engine.add(cpu)
+    return engine
 
 
 @pytest.fixture
-def gpu_agent(writer: TestClient) -> Agent:
-    """An agent on a made-up H200."""
-    return Agent(writer, H200)
+def on_gpu(engine: StandInEngine) -> StandInEngine:
+    """The engine with a made-up H200."""
+    engine.add(H200)
+    return engine

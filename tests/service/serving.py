@@ -1,16 +1,21 @@
-"""Clients and stand-in agents of a service within the test's process."""
+"""Clients of a service within the test's process, and an engine whose searches the test itself runs."""
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable, Sequence
+
+from processes import wait_until
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import search
 from starlette.testclient import TestClient
 
-from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError
+from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.devices import Device
-from autotune.service.agent import Teller
+from autotune.engine.child import Teller
+from autotune.engine.local import LocalRun
+from autotune.engine.work import Host, Run, Work
 from autotune.service.searches import Searches
 
 URL = "http://127.0.0.1"
@@ -23,40 +28,95 @@ def with_token(server: TestClient, token: str) -> TestClient:
     return TestClient(server.app, base_url=URL, headers={"Authorization": f"Bearer {token}"}, follow_redirects=False)
 
 
-class Agent:
-    """A stand-in that speaks as an agent does."""
+class StandInRun(LocalRun):
+    """A search that the test runs: what it says is recorded, and a cancel ends it."""
 
-    def __init__(self, client: TestClient, device: Device, count: int = 1) -> None:
-        self.client = client
-        offer = {**device.document(), "count": count}
-        told = {"name": f"host {device.label}", "host": "host", "version": __version__, "device": offer}
-        answer = client.post("/v1/agents", json=told)
-        assert answer.status_code == 201, answer.text
-        self.id = answer.json()["id"]
+    def __init__(self, work: Work) -> None:
+        super().__init__(work.id, lambda: self.end("interrupted"))
+        self.work = work
 
-    def claim(self) -> Document | None:
-        """Take the next search."""
-        job: Document | None = self.client.post(f"/v1/agents/{self.id}/claim", json={}).json()["job"]
-        return job
+    @property
+    def job(self) -> str:
+        """The id of its job."""
+        return self.work.id.partition("-")[0]
 
-    def post(self, job: Document, what: str, **document: object) -> Document:
-        """Send something about a search; the problem's status is in the answer where it was refused."""
-        told = {"lease_token": job["lease_token"], **document}
-        found: Document = self.client.post(f"/v1/agents/{self.id}/jobs/{job['id']}/{what}", json=told).json()
-        return found
+    def end(self, state: str, problem: Document | None = None, **more: object) -> None:
+        """Say how it ended."""
+        self.add("end", {"state": state, "problem": problem, **more})
 
 
-def run_recorded(searches: Searches, gpu_agent: Agent, *, ends: bool = True) -> Document:
-    """Have an agent answer the next search from a recorded landscape; return its job."""
-    job = gpu_agent.claim()
-    assert job is not None
-    events: list[Document] = []
-    teller = Teller(lambda kind, document: events.append({"kind": kind, "document": document}), lambda status: None)
-    search(searches.store, RecordedRunner(EFFECTIVE_64), teller, study=job["study"])  # type: ignore[arg-type]
-    gpu_agent.post(job, "events", events=events)
+class StandInEngine:
+    """Has the devices that a test adds, and hands out what is started on them."""
+
+    shares_storage = True
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], object] = lambda: None
+        self.found: dict[str, Run] = {}
+        self.refuses: AutotuneError | None = None
+        self._hosts: list[Host] = []
+        self._started: queue.SimpleQueue[StandInRun] = queue.SimpleQueue()
+
+    def add(self, *devices: Device, name: str = "host") -> None:
+        """Have one more machine."""
+        self._hosts.append(Host(name, devices))
+        self.wake()
+
+    def remove_all(self) -> None:
+        """Have no machine any more."""
+        self._hosts.clear()
+
+    def next_run(self, seconds: float = 20.0) -> StandInRun:
+        """Return the search that is started next."""
+        return self._started.get(timeout=seconds)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a search was started that nobody has taken."""
+        return not self._started.empty()
+
+    def hosts(self) -> Sequence[Host]:
+        """See ``Engine.hosts``."""
+        return list(self._hosts)
+
+    def problems(self) -> Sequence[str]:
+        """See ``Engine.problems``."""
+        return []
+
+    def start(self, work: Work, host: Host) -> Run:
+        """See ``Engine.start``."""
+        if self.refuses is not None:
+            raise self.refuses
+        run = StandInRun(work)
+        self._started.put(run)
+        return run
+
+    def find(self, work_id: str) -> Run | None:
+        """See ``Engine.find``."""
+        return self.found.get(work_id)
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+
+
+def state_of(searches: Searches, job_id: str) -> str:
+    """Return the state of a job."""
+    return searches.job(job_id).state
+
+
+def waits_for_state(searches: Searches, job_id: str, *states: str) -> None:
+    """Wait until a job is in one of these states."""
+    assert wait_until(lambda: state_of(searches, job_id) in states, 20), state_of(searches, job_id)
+
+
+def run_recorded(searches: Searches, engine: StandInEngine, *, ends: bool = True) -> StandInRun:
+    """Answer the next search from a recorded landscape; return its run."""
+    run = engine.next_run()
+    search(searches.store, RecordedRunner(EFFECTIVE_64), Teller(run.add), study=run.work.study)  # type: ignore[arg-type]
     if ends:
-        gpu_agent.post(job, "end", state="finished")
-    return job
+        run.end("finished")
+        waits_for_state(searches, run.job, "finished")
+    return run
 
 
 def predict(options: Document) -> Document:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from autotune.service.agent import _is_passing
 
 from autotune.core.errors import ServiceError, StorageError
-from autotune.service.agent import _is_passing
 from autotune.service.client import CERTIFICATE_VARIABLE, Client
 from autotune.service.problems import error_of
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from searching import write_empty_database
+from serving import StandInEngine
 
 from autotune.results.html.markup import Child
 from autotune.service import feeds
@@ -15,7 +16,7 @@ from autotune.service.feeds import Feeds
 from autotune.service.pages.rendered import Rendered
 from autotune.service.searches import Searches
 from autotune.store.opening import open_store
-from autotune.store.queue import JobEvent, Needs, Offer
+from autotune.store.queue import JobEvent, Needs
 from autotune.store.repository import Store
 
 LIMIT_SECONDS = 20
@@ -44,19 +45,18 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
     store.queue.events = counted  # type: ignore[method-assign]
 
     async def run() -> list[bytes]:
-        searches = Searches(store, "a.db")
+        searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
         job, _ = store.queue.submit("a", {}, Needs())
         feed = Feeds(searches)
         listeners = [asyncio.create_task(heard(feed, job.id, after)) for after in (*[0] * 50, 2)]
         await asyncio.sleep(0)
-        claimed = store.queue.claim("agent", Offer("cpu", "cpu", 1))
-        assert claimed is not None
-        token = str(claimed.lease_token)
+        started = store.queue.start(job.id, {"host": "here"})
+        assert started is not None
         searches.changes.notify(job.id)
-        with store.queue.writing(job.id, token, [("line", {"text": "one"})]):
+        with store.queue.writing(job.id, started.attempts, [("line", {"text": "one"})]):
             pass
-        store.queue.end(job.id, token, "finished")
+        store.queue.end(job.id, started.attempts, "finished")
         searches.changes.notify(job.id)
         return await asyncio.gather(*listeners)
 
@@ -75,7 +75,7 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
     monkeypatch.setattr(feeds, "_PAUSE_SECONDS", 0.0)
 
     async def run() -> None:
-        searches = Searches(store, "a.db")
+        searches = Searches(store, "a.db", StandInEngine())
         searches.changes.attach()
         feed = Feeds(searches)
         first, second = feed.changes(), feed.changes()

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from serving import Agent
+from serving import StandInEngine
 from starlette.testclient import TestClient
 
 from autotune.core.errors import InvalidRequestError
 from autotune.devices import Device
-from autotune.service.listed_code import ListedCode, read_listed_code
-from autotune.service.requests import search_request
+from autotune.engine.work import Code, search_request
+from autotune.service.listed_code import read_listed_code
 from autotune.service.searches import Searches
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def codes(folder: Path) -> dict[str, ListedCode]:
+def codes(folder: Path) -> dict[str, Code]:
     """What a file in that folder lists."""
     file = folder / "allow.toml"
     file.write_text(
@@ -37,7 +37,7 @@ def codes(folder: Path) -> dict[str, ListedCode]:
     return read_listed_code(file)
 
 
-def test_toml_and_json_list_the_same(folder: Path, codes: dict[str, ListedCode]) -> None:
+def test_toml_and_json_list_the_same(folder: Path, codes: dict[str, Code]) -> None:
     file = folder / "allow.json"
     script = ["python", "train.py", f"--hf_token={SECRET}"]
     file.write_text(json.dumps({"glue": {"script": script, "folder": "."}, "mine": {"trainer": "train.py:build"}}))
@@ -71,8 +71,8 @@ def test_what_is_wrong_in_the_list_is_said(folder: Path, text: str, told: str) -
         read_listed_code(folder / "missing.toml")
 
 
-def test_a_listed_name_becomes_its_code_in_its_folder(codes: dict[str, ListedCode], folder: Path, cpu: Device) -> None:
-    request = search_request({"code": "glue"}, [cpu], "study", codes)
+def test_a_listed_name_becomes_its_code_in_its_folder(codes: dict[str, Code], folder: Path, cpu: Device) -> None:
+    request = search_request({"code": "glue"}, [cpu], "study", codes["glue"])
     source = request.workload.source
     assert source is not None
     assert (source.kind, source.file, source.cwd) == ("script", str(folder / "train.py"), str(folder))
@@ -81,7 +81,7 @@ def test_a_listed_name_becomes_its_code_in_its_folder(codes: dict[str, ListedCod
 
 
 def test_a_search_of_listed_code_is_queued_under_its_name_alone(
-    writer: TestClient, searches: Searches, codes: dict[str, ListedCode], agent: Agent
+    writer: TestClient, searches: Searches, codes: dict[str, Code], on_cpu: StandInEngine
 ) -> None:
     assert "its operator lists some" in writer.post("/v1/searches", json={"code": "glue"}).json()["hint"]
     searches.codes = codes
@@ -96,16 +96,15 @@ def test_a_search_of_listed_code_is_queued_under_its_name_alone(
     assert "takes no code over HTTP" in refused.json()["detail"]
     beside = writer.post("/v1/searches", json={"code": "glue", "seq_len": 32})
     assert "--seq-len cannot be combined with" in beside.json()["detail"]
-    job = agent.claim()
-    assert job is not None
-    assert job["options"] == {"code": "glue"}
+    work = on_cpu.next_run().work
+    assert (work.options, work.code) == ({"code": "glue"}, codes["glue"])
     assert SECRET not in writer.get("/").text + writer.get("/v1/searches").text
     if searches.store.path is not None:
         stored = b"".join(path.read_bytes() for path in searches.store.path.parent.iterdir() if path.is_file())
         assert SECRET.encode() not in stored
 
 
-def test_the_form_offers_what_is_listed(writer: TestClient, searches: Searches, codes: dict[str, ListedCode]) -> None:
+def test_the_form_offers_what_is_listed(writer: TestClient, searches: Searches, codes: dict[str, Code]) -> None:
     client = writer
     token = client.headers["Authorization"].removeprefix("Bearer ")
     client.post("/session", data={"token": token})

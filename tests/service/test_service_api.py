@@ -1,31 +1,29 @@
-"""The API: what a client submits, sees, hears and takes away, and what an agent does between."""
+"""The API: what a client submits, sees, hears and takes away, and what the engine does between."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+from processes import wait_until
 from searching import H200
-from serving import Agent, run_recorded
+from serving import StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
 from autotune.core.errors import DeviceError
 from autotune.core.options import OPTIONS
+from autotune.devices import Device
+from autotune.engine.work import search_request
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
-from autotune.service.change_events import NEW_JOB
-from autotune.service.requests import OPTION_NAMES, search_request
+from autotune.service.requests import OPTION_NAMES
 from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction
-from autotune.store.queue import LEASE_SECONDS, JobRecord, Needs
+from autotune.store.queue import MOST_LOSSES
 from autotune.store.repository import Store
 
 TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
@@ -67,26 +65,44 @@ def test_a_search_is_queued_and_says_what_it_waits_for(writer: TestClient) -> No
     told = answer.json()
     assert answer.headers["location"] == f"/v1/searches/{told['id']}"
     assert (told["study"], told["state"], told["submitted_by"]) == ("bert-tiny-16", "queued", "writer")
-    assert "no agent is connected" in told["waits_for"]
+    assert told["waits_for"] == "no device is ready to search"
     assert writer.get(answer.headers["location"]).json() == told
     assert writer.get("/v1/searches/bert-tiny-16").json() == told
 
 
-def test_needs_that_no_agent_meets_are_named(writer: TestClient, agent: Agent) -> None:
+def test_needs_that_no_machine_meets_are_named(writer: TestClient, on_cpu: StandInEngine) -> None:
     told = submit(writer, {**TINY, "device": "h200"})
     assert told["needs"] == {"device_kind": "cuda", "gpu": "h200", "memory_bytes": None, "count": 1}
-    assert told["waits_for"].startswith("no agent has a GPU named h200; there are ")
-    assert submit(writer, TINY)["waits_for"] == "1 before it in the queue"
-    assert agent.claim()["options"]["effective_batch"] == 16  # type: ignore[index]
+    assert told["waits_for"].startswith("no machine has a GPU named h200; there are ")
+    submit(writer, TINY)
+    assert on_cpu.next_run().work.options["effective_batch"] == 16
+    assert submit(writer, {**TINY, "seed": 1})["waits_for"] == "1 before it in the queue"
 
 
-def test_a_search_on_several_gpus_waits_for_an_agent_that_has_them(writer: TestClient, gpu_agent: Agent) -> None:
+def test_a_search_on_several_gpus_waits_for_a_machine_that_has_them(writer: TestClient, on_gpu: StandInEngine) -> None:
     told = submit(writer, {**LARGE, "gpus": 2, "device": "h200"})
     assert (told["needs"]["gpu"], told["needs"]["count"]) == ("h200", 2)
-    assert told["waits_for"] == "no agent has 2 GPUs named h200; there are NVIDIA H200 (cuda)"
-    assert gpu_agent.claim() is None
-    pair = Agent(writer, H200, count=2)
-    assert pair.claim()["options"]["gpus"] == "2"  # type: ignore[index]
+    assert told["waits_for"] == "no machine has 2 GPUs named h200; there are NVIDIA H200 (cuda)"
+    second = dataclasses.replace(H200, uuid="GPU-2", index=1)
+    on_gpu.add(H200, second, name="pair")
+    work = on_gpu.next_run().work
+    assert (work.options["gpus"], work.devices) == ("2", (H200.uuid, "GPU-2"))
+
+
+def test_a_search_on_several_gpus_is_not_held_up_by_those_after_it(
+    writer: TestClient, searches: Searches, engine: StandInEngine
+) -> None:
+    engine.add(H200, dataclasses.replace(H200, uuid="GPU-2", index=1))
+    submit(writer, LARGE)
+    first = engine.next_run()
+    pair = submit(writer, {**LARGE, "gpus": 2})
+    submit(writer, {**LARGE, "seed": 1})
+    # One GPU is free, and is kept for the search that needs two.
+    first.end("finished")
+    second = engine.next_run()
+    assert (second.job, second.work.devices) == (pair["id"], (H200.uuid, "GPU-2"))
+    second.end("finished")
+    assert engine.next_run().work.options["seed"] == 1
 
 
 @pytest.mark.parametrize("gpus", ["all", "0,1", [0, 1], 0, 10**9, "GPU-abc"])
@@ -95,12 +111,12 @@ def test_gpus_over_http_are_a_number_of_them(writer: TestClient, gpus: object) -
     assert (found["status"], "give a number of them" in found["hint"]) == (422, True)
 
 
-def test_the_agent_searches_on_as_many_gpus_as_were_asked_for() -> None:
+def test_a_search_is_on_as_many_gpus_as_were_asked_for() -> None:
     second = dataclasses.replace(H200, uuid="GPU-2", index=1)
     request = search_request({**LARGE, "gpus": "2"}, [H200, second])
     assert (request.ranks, request.placement.uuids) == (2, (H200.uuid, "GPU-2"))
     assert search_request(LARGE, [H200, second]).ranks == 1
-    with pytest.raises(DeviceError, match="the agent has 1"):
+    with pytest.raises(DeviceError, match="there are 1"):
         search_request({**LARGE, "gpus": "2"}, [H200])
 
 
@@ -122,60 +138,45 @@ def test_clients_that_send_one_key_at_once_make_one_search(writer: TestClient) -
     assert len(writer.get("/v1/searches").json()["searches"]) == 1
 
 
-def test_no_search_is_claimed_for_an_agent_that_has_left(
-    writer: TestClient, searches: Searches, agent: Agent, gpu_agent: Agent
+def test_a_request_that_was_accepted_is_found_again_by_its_key_although_the_queue_is_full(
+    writer: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue, looked = searches.store.queue, threading.Event()
-    claim_now = queue.claim
+    first = submit(writer, TINY, **{"Idempotency-Key": "a"})
+    monkeypatch.setattr("autotune.service.searches.MOST_QUEUED", 1)
+    assert submit(writer, TINY, **{"Idempotency-Key": "a"})["id"] == first["id"]
+    assert writer.post("/v1/searches", json=TINY).status_code == 429
 
-    def look(*given: Any) -> JobRecord | None:
-        found = claim_now(*given)
-        looked.set()
-        return found
 
-    queue.claim = look  # type: ignore[method-assign]
-
-    async def leave_while_waiting() -> Document:
-        searches.changes.attach()
-
-        async def has_left() -> bool:
-            return True
-
-        claim = asyncio.create_task(searches.claim(agent.id, 20, has_left))
-        await asyncio.to_thread(looked.wait, 10)
-        queue.submit("a", {}, Needs())
-        searches.changes.notify(NEW_JOB)
-        return await asyncio.wait_for(claim, 10)
-
-    assert asyncio.run(leave_while_waiting()) == {"job": None}
-    assert gpu_agent.claim() is not None
+def test_searches_that_are_submitted_at_once_have_a_name_each(writer: TestClient) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        told = list(pool.map(lambda number: submit(writer, {**TINY, "seed": number})["study"], range(6)))
+    assert sorted(told) == ["bert-tiny-16", *(f"bert-tiny-16-{number}" for number in range(2, 7))]
 
 
 def test_a_request_that_was_answered_is_not_searched_again(
-    writer: TestClient, searches: Searches, gpu_agent: Agent
+    writer: TestClient, searches: Searches, on_gpu: StandInEngine
 ) -> None:
-    job = run_after(writer, searches, gpu_agent)
+    job = run_after(writer, searches, on_gpu)
     again = writer.post("/v1/searches", json=dict(reversed(LARGE.items())))
-    assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, job["id"], "finished")
+    assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, job, "finished")
     assert submit(writer, {**LARGE, "fresh": True})["study"] == "bert-large-uncased-64-2"
     assert submit(writer, {**LARGE, "seed": 1})["state"] == "queued"
 
 
 def test_searches_of_other_models_do_not_hide_an_answer(
-    writer: TestClient, searches: Searches, gpu_agent: Agent, agent: Agent, monkeypatch: pytest.MonkeyPatch
+    writer: TestClient, searches: Searches, on_gpu: StandInEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = run_after(writer, searches, gpu_agent)
-    submit(writer)
-    other = agent.claim()
-    assert other is not None
-    agent.post(other, "end", state="finished")
+    job = run_after(writer, searches, on_gpu)
+    other = submit(writer)["id"]
+    on_gpu.next_run().end("finished")
+    waits_for_state(searches, other, "finished")
     monkeypatch.setattr("autotune.service.searches._MOST_COMPARED", 1)
-    assert submit(writer, LARGE)["id"] == job["id"]
+    assert submit(writer, LARGE)["id"] == job
 
 
-def run_after(writer: TestClient, searches: Searches, gpu_agent: Agent) -> Document:
+def run_after(writer: TestClient, searches: Searches, engine: StandInEngine) -> str:
     submit(writer, LARGE)
-    return run_recorded(searches, gpu_agent)
+    return run_recorded(searches, engine).job
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def run_after(writer: TestClient, searches: Searches, gpu_agent: Agent) -> Docum
     ],
 )
 def test_bad_requests_are_refused_in_the_words_of_the_command_line(
-    writer: TestClient, agent: Agent, request_: object, words: str, hint: str, code: int
+    writer: TestClient, on_cpu: StandInEngine, request_: object, words: str, hint: str, code: int
 ) -> None:
     found = problem(writer, request_)
     assert words in found["detail"]
@@ -205,18 +206,19 @@ def test_bad_requests_are_refused_in_the_words_of_the_command_line(
     assert writer.get("/v1/searches").json() == {"searches": []}
 
 
-def test_what_no_connected_device_can_do_is_refused_at_once(writer: TestClient, agent: Agent) -> None:
+def test_what_no_device_can_do_is_refused_at_once(writer: TestClient, on_cpu: StandInEngine) -> None:
     found = problem(writer, {**TINY, "liger": "on", "device": "cpu"})
     assert found["detail"] == "cpu cannot run Liger's kernels"
     assert (found["status"], found["exit_code"]) == (409, 4)
 
 
-def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
     queued = submit(writer, LARGE)
-    job = run_recorded(searches, gpu_agent)
+    run = run_recorded(searches, on_gpu)
     path = f"/v1/searches/{queued['id']}"
     told = writer.get(path).json()
-    assert (told["state"], told["agent"], told["attempts"]) == ("finished", gpu_agent.id, 1)
+    assert (told["state"], told["attempts"]) == ("finished", 1)
+    assert (told["device"]["host"], told["device"]["uuids"]) == ("host", [H200.uuid])
     events = streamed(writer, f"{path}/events")
     assert [event[0] for event in events] == [str(number) for number in range(1, len(events) + 1)]
     assert [event[2]["state"] for event in events if event[1] == "state"] == ["queued", "running", "finished"]
@@ -238,16 +240,16 @@ def test_the_whole_way_of_a_search(writer: TestClient, searches: Searches, gpu_a
     for form in LAUNCH_FORMATS:
         assert "this study measured one" in writer.get(f"{path}/export?format={form}").json()["detail"]
     assert "--per_device_train_batch_size 32" in writer.get(f"{path}/export?format=cli").text
-    assert job["study"] == "bert-large-uncased-64"
+    assert run.work.study == "bert-large-uncased-64"
 
 
 @pytest.mark.parametrize("searches", ["sqlite"], indirect=True)
-def test_a_log_of_a_trial_is_shown(writer: TestClient, searches: Searches, gpu_agent: Agent) -> None:
-    job = run_after(writer, searches, gpu_agent)
-    log = searches.log_path(job["study"], 0)
+def test_a_log_of_a_trial_is_shown(writer: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
+    job = searches.job(run_after(writer, searches, on_gpu))
+    log = searches.log_path(job.study, 0)
     log.parent.mkdir(parents=True)
     log.write_text("step 1\n")
-    path = f"/v1/searches/{job['id']}/trials"
+    path = f"/v1/searches/{job.id}/trials"
     assert writer.get(f"{path}/0/log").text == "step 1\n"
     assert writer.get(f"{path}/1/log").status_code == 404
     assert writer.get(f"{path}/999/log").status_code == 404
@@ -261,85 +263,99 @@ def test_a_search_without_trials_has_no_report_yet(writer: TestClient) -> None:
     assert (missing.status_code, missing.json()["exit_code"]) == (404, 9)
 
 
-def test_cancelling(writer: TestClient, agent: Agent) -> None:
+def test_cancelling(writer: TestClient, searches: Searches, on_cpu: StandInEngine) -> None:
     first, second = submit(writer), submit(writer, {**TINY, "seed": 1})
-    job = agent.claim()
-    assert job is not None
-    assert agent.post(job, "heartbeat", status={"running": "trial 0"}) == {"cancel": False}
-    assert writer.get(f"/v1/searches/{first['id']}").json()["status"] == {"running": "trial 0"}
-    assert writer.delete(f"/v1/searches/{first['id']}").json()["cancel_asked"] is True
-    assert agent.post(job, "heartbeat") == {"cancel": True}
-    agent.post(job, "end", state="cancelled")
+    run = on_cpu.next_run()
+    run.add("status", {"running": "trial 0"})
+    path = f"/v1/searches/{first['id']}"
+    assert wait_until(lambda: writer.get(path).json()["status"] == {"running": "trial 0"})
     assert writer.delete(f"/v1/searches/{second['study']}").json()["state"] == "cancelled"
+    assert writer.delete(path).json()["cancel_asked"] is True
+    waits_for_state(searches, first["id"], "cancelled")
     states = [search["state"] for search in writer.get("/v1/searches?state=cancelled").json()["searches"]]
     assert states == ["cancelled", "cancelled"]
+    assert not on_cpu.has_started
 
 
-def test_an_agent_that_fell_silent_is_told_that_its_lease_is_lost(
-    writer: TestClient, store: Store, searches: Searches, agent: Agent
+def test_an_attempt_that_is_lost_is_followed_by_another(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
 ) -> None:
     told = submit(writer)
-    job = agent.claim()
-    assert job is not None
-    later = store.queue.clock() + timedelta(seconds=LEASE_SECONDS + 1)
-    store.queue.clock = lambda: later
-    searches.sweep()
-    assert writer.get(f"/v1/searches/{told['id']}").json()["state"] == "queued"
-    for what in ("heartbeat", "events", "end"):
-        assert agent.post(job, what, state="finished")["status"] == 410
-    assert "autotune_leases_lost_total 1" in writer.get("/metrics").text
+    for number in range(1, MOST_LOSSES + 1):
+        run = on_cpu.next_run()
+        assert run.work.id == f"{told['id']}-{number}"
+        run.end("lost", why="its process was ended by signal 9")
+    waits_for_state(searches, told["id"], "failed")
+    problem = writer.get(f"/v1/searches/{told['id']}").json()["problem"]
+    assert problem["message"].endswith(
+        "attempts at this search were lost, the last one: its process was ended by signal 9"
+    )
+    assert f"autotune_attempts_lost_total {MOST_LOSSES}" in writer.get("/metrics").text
 
 
-def test_a_search_that_is_put_back_is_claimed_again(writer: TestClient, agent: Agent) -> None:
-    submit(writer)
-    job = agent.claim()
-    assert job is not None
-    agent.post(job, "end", state="queued", why="its agent ended")
-    again = agent.claim()
-    assert again is not None
-    assert (again["id"], again["attempts"]) == (job["id"], 1)
-
-
-def test_a_search_that_failed_says_why(writer: TestClient, agent: Agent) -> None:
+def test_what_a_former_attempt_says_changes_nothing(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
+) -> None:
     told = submit(writer)
-    job = agent.claim()
-    assert job is not None
+    run = on_cpu.next_run()
+    searches.store.queue.put_back(told["id"], 1, "taken away", is_lost=False)
+    run.add("line", {"text": "too late", "style": None})
+    run.end("finished")
+    again = on_cpu.next_run()
+    assert again.work.id == f"{told['id']}-2"
+    again.end("finished")
+    waits_for_state(searches, told["id"], "finished")
+    assert "too late" not in str(streamed(writer, f"/v1/searches/{told['id']}/events"))
+
+
+def test_a_search_that_was_told_to_end_goes_on_and_its_attempt_does_not_count(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
+) -> None:
+    told = submit(writer)
+    for _ in range(MOST_LOSSES + 1):
+        on_cpu.next_run().end("interrupted")
+    on_cpu.next_run().end("finished")
+    waits_for_state(searches, told["id"], "finished")
+
+
+def test_a_device_that_cannot_be_used_costs_an_attempt(
+    writer: TestClient, searches: Searches, engine: StandInEngine, cpu: Device
+) -> None:
+    engine.refuses = DeviceError("the process of this device has ended")
+    told = submit(writer)
+    engine.add(cpu)
+    waits_for_state(searches, told["id"], "failed")
+    assert "the process of this device has ended" in str(searches.job(told["id"]).problem)
+
+
+def test_a_search_that_failed_says_why(writer: TestClient, searches: Searches, on_cpu: StandInEngine) -> None:
+    told = submit(writer)
     why = {"exit_code": 6, "message": "nothing fits", "hint": "raise --memory-limit"}
-    agent.post(job, "end", state="failed", problem=why)
+    on_cpu.next_run().end("failed", why)
+    waits_for_state(searches, told["id"], "failed")
     assert writer.get(f"/v1/searches/{told['id']}").json()["problem"] == why
 
 
-def test_agents_are_listed_with_what_they_run(writer: TestClient, agent: Agent) -> None:
+def test_devices_are_listed_with_what_they_run(writer: TestClient, on_cpu: StandInEngine) -> None:
+    told = submit(writer)
+    on_cpu.next_run()
+    (found,) = writer.get("/v1/devices").json()["devices"]
+    assert (found["host"], found["kind"], found["search"]) == ("host", "cpu", told["id"])
+
+
+def test_an_agent_of_an_earlier_version_is_told_in_a_line(writer: TestClient) -> None:
+    for path in ("/v1/agents", "/v1/agents/x/claim", "/v1/agents/x/jobs/y/heartbeat"):
+        answer = writer.post(path, json={"name": "old"})
+        assert (answer.status_code, answer.json()["exit_code"]) == (410, 13)
+        assert answer.json()["detail"] == "this service runs its searches itself; there are no agents any more"
+
+
+def test_metrics(writer: TestClient, on_cpu: StandInEngine) -> None:
     submit(writer)
-    job = agent.claim()
-    (found,) = writer.get("/v1/agents").json()["agents"]
-    assert (found["id"], found["study"], found["device"]["kind"]) == (agent.id, job["study"], "cpu")  # type: ignore[index]
-    writer.delete(f"/v1/agents/{agent.id}")
-    assert writer.get("/v1/agents").json() == {"agents": []}
-
-
-def test_an_agent_of_another_version_is_refused(writer: TestClient) -> None:
-    told = {"name": "old", "host": "h", "version": "0.0.1", "device": H200.document()}
-    answer = writer.post("/v1/agents", json=told)
-    assert answer.status_code == 409
-    assert answer.json()["detail"].startswith("the agent is autotune 0.0.1, the service ")
-    assert writer.post("/v1/agents/nobody/claim", json={}).status_code == 404
-
-
-def test_an_agent_may_not_send_what_is_no_event(writer: TestClient, agent: Agent) -> None:
-    submit(writer)
-    job = agent.claim()
-    assert job is not None
-    assert "not a kind of event" in agent.post(job, "events", events=[{"kind": "state", "document": {}}])["detail"]
-    assert "not a state in which a search ends" in agent.post(job, "end", state="running")["detail"]
-    assert "lease_token is missing" in agent.post({**job, "lease_token": None}, "heartbeat")["detail"]
-
-
-def test_metrics(writer: TestClient, agent: Agent) -> None:
-    submit(writer)
+    on_cpu.next_run()
     text = writer.get("/metrics").text
-    assert 'autotune_searches{state="queued"} 1' in text
-    assert f'autotune_agent_heartbeat_age_seconds{{agent="{agent.id}",name="host cpu"' in text
+    assert 'autotune_searches{state="running"} 1' in text
+    assert 'autotune_device_busy{host="host",label="cpu",name=' in text
 
 
 def test_every_option_of_a_search_can_be_asked_for_but_those_that_bring_code_or_belong_to_the_service() -> None:

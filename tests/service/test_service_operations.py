@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ import uvicorn
 import yaml
 from checkout import ROOT
 from click.testing import CliRunner
-from serving import Agent, run_recorded
+from serving import StandInEngine, run_recorded
 from starlette.testclient import TestClient
 
 from autotune.cli.main import cli
+from autotune.devices import Device
 from autotune.service import server
 from autotune.service.app import make_app
 from autotune.service.searches import Searches
-from autotune.service.server import JsonLines, Settings
+from autotune.service.server import JsonLines
 from autotune.store.opening import open_store
+from autotune.store.repository import Store
 
 FILES = ROOT / "docs" / "how-to" / "service"
 
@@ -71,15 +74,6 @@ def test_the_compose_file_serves_this_machine_alone() -> None:
     assert (FILES / service["build"]["context"]).resolve() == ROOT
 
 
-def test_the_slurm_job_runs_an_agent() -> None:
-    file = FILES / "agents.sbatch"
-    assert subprocess.run(["bash", "-n", file], timeout=60).returncode == 0
-    (line,) = re.findall(r"^srun autotune (.*)$", file.read_text(), flags=re.MULTILINE)
-    assert parsed(shlex.split(line))["server"] == "https://gpu-box:8321"
-    # Without B: it is the agent that is told, not the shell around it.
-    assert "--signal=TERM@" in file.read_text()
-
-
 def test_the_other_files_can_be_read() -> None:
     assert yaml.safe_load((FILES / "prometheus.yaml").read_text())["scrape_configs"][0]["job_name"] == "autotune"
     for entry in tomllib.loads((FILES / "allow.toml").read_text()).values():
@@ -94,20 +88,19 @@ def test_a_token_can_be_made_before_the_first_start(tmp_path: Path) -> None:
         assert [token.name for token in store.queue.tokens()] == ["me"]
 
 
-def test_every_line_of_the_metrics_is_one_that_prometheus_reads(writer: TestClient, agent: Agent) -> None:
-    (device,) = [found["device"] for found in writer.get("/v1/agents").json()["agents"]]
-    version = writer.get("/healthz").json()["version"]
-    told = {"name": 'a "b" \\ c\nd', "host": "x", "version": version, "device": device}
-    assert writer.post("/v1/agents", json=told).status_code == 201
+def test_every_line_of_the_metrics_is_one_that_prometheus_reads(
+    writer: TestClient, engine: StandInEngine, cpu: Device
+) -> None:
+    engine.add(cpu, name='a "b" \\ c\nd')
     text = writer.get("/metrics").text
     label = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
     sample = re.compile(rf"(?:# (?:HELP|TYPE) [a-z_]+ .+|[a-z_]+(?:\{{{label}(?:,{label})*\}})? -?[0-9.]+)")
     assert [line for line in text.splitlines() if not sample.fullmatch(line)] == []
-    assert 'name="a \\"b\\" \\\\ c\\nd"' in text
+    assert 'host="a \\"b\\" \\\\ c\\nd"' in text
 
 
 def test_what_happens_is_logged_as_json_without_any_token(
-    writer: TestClient, searches: Searches, gpu_agent: Agent, caplog: pytest.LogCaptureFixture
+    writer: TestClient, searches: Searches, on_gpu: StandInEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -117,49 +110,37 @@ def test_what_happens_is_logged_as_json_without_any_token(
     try:
         with caplog.at_level(logging.INFO, logger="autotune.service"):
             writer.post("/v1/searches", json={"model": "bert-large-uncased", "effective_batch": 64})
-            job = run_recorded(searches, gpu_agent)
+            run = run_recorded(searches, on_gpu)
             writer.get("/v1/searches", headers={"Authorization": "Bearer at_wrong"})
     finally:
         log.removeHandler(handler)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    assert [line["message"] for line in lines] == ["search submitted", "search claimed", "search ended"]
-    assert {line["search"] for line in lines} == {job["id"]}
+    assert [line["message"] for line in lines] == ["search submitted", "search started", "search ended"]
+    assert {line["search"] for line in lines} == {run.job}
     assert lines[-1]["state"] == "finished"
-    assert job["lease_token"] not in stream.getvalue()
     assert "at_" not in stream.getvalue()
 
 
-_STAND_IN = """
-import signal, sys, urllib.request
-def end(*_):
-    print(urllib.request.urlopen(sys.argv[1] + "/healthz", timeout=30).status, flush=True)
-    sys.exit()
-signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
-signal.pause()
-"""
+class Answering(StandInEngine):
+    """Looks, as it is closed, whether the service still answers."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.port = port
+        self.status = 0
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=30) as answer:
+            self.status = answer.status
 
 
-def test_a_service_answers_until_its_agents_have_ended(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell it then that their searches wait again."""
-    agents: list[subprocess.Popen[bytes]] = []
-
-    def start_agents(settings: Settings, token: str) -> list[subprocess.Popen[bytes]]:
-        agents.append(subprocess.Popen([sys.executable, "-c", _STAND_IN, settings.url], stdout=subprocess.PIPE))
-        assert agents[0].stdout is not None
-        assert agents[0].stdout.readline() == b"ready\n"
-        return agents
-
-    monkeypatch.setattr(server, "start_agents", start_agents)
-    listener = socket.create_server(("127.0.0.1", 0))
-    settings = Settings("a.db", port=listener.getsockname()[1])
-    running = server._Server(uvicorn.Config(make_app(searches), log_config=None))
-    with listener:
-        asyncio.run(
-            asyncio.wait_for(
-                server._run(running, listener, searches, settings, "", lambda: os.kill(os.getpid(), signal.SIGTERM)), 60
-            )
-        )
-    with agents[0] as agent:
-        assert agent.stdout is not None
-        assert (agent.stdout.read(), agent.wait()) == (b"200\n", 0)
+def test_a_service_answers_until_its_searches_have_ended(store: Store) -> None:
+    """Whoever listens hears that they wait again."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        engine = Answering(listener.getsockname()[1])
+        searches = Searches(store, "a.db", engine)
+        running = server._Server(uvicorn.Config(make_app(searches), log_config=None))
+        ended = server._run(running, listener, searches, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        asyncio.run(asyncio.wait_for(ended, 60))
+    assert engine.status == 200

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from datetime import datetime, timedelta
 
 import pytest
 from searching import H200
-from serving import URL, Agent, run_recorded
+from serving import URL, StandInEngine, run_recorded, waits_for_state
 from sqlalchemy import event
 from starlette.testclient import TestClient
 
-from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import ServiceError, StorageError
+from autotune.core.errors import StorageError
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
 from autotune.service.tokens import add_token
@@ -51,7 +49,7 @@ def test_the_cookie_is_kept_from_scripts_and_other_sites(server: TestClient, sto
     assert server.post("/session/end").headers["set-cookie"].startswith(f'{COOKIE}=""')
 
 
-def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Searches, engine: StandInEngine) -> None:
     assert "No search waits or runs" in visitor.get("/").text
     form = {"model": "bert-large-uncased", "effective_batch": "64", "memory_limit": "23.5GiB", "seq_len": ""}
     shown = visitor.get("/command", params=form).json()
@@ -66,8 +64,9 @@ def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Sear
     assert answer.status_code == 303
     page = visitor.get(answer.headers["location"]).text
     assert "No trial has begun yet" in page
-    assert "it is the next in the queue" in page
-    run_recorded(searches, gpu_agent)
+    assert "no device is ready to search" in page
+    engine.add(H200)
+    run_recorded(searches, engine)
     part = visitor.get(f"/parts{answer.headers['location']}").text
     assert "Best configuration" in part
     assert "<svg" in part
@@ -93,32 +92,36 @@ def test_what_is_wrong_in_the_form_is_said_beside_it(visitor: TestClient) -> Non
     assert shown["problem"].startswith("effective batch: ")
 
 
-def test_a_gpu_that_no_agent_has_is_said_at_once(visitor: TestClient, gpu_agent: Agent) -> None:
+def test_a_gpu_that_no_machine_has_is_said_at_once(visitor: TestClient, on_gpu: StandInEngine) -> None:
     form = {"model": "bert-large-uncased", "device": "b200"}
-    told = "no agent has a GPU named b200; there are NVIDIA H200 (cuda)"
+    told = "no machine has a GPU named b200; there are NVIDIA H200 (cuda)"
     assert visitor.get("/command", params=form).json()["note"] == told
     assert told in visitor.get(visitor.post("/searches", data=form).headers["location"]).text
     assert '<option value="NVIDIA H200">' in visitor.get("/").text
 
 
-def test_a_page_of_a_running_search_lets_it_be_cancelled(visitor: TestClient, gpu_agent: Agent) -> None:
+def test_a_page_of_a_running_search_lets_it_be_cancelled(
+    visitor: TestClient, searches: Searches, on_gpu: StandInEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     visitor.post("/searches", data={"model": "bert-large-uncased", "effective_batch": "64"})
-    job = gpu_agent.claim()
-    assert job is not None
-    assert ">Cancel</button>" in visitor.get(f"/searches/{job['id']}").text
-    assert visitor.post(f"/searches/{job['id']}/cancel", headers={"Origin": URL}).status_code == 303
-    assert "is being cancelled" in visitor.get(f"/searches/{job['id']}").text
+    run = on_gpu.next_run()
+    path = f"/searches/{run.job}"
+    assert ">Cancel</button>" in visitor.get(path).text
+    # It takes a while to end.
+    searches.store.queue.cancel(run.job)
+    assert "is being cancelled" in visitor.get(path).text
     why: Document = {"exit_code": 6, "message": "<b>nothing fits</b>", "hint": "<script>alert(1)</script>"}
-    gpu_agent.post(job, "end", state="failed", problem=why)
-    page = visitor.get(f"/searches/{job['id']}").text
+    run.end("failed", why)
+    waits_for_state(searches, run.job, "failed")
+    page = visitor.get(path).text
     assert "&lt;b&gt;nothing fits&lt;/b&gt;" in page
     assert "<script>alert" not in page
 
 
-def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, gpu_agent: Agent) -> None:
+def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, on_gpu: StandInEngine) -> None:
     evil = '"><img src=x onerror=alert(1)>'
     store.queue.submit(evil, {"model": evil, "study": evil}, Needs(gpu=evil), submitted_by=evil)
-    gpu_agent.client.post("/v1/agents", json={**_told(gpu_agent), "name": evil, "host": evil}, headers={"Origin": URL})
+    on_gpu.add(dataclasses.replace(H200, name=evil), name=evil)
     form = visitor.post("/searches", data={"model": evil, "study": evil, "dataset": evil})
     job = store.queue.jobs()[-1]
     paths = ["/", f"/searches/{job.id}", "/searches/%3Cb%3E"]
@@ -126,11 +129,6 @@ def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, 
     for text in (form.text, compared.text, *(visitor.get(path).text for path in paths)):
         assert "<img" not in text
         assert "<b>" not in text
-
-
-def _told(agent: Agent) -> Document:
-    (found,) = agent.client.get("/v1/agents").json()["agents"]
-    return {"version": found["version"], "device": found["device"]}
 
 
 def test_errors_are_pages_for_browsers_and_documents_for_programs(visitor: TestClient) -> None:
@@ -145,34 +143,34 @@ def test_errors_are_pages_for_browsers_and_documents_for_programs(visitor: TestC
 
 
 def test_a_search_that_runs_shows_its_best_so_far_and_the_logs_of_its_trials(
-    visitor: TestClient, searches: Searches, gpu_agent: Agent, store: Store
+    visitor: TestClient, searches: Searches, on_gpu: StandInEngine, store: Store
 ) -> None:
     visitor.post("/searches", data=LARGE)
-    job = run_recorded(searches, gpu_agent, ends=False)
-    study = store.existing_study(job["study"])
+    run = run_recorded(searches, on_gpu, ends=False)
+    study = store.existing_study(run.work.study)
     store.update_study(dataclasses.replace(study, state="running", best_trial_id=None))
-    part = visitor.get(f"/parts/searches/{job['id']}").text
+    part = visitor.get(f"/parts/searches/{run.job}").text
     assert "Best so far" in part
     assert "302.9 samples/s" in part
-    assert f'href="/v1/searches/{job["id"]}/trials/0/log"' in part
+    assert f'href="/v1/searches/{run.job}/trials/0/log"' in part
     assert "Take it away" not in part
 
 
-def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
     visitor.post("/searches", data=LARGE)
-    search = run_recorded(searches, gpu_agent)
-    page = f"/searches/{search['id']}"
+    search = run_recorded(searches, on_gpu)
+    page = f"/searches/{search.job}"
     assert "Have a stock Trainer show the same" in visitor.get(page).text
     asked = visitor.post(f"{page}/verify", headers={"Origin": URL})
     assert asked.status_code == 303
     assert "Have a stock Trainer show the same" not in visitor.get(page).text
-    job = gpu_agent.claim()
-    assert job is not None
+    run = on_gpu.next_run()
+    assert (run.work.kind, run.work.study) == ("verify", search.work.study)
     speeds = {"samples_per_second": 301.0, "samples_per_second_low": 299.0, "samples_per_second_high": 303.0}
     shown = {"verdict": "kept", "promised": speeds, "obtained": {**speeds, "peak_reserved_bytes": 2**30}}
-    event = {"kind": "verification", "document": {"verification": shown, "problem": None}}
-    gpu_agent.post(job, "events", events=[event])
-    gpu_agent.post(job, "end", state="finished")
+    run.add("verification", {"verification": shown, "problem": None})
+    run.end("finished")
+    waits_for_state(searches, run.job, "finished")
     for path in (page, asked.headers["location"]):
         text = visitor.get(path).text
         assert "Kept: a stock Trainer does what was promised." in text
@@ -182,11 +180,11 @@ def test_a_stock_trainer_is_asked_for_and_shown(visitor: TestClient, searches: S
     assert "verify bert-large" not in missing
 
 
-def test_several_gpus_can_be_asked_for(visitor: TestClient, gpu_agent: Agent) -> None:
+def test_several_gpus_can_be_asked_for(visitor: TestClient, on_gpu: StandInEngine) -> None:
     form = {"model": "bert-large-uncased", "effective_batch": "64", "gpus": "2"}
     shown = visitor.get("/command", params=form).json()
     assert shown["command"].endswith("--effective-batch 64 --gpus 2")
-    assert shown["note"] == "no agent has 2 GPUs; there are NVIDIA H200 (cuda)"
+    assert shown["note"] == "no machine has 2 GPUs; there are NVIDIA H200 (cuda)"
     wrong = visitor.get("/command", params={**form, "gpus": "0,1"}).json()
     assert "names GPUs of one machine" in wrong["problem"]
 
@@ -221,14 +219,14 @@ def test_pages_ask_this_service_alone(visitor: TestClient) -> None:
 
 
 def test_the_optuna_dashboard_is_for_those_who_have_a_token(
-    searches: Searches, store: Store, gpu_agent: Agent, writer: TestClient
+    searches: Searches, store: Store, on_gpu: StandInEngine, writer: TestClient
 ) -> None:
     from autotune.service.app import make_app
     from autotune.service.dashboard import WithDashboard
     from autotune.service.pages import add_pages
 
     writer.post("/v1/searches", json=LARGE)
-    run_recorded(searches, gpu_agent)
+    run_recorded(searches, on_gpu)
     app = make_app(searches, extend=add_pages, around=lambda app: WithDashboard(app, store))
     with TestClient(app, base_url=URL, follow_redirects=False) as client:
         assert client.get("/dashboard").headers["location"] == "/"
@@ -251,7 +249,7 @@ def test_all_searches_are_listed_page_by_page(visitor: TestClient, store: Store)
     assert "30 more</a>" in home
     newest = visitor.get("/searches").text
     assert [f">study-{number}<" in newest for number in (60, 11, 10)] == [True, True, False]
-    assert "no agent is connected" in newest
+    assert "no device is ready to search" in newest
     older = re.search(r'href="(/searches[?]state=all&amp;before=\d+)"', newest)
     assert older is not None
     rest = visitor.get(older[1].replace("&amp;", "&")).text
@@ -261,51 +259,15 @@ def test_all_searches_are_listed_page_by_page(visitor: TestClient, store: Store)
     assert visitor.get("/searches?state=odd").status_code == 422
 
 
-def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, gpu_agent: Agent) -> None:
+def test_what_many_came_to_is_asked_once(searches: Searches, store: Store, on_gpu: StandInEngine) -> None:
     """A busy queue ends many searches between two looks at the page."""
     asked: list[str] = []
     jobs = [store.queue.submit(f"s{number}", LARGE, Needs())[0] for number in range(5)]
-    for _ in jobs:
-        job = gpu_agent.claim()
-        assert job is not None
-        gpu_agent.post(job, "end", state="finished")
+    for job in jobs:
+        store.queue.start(job.id, {"host": "here"})
+        store.queue.end(job.id, 1, "finished")
     jobs = store.queue.jobs(states=["finished"])
     event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
     assert list(searches.result_lines(jobs).values()) == [""] * 5
     searches.result_lines(jobs)
     assert len([statement for statement in asked if statement.startswith("SELECT")]) == 1
-
-
-def test_an_agent_of_another_version_is_named_until_it_is_of_this_one(visitor: TestClient, store: Store) -> None:
-    began = store.queue.clock()
-    told = {"name": "<b>gpu-3", "host": "h", "version": "0.0.1", "device": H200.document()}
-    assert visitor.post("/v1/agents", json=told).status_code == 409
-    since, versions = f"since {began:%Y-%m-}", f"it is autotune 0.0.1, this service {__version__}."
-    refusal = f"&lt;b&gt;gpu-3 has been refused {since}"
-    assert refusal in visitor.get("/").text
-    assert versions in visitor.get("/").text
-    assert visitor.post("/v1/agents", json={**told, "version": __version__}).status_code == 201
-    assert refusal not in visitor.get("/").text
-
-
-def test_a_refused_agent_that_asks_no_more_is_forgotten_after_a_while(
-    searches: Searches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = searches.store.queue.clock()
-
-    def ask(minutes: int) -> None:
-        monkeypatch.setattr(searches.store.queue, "clock", lambda: now + timedelta(minutes=minutes))
-        with pytest.raises(ServiceError):
-            searches.register_agent({"name": "gpu-3", "version": "0.0.1", "host": "h", "device": H200.document()})
-
-    def seen(minutes: int) -> datetime | None:
-        monkeypatch.setattr(searches.store.queue, "clock", lambda: now + timedelta(minutes=minutes))
-        refusal = searches.refusals().get("gpu-3")
-        return refusal.since if refusal is not None else None
-
-    ask(0)
-    ask(50)
-    assert seen(100) == now
-    assert seen(120) is None
-    ask(130)
-    assert seen(131) == now + timedelta(minutes=130)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from searching import H200
-from serving import PREDICTED, Agent, run_recorded
+from serving import PREDICTED, StandInEngine, run_recorded, waits_for_state
 from starlette.testclient import TestClient
 
 from autotune.cli.remote import print_verification
@@ -14,7 +14,6 @@ from autotune.core.errors import PromiseMissedError, ServiceError
 from autotune.core.options import BY_NAME, options_of
 from autotune.service.predictions import PREDICTED_NAMES
 from autotune.service.searches import Searches
-from autotune.store.transfer import read_study
 
 ASKED = {"model": "bert-tiny", "effective_batch": 16, "gpu": ["rtx-3090"]}
 STUDY = "bert-large-uncased-64"
@@ -67,33 +66,31 @@ def test_the_service_predicts_as_the_command_does(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def searched(writer: TestClient, searches: Searches, gpu_agent: Agent) -> None:
+def searched(writer: TestClient, searches: Searches, on_gpu: StandInEngine) -> None:
     writer.post("/v1/searches", json={"model": "bert-large-uncased", "effective_batch": 64})
-    run_recorded(searches, gpu_agent)
+    run_recorded(searches, on_gpu)
 
 
 def test_a_verification_is_queued_for_a_device_like_the_one_of_the_study(
-    searched: None, writer: TestClient, searches: Searches, agent: Agent, gpu_agent: Agent
+    searched: None, writer: TestClient, searches: Searches, on_gpu: StandInEngine
 ) -> None:
     answer = writer.post("/v1/verify", json={"study": STUDY, "steps": 50})
     assert answer.status_code == 202
     told = answer.json()
     assert (told["study"], told["request"]) == (f"verify {STUDY}", {"verify_study": STUDY, "steps": 50})
     assert told["needs"]["gpu"] == H200.name.lower()
-    assert agent.claim() is None
-    job = gpu_agent.claim()
-    assert job is not None
-    path = f"/v1/agents/{gpu_agent.id}/jobs/{job['id']}/records?lease_token={job['lease_token']}"
-    assert writer.get(path).json() == {"own": read_study(searches.store.engine, STUDY), "related": []}
+    run = on_gpu.next_run()
+    assert (run.work.kind, run.work.study, run.work.devices) == ("verify", STUDY, (H200.uuid,))
     missed = {"exit_code": 8, "message": "slower than promised", "hint": "search again"}
     shown = {"verification": {"verdict": "missed"}, "problem": missed, "lines": ["told"]}
-    gpu_agent.post(job, "events", events=[{"kind": "verification", "document": shown}])
-    gpu_agent.post(job, "end", state="finished")
+    run.add("verification", shown)
+    run.end("finished")
+    waits_for_state(searches, run.job, "finished")
     found = writer.get(answer.headers["location"]).json()
     assert (found["state"], found["verification"], found["missed"]) == ("finished", {"verdict": "missed"}, missed)
     assert found["lines"] == ["told"]
     assert "the promise is missed" in writer.get("/parts/home").text
-    assert writer.get(f"/searches/{job['id']}").status_code == 200
+    assert writer.get(f"/searches/{run.job}").status_code == 200
     # The study's own search is still found by its name.
     assert writer.get(f"/v1/searches/{STUDY}").json()["request"]["model"] == "bert-large-uncased"
 
@@ -106,7 +103,7 @@ def test_a_repeated_trial_is_asked_for_by_name(searched: None, writer: TestClien
     assert without["request"] == {"verify_study": STUDY, "steps": 50}
 
 
-def test_verifications_that_an_earlier_agent_recorded_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verifications_that_an_earlier_version_recorded_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     shown: Document = {
         "study": "verify mine",
         "verification": {"verdict": "cannot_tell"},
@@ -114,7 +111,7 @@ def test_verifications_that_an_earlier_agent_recorded_are_told_in_a_line(capsys:
         "missed": None,
     }
     print_verification(shown, as_json=False)
-    assert capsys.readouterr().out.startswith("cannot tell; an agent of an earlier autotune recorded no text of it")
+    assert capsys.readouterr().out.startswith("cannot tell; an earlier autotune recorded no text of it")
     print_verification(shown, as_json=True)
     assert '"verdict": "cannot_tell"' in capsys.readouterr().out
     missed = {"exit_code": 11, "message": "slower than promised", "hint": "search again"}

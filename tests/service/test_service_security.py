@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Agent, with_token
+from serving import StandInEngine, waits_for_state, with_token
 from starlette.testclient import TestClient
 
-from autotune import __version__
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.service import access
 from autotune.service.guard import MOST_BODY_BYTES
+from autotune.service.searches import Searches
 from autotune.service.server import Settings
 from autotune.service.tokens import add_token, digest, new_token
 from autotune.store.repository import Store
@@ -26,7 +26,7 @@ READING = [
     "/v1/searches",
     "/v1/verify/x",
     *(f"/v1/searches/x{part}" for part in _PARTS),
-    "/v1/agents",
+    "/v1/devices",
     "/metrics",
     "/openapi.json",
 ]
@@ -45,12 +45,6 @@ def test_without_a_token_nothing_is_shown(server: TestClient, path: str) -> None
         ("POST", "/v1/searches"),
         ("POST", "/v1/verify"),
         ("DELETE", "/v1/searches/x"),
-        ("POST", "/v1/agents"),
-        ("POST", "/v1/agents/x/claim"),
-        ("DELETE", "/v1/agents/x"),
-        ("POST", "/v1/agents/x/jobs/y/heartbeat"),
-        ("POST", "/v1/agents/x/jobs/y/events"),
-        ("POST", "/v1/agents/x/jobs/y/end"),
     ],
 )
 def test_who_may_only_read_changes_nothing(server: TestClient, reader: TestClient, method: str, path: str) -> None:
@@ -191,14 +185,6 @@ def test_every_answer_tells_browsers_to_be_careful(writer: TestClient) -> None:
     assert headers["cache-control"] == "no-store"
 
 
-def test_an_agent_does_not_write_into_the_search_of_another(writer: TestClient, agent: Agent, gpu_agent: Agent) -> None:
-    writer.post("/v1/searches", json=TINY)
-    job = agent.claim()
-    assert job is not None
-    assert gpu_agent.post({**job, "lease_token": "0" * 32}, "end", state="finished")["status"] == 410
-    assert writer.get(f"/v1/searches/{job['id']}").json()["state"] == "running"
-
-
 def test_a_public_address_needs_tls(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.0.7", "gpu-box"):
         with pytest.raises(InvalidRequestError, match="unencrypted"):
@@ -246,10 +232,9 @@ def test_a_token_that_submits_in_a_loop_is_stopped(
     assert other.post("/v1/searches", json=TINY).status_code in (200, 202)
 
 
-_DEVICE = {"kind": "cpu", "name": "x", "uuid": "u", "memory_total_bytes": 2**30}
-
-
-def test_odd_values_are_refused_and_break_no_page(writer: TestClient, agent: Agent) -> None:
+def test_odd_values_are_refused_and_break_no_page(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
+) -> None:
     for path in (f"?before={10**30}", "?study=%00", "/%00", "/%FF", f"/x/events?after={10**30}"):
         assert writer.get(f"/v1/searches{path}").status_code in (200, 404, 422), path
     assert writer.get("/v1/verify/%00").status_code == 404
@@ -257,19 +242,12 @@ def test_odd_values_are_refused_and_break_no_page(writer: TestClient, agent: Age
         answer = writer.post("/v1/searches", content=json.dumps({**TINY, **odd}))
         assert answer.status_code == 422, odd
     assert writer.post("/v1/verify", content=b'{"study": "\\ud800"}', headers=JSON).status_code == 422
-    for odd in ({"memory_total_bytes": 10**30}, {"count": 10**30}, {"name": "x\0"}, {"kind": "tpu"}):
-        told = {"name": "a", "host": "b", "version": __version__, "device": {**_DEVICE, **odd}}
-        assert writer.post("/v1/agents", json=told).status_code == 422, odd
     writer.post("/v1/searches", json=TINY)
-    job = agent.claim()
-    assert job is not None
-    for odd in ({"events": 5}, {"records": 5}, {"logs": 5}, {"logs": {"../x": "a"}}, {"lease_token": "\0"}):
-        assert agent.post({**job, **odd}, "events", **odd)["status"] == 422, odd
+    run = on_cpu.next_run()
     # What cannot be shown as JSON, or on a page, is left out.
-    status = json.dumps({"lease_token": job["lease_token"], "status": {"running": float("nan")}})
-    path = f"/v1/agents/{agent.id}/jobs/{job['id']}"
-    assert writer.post(f"{path}/heartbeat", content=status, headers=JSON).status_code == 200
-    agent.post(job, "end", state="failed", problem={"message": {"odd": 1}})
-    for path in ("/", f"/searches/{job['id']}", f"/v1/searches/{job['id']}", "/v1/searches", "/metrics"):
+    run.add("status", {"running": float("nan")})
+    run.end("failed", {"message": {"odd": 1}})
+    waits_for_state(searches, run.job, "failed")
+    for path in ("/", f"/searches/{run.job}", f"/v1/searches/{run.job}", "/v1/searches", "/metrics"):
         assert writer.get(path).status_code == 200, path
-    assert "NaN" not in writer.get(f"/v1/searches/{job['id']}/events").text
+    assert "NaN" not in writer.get(f"/v1/searches/{run.job}/events").text

@@ -21,12 +21,12 @@ from autotune.core.errors import InvalidRequestError, StorageError, UnknownStudy
 from autotune.core.owner import this_owner
 from autotune.results.json_document import report_document
 from autotune.results.report import load_report
-from autotune.store.copies import copy_studies
 from autotune.store.leases import name_of_study
 from autotune.store.opening import open_store
-from autotune.store.queue import Needs, Offer
+from autotune.store.queue import Needs
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.store.transfer import copy_studies
 
 
 @pytest.fixture
@@ -102,14 +102,14 @@ def test_a_copy_that_fails_midway_leaves_nothing(store: Store, there: Store, mon
         if "INSERT INTO trial_params" in str(arguments[2]):
             raise OSError(28, "No space left on device")
 
-    from autotune.store import copies
+    from autotune.store import transfer
 
     def failing(location: str, **options: bool) -> Store:
         opened = open_store(location, **options)
         event.listen(opened.engine, "before_cursor_execute", fail)
         return opened
 
-    monkeypatch.setattr(copies, "open_store", failing)
+    monkeypatch.setattr(transfer, "open_store", failing)
     with pytest.raises(StorageError, match="No space left"):
         copy_studies(store.url, there.url)
     assert there.studies() == []
@@ -180,9 +180,8 @@ def test_what_the_queue_knows_of_ended_searches_comes_along(store: Store, there:
     search(store, RecordedRunner(EFFECTIVE_64))
     there.queue.submit("own", {}, Needs())
     ended, _ = store.queue.submit("bert", {"model": "bert"}, Needs(), idempotency_key="key")
-    claimed = store.queue.claim("agent", Offer("cpu", "EPYC", 2**36))
-    assert claimed is not None
-    store.queue.end(ended.id, str(claimed.lease_token), "finished")
+    assert store.queue.start(ended.id, {"host": "here"}) is not None
+    store.queue.end(ended.id, 1, "finished")
     store.queue.submit("waiting", {}, Needs())
     copied = copy_studies(store.url, there.url)
     assert (copied.jobs, copied.jobs_left) == (1, 1)

@@ -27,7 +27,6 @@ from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
 from autotune.store.migrate import head_revision, migrations_folder
 from autotune.store.opening import open_store
-from autotune.store.queue import Offer
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
@@ -195,8 +194,8 @@ def test_what_was_queued_under_the_third_revision_is_still_there(tmp_path: Path)
     with open_store(str(path)) as store:
         assert [(job.study, job.state) for job in store.queue.jobs()] == [("waits", "queued"), ("frozen", "finished")]
         assert store.queue.token("0" * 64) is not None
-        assert [agent.name for agent in store.queue.agents()] == ["host cpu"]
-        assert store.queue.claim("agent", Offer("cuda", "NVIDIA H200", 2**37)) is not None
+        waits = store.queue.jobs(states=["queued"])[0]
+        assert store.queue.start(waits.id, {"host": "here"}) is not None
 
 
 NOTHING = "no remaining candidate is worth a trial"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import interrupt_after, search
@@ -17,7 +18,7 @@ from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.store.engine import transaction
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
-from autotune.store.transfer import make_way, read_study, related_studies, take_in, take_in_all, take_in_study
+from autotune.store.transfer import read_study, related_studies, take_in, take_in_study
 
 
 @pytest.fixture
@@ -29,14 +30,14 @@ def other(tmp_path: Path) -> Iterator[Store]:
 
 def sent(store: Store, name: str = "bert") -> Document:
     """A study as it comes over the network."""
-    found: Document = json.loads(json.dumps(read_study(store.engine, name)))
+    found: Document = json.loads(json.dumps(read_study(store, name, with_optuna=True)))
     return found
 
 
 def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store: Store, other: Store) -> None:
     observer, interruption = interrupt_after(3)
     begun = search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
-    take_in_study(other.engine, sent(store))
+    take_in_study(other, sent(store))
     assert other.study("bert") == begun.study
     assert other.trials(begun.study.id) == begun.trials
     runner = RecordedRunner(EFFECTIVE_64)
@@ -44,51 +45,45 @@ def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store
     assert ended.study.state == "finished"
     assert ended.trials[:3] == begun.trials
     assert [trial.number for trial in ended.trials] == list(range(len(ended.trials)))
-    take_in_study(store.engine, sent(other))
+    take_in_study(store, sent(other))
     assert store.trials(begun.study.id) == ended.trials
     assert store.study("bert") == ended.study
 
 
-def test_a_study_of_an_agent_must_be_the_one_it_was_given(store: Store, other: Store) -> None:
+def test_ids_that_arrive_are_not_believed(store: Store, other: Store) -> None:
+    """A document neither renames another study nor takes its trials."""
     search(store, RecordedRunner(EFFECTIVE_64))
     search(other, RecordedRunner(EFFECTIVE_64))
+    mine, before = sent(store), other.trials(other.existing_study("bert").id)
     with pytest.raises(InvalidRequestError, match="there is another study named 'bert'"):
-        take_in_study(other.engine, sent(store))
+        take_in_study(other, mine)
     with (
         pytest.raises(InvalidRequestError, match="not 'roberta'"),
         transaction(store.engine, writes=True) as connection,
     ):
-        take_in(connection, sent(store), "roberta")
-    take_in_all(other.engine, [sent(store)])
-    make_way(other.engine, "bert", sent(store))
-    take_in_study(other.engine, sent(store))
-    assert len(other.studies()) == 2
+        take_in(connection, mine, "roberta")
+    theirs = sent(other)
+    forged = {**mine, "study": {**mine["study"], "name": "forged"}}
+    with pytest.raises(InvalidRequestError, match="there is another study named 'bert'"):
+        take_in_study(other, {**forged, "study": {**forged["study"], "id": theirs["study"]["id"]}}, "forged")
+    with pytest.raises(InvalidRequestError, match="one of its trials belongs to another study"):
+        take_in_study(other, {**forged, "trials": theirs["trials"]}, "forged")
+    assert [summary.study.name for summary in other.studies()] == ["bert"]
+    assert other.trials(other.existing_study("bert").id) == before
 
 
-def test_a_name_that_made_way_is_free_for_a_new_search(store: Store) -> None:
-    search(store, RecordedRunner(EFFECTIVE_64))
-    make_way(store.engine, "bert", None)
-    assert search(store, RecordedRunner(EFFECTIVE_64)).study.state == "finished"
-    assert len(store.studies()) == 2
-
-
-def test_trials_of_a_time_when_the_search_was_anothers_do_not_count_twice(store: Store, other: Store) -> None:
+def test_a_study_is_taken_in_with_what_optuna_knows_of_it(store: Store, other: Store) -> None:
     observer, interruption = interrupt_after(3)
     search(store, RecordedRunner(EFFECTIVE_64), observer, interruption)
-    early = sent(store)
-    # This one went on although its lease was lost; the other one went on from what was known then.
+    take_in_study(other, sent(store))
     search(store, RecordedRunner(EFFECTIVE_64))
-    take_in_study(other.engine, early)
-    observer, interruption = interrupt_after(2)
-    search(other, RecordedRunner(EFFECTIVE_64), observer, interruption)
-    late = sent(other)
-    make_way(store.engine, "bert", late)
-    take_in_study(store.engine, late)
-    ended = search(store, RecordedRunner(EFFECTIVE_64))
-    assert ended.study.state == "finished"
-    measured = [(trial.candidate, trial.stage) for trial in ended.trials if trial.state == "completed"]
-    assert len(measured) == len(set(measured))
-    assert [trial.number for trial in ended.trials] == list(range(len(ended.trials)))
+    # Once more, with more trials: in place of what is there.
+    take_in_study(other, sent(store))
+    here, there = (optuna.load_study(study_name="bert", storage=each.optuna) for each in (store, other))
+    assert [(t.number, t.state, t.values, t.params) for t in there.trials] == [
+        (t.number, t.state, t.values, t.params) for t in here.trials
+    ]
+    assert len(there.trials) > 3
 
 
 def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Store) -> None:
@@ -104,7 +99,7 @@ def test_what_is_no_study_is_refused_and_leaves_nothing(store: Store, other: Sto
     ]
     for document in broken:
         with pytest.raises(InvalidRequestError, match="this study cannot be taken in"):
-            take_in_study(other.engine, document)
+            take_in_study(other, document)
     assert other.studies() == []
 
 
@@ -118,14 +113,14 @@ def test_a_database_that_fails_is_no_fault_of_the_study(store: Store, other: Sto
 
     event.listen(other.engine, "before_cursor_execute", refuse_writes)
     with pytest.raises(StorageError, match="cannot be written"):
-        take_in_study(other.engine, sent(store))
+        take_in_study(other, sent(store))
     event.remove(other.engine, "before_cursor_execute", refuse_writes)
     other.engine.dispose()
-    take_in_study(other.engine, sent(store))
+    take_in_study(other, sent(store))
     assert len(other.trials(other.existing_study("bert").id)) == len(sent(store)["trials"])
 
 
 def test_finished_studies_of_the_model_are_offered_for_reuse(store: Store) -> None:
     search(store, RecordedRunner(EFFECTIVE_64))
-    assert [found["study"]["name"] for found in related_studies(store.engine, "bert-large-uncased")] == ["bert"]
-    assert related_studies(store.engine, "gpt2") == []
+    assert [found["study"]["name"] for found in related_studies(store, "bert-large-uncased")] == ["bert"]
+    assert related_studies(store, "gpt2") == []

@@ -20,7 +20,6 @@ from autotune.execution import gpu_monitor
 from autotune.store.opening import open_store
 from autotune.store.leases import name_of_study
 from autotune.tuning import run
-from autotune.tuning.machine import ThisMachine
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.studies import recorded_request
 
@@ -53,9 +52,7 @@ def search(request, loses):
     trials = Trials(request, loses)
     @contextlib.contextmanager
     def place(request, folder, note, warm):
-        yield run.Place(
-            [Server()], ThisMachine(), lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note)
-        )
+        yield run.Place([Server()], lambda context, _: gpu_monitor.WatchedExecutor(trials, context, note))
     run.on_this_machine = place
     observer, error = RecordingObserver(), None
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from autotune.core.candidate import Document
@@ -11,7 +11,6 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.options import BY_NAME
 from autotune.models import catalog
 from autotune.results.html.markup import Markup, element
-from autotune.store.queue import AgentRecord
 
 # The fields, each with its label and an example; the second half is folded away.
 _FIELDS = (
@@ -80,11 +79,10 @@ def command_of(form: Mapping[str, Any], url: str) -> str:
     return shlex.join(words)
 
 
-def render_form(asked: Mapping[str, str], agents: Sequence[AgentRecord], codes: Collection[str] = ()) -> Markup:
-    """Render the form with what was asked for; the GPUs of these agents and this code can be chosen."""
+def render_form(asked: Mapping[str, str], devices: Collection[str], codes: Collection[str] = ()) -> Markup:
+    """Render the form with what was asked for; these devices and this code can be chosen."""
     more = [field for field in _MORE_FIELDS if field[0] != "code" or codes]
     is_more_open = any(asked.get(name) for name, _, _ in _MORE_FIELDS)
-    gpus = sorted({"cpu" if a.device["kind"] == "cpu" else str(a.device["name"]) for a in agents})
     return element(
         "form",
         [_field(asked, *field, is_required=field[0] == "model" and not codes) for field in _FIELDS],
@@ -96,7 +94,7 @@ def render_form(asked: Mapping[str, str], agents: Sequence[AgentRecord], codes: 
             open=is_more_open,
         ),
         element("datalist", [element("option", value=entry.name) for entry in catalog.entries()], id="models"),
-        element("datalist", [element("option", value=name) for name in gpus], id="gpus"),
+        element("datalist", [element("option", value=name) for name in sorted(devices)], id="gpus"),
         element("datalist", [element("option", value=name) for name in sorted(codes)], id="codes") if codes else None,
         element(
             "div",

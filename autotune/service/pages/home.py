@@ -1,15 +1,13 @@
-"""Show the form, the queue and the agents, and accept submitted forms."""
+"""Show the form, the queue and the devices, and accept submitted forms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_bytes
@@ -21,7 +19,7 @@ from autotune.service.pages.frame import Visitor, error_box, form_fields, page, 
 from autotune.service.pages.listing import how_they_ended, searches_table, what_runs
 from autotune.service.pages.rendered import rendered_of
 from autotune.service.problems import problem_document
-from autotune.service.searches import Refusal, Searches, describe_agent, waits_for
+from autotune.service.searches import Searches, describe_devices, waits_for
 from autotune.service.tokens import may_write
 from autotune.store.queue import ENDED, TokenRecord
 
@@ -79,7 +77,7 @@ async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLRe
 
 @router.get("/v1/events", tags=["searches"], response_class=EventStream)
 async def changes(request: Request, token: Reader) -> Response:
-    """Stream an event ``changed`` whenever the queue or the agents changed."""
+    """Stream an event ``changed`` whenever the queue or the devices changed."""
     return EventStream(feeds_of(request).changes())
 
 
@@ -99,7 +97,7 @@ def _home(
         "Searches",
         element("h1", "Search for the fastest configuration"),
         error_box(error) if error else None,
-        render_form(asked, searches.agents(), searches.codes)
+        render_form(asked, _device_names(searches), searches.codes)
         if may_write(token)
         else element("p", told, class_="empty"),
         element("div", parts, data_part="/parts/home", data_events="/v1/events"),
@@ -111,13 +109,12 @@ def _home(
 
 def _parts(searches: Searches) -> list[Child]:
     queue = searches.store.queue
-    agents = searches.agents()
+    hosts = searches.runner.hosts()
     running = queue.jobs(states=["running"], most=_MOST_RUNNING)
     waiting = queue.next_jobs(_MOST_SHOWN)
     ended = queue.jobs(states=ENDED, most=_MOST_SHOWN)
-    told = {job.id: waits_for(job, agents, ahead) for ahead, job in enumerate(waiting)}
-    names = {agent.id: agent.name for agent in agents}
-    told |= {job.id: what_runs(job, names) for job in running}
+    told = {job.id: waits_for(job, hosts, ahead) for ahead, job in enumerate(waiting)}
+    told |= {job.id: what_runs(job) for job in running}
     shown = [*running[:_MOST_SHOWN], *waiting]
     counts = queue.counts()
     more = counts.get("queued", 0) + counts.get("running", 0) - len(shown)
@@ -132,9 +129,9 @@ def _parts(searches: Searches) -> list[Child]:
             element("p", "and ", element("a", f"{more} more", href="/searches")) if more > 0 else None,
         ),
         _section(
-            "Agents",
-            _agents_table([describe_agent(agent, running) for agent in agents], queue.clock()),
-            [_refusal(name, refusal) for name, refusal in searches.refusals().items()],
+            "Devices",
+            _devices_table(searches),
+            [element("p", problem, class_="soft") for problem in searches.runner.problems()],
         ),
         _section(
             "Ended",
@@ -152,40 +149,28 @@ def _section(title: str, *children: Child) -> Markup:
     return element("section", element("h2", title), children)
 
 
-def _agents_table(agents: Sequence[Document], moment: datetime) -> Markup:
-    if not agents:
-        told = "No agent is connected, so nothing runs. On a GPU machine: "
-        return element("p", told, element("code", "autotune agent --server URL"), class_="empty")
+def _devices_table(searches: Searches) -> Markup:
+    devices = describe_devices(searches)
+    if not devices:
+        return element("p", "No device is ready, so nothing runs.", class_="empty")
     rows = [
         element(
             "tr",
-            element("td", agent["name"]),
-            element("td", _device(agent["device"])),
-            element("td", format_bytes(agent["device"]["memory_total_bytes"]), class_="nowrap"),
+            element("td", device["host"]),
+            element("td", device["label"]),
+            element("td", device["name"]),
+            element("td", format_bytes(device["memory_total_bytes"]), class_="nowrap"),
             element(
-                "td", element("a", agent["study"], href=f"/searches/{agent['search']}") if agent["search"] else "idle"
+                "td",
+                element("a", device["study"], href=f"/searches/{device['search']}") if device["search"] else "idle",
             ),
-            element("td", _ago(moment - datetime.fromisoformat(agent["heartbeat_at"])), class_="nowrap"),
         )
-        for agent in agents
+        for device in devices
     ]
-    return table("agents and what they run", ("agent", "device", "memory", "runs", "last heard of"), rows)
+    return table("devices and what runs on them", ("machine", "device", "name", "memory", "runs"), rows)
 
 
-def _refusal(name: str, refusal: Refusal) -> Markup:
-    told = (
-        f"{name} has been refused since {refusal.since:%Y-%m-%d %H:%M} UTC: "
-        f"it is autotune {refusal.version}, this service {__version__}."
-    )
-    return element("p", told, class_="soft")
-
-
-def _device(device: Document) -> str:
-    count = int(device.get("count", 1))
-    return f"{count} × {device['name']}" if count > 1 else str(device["name"])
-
-
-def _ago(age: timedelta) -> str:
-    """Return an age in words that seldom change: a page that is shown should not flicker."""
-    seconds = age.total_seconds()
-    return "just now" if seconds < 15 else f"{int(seconds // 15) * 15} s ago"
+def _device_names(searches: Searches) -> set[str]:
+    """Return what can be asked for as a device."""
+    every = [device for host in searches.runner.hosts() for device in host.devices]
+    return {"cpu" if device.kind == "cpu" else device.name for device in every}

@@ -41,17 +41,16 @@ def listing(
 
 
 def _listing_page(searches: Searches, token: TokenRecord, state: Chosen, before: int | None) -> HTMLResponse:
-    queue, agents = searches.store.queue, searches.agents()
+    queue, hosts = searches.store.queue, searches.runner.hosts()
     found = queue.jobs(states=_STATES[state], before=before, most=_MOST_SHOWN + 1)
     jobs = found[:_MOST_SHOWN]
     ahead = queue.ahead_of([job for job in jobs if job.state == "queued"])
-    names = {agent.id: agent.name for agent in agents}
     told = how_they_ended(searches, [job for job in jobs if job.state in ENDED])
     for job in jobs:
         if job.state == "queued":
-            told[job.id] = waits_for(job, agents, ahead[job.id])
+            told[job.id] = waits_for(job, hosts, ahead[job.id])
         elif job.state == "running":
-            told[job.id] = what_runs(job, names)
+            told[job.id] = what_runs(job)
     links = [
         element("a", name, href=f"/searches?state={name}", aria_current="page" if name == state else None)
         for name in _STATES
@@ -85,10 +84,10 @@ def searches_table(what: str, last: str, jobs: Sequence[JobRecord], told: Mappin
     return table(what, ("search", "state", "model", last, "submitted (UTC)"), rows)
 
 
-def what_runs(job: JobRecord, agents: Mapping[str, str]) -> str:
-    """Say what a running search does; ``agents`` are their names by their ids."""
-    name = agents.get(job.owner or "")
-    return str((job.status or {}).get("running") or (f"starts on {name}" if name else "starts"))
+def what_runs(job: JobRecord) -> str:
+    """Say what a running search does."""
+    host = (job.device or {}).get("host")
+    return str((job.status or {}).get("running") or (f"starts on {host}" if host else "starts"))
 
 
 def how_they_ended(searches: Searches, jobs: Sequence[JobRecord]) -> dict[str, str]:

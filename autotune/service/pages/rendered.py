@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from autotune.results.html.markup import Child, Markup, joined
 from autotune.service.change_events import ChangeEvents
 
-# What changes without a notification, such as how long ago an agent was heard of, may be so old.
+# What changes without a notification, such as a device whose process has ended, may be so old.
 _OLD_SECONDS = 1.0
 # However many ask, and however often the queue changes, rendering takes at most this share of a core.
 _SHARE = 0.2

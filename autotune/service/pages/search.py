@@ -77,7 +77,7 @@ def _search_page(searches: Searches, job: JobRecord, token: TokenRecord) -> HTML
         element("div", _parts(searches, job, token), data_part=f"/parts{path}", data_events=f"/v1{path}/events"),
         element(
             "section",
-            element("h2", "What the agent says", id="lines-title"),
+            element("h2", "What the search says", id="lines-title"),
             element("pre", id="lines", class_="lines", tabindex=0, role="region", aria_labelledby="lines-title"),
             id="told",
             hidden=True,

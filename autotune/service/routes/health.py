@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.service.access import Known, Reader
-from autotune.service.searches import Searches
+from autotune.service.searches import Searches, describe_devices
 from autotune.store.queue import JOB_STATES
 
 router = APIRouter()
@@ -44,17 +42,18 @@ def _metrics(searches: Searches) -> str:
         "# HELP autotune_trials Trials in the database by state.",
         "# TYPE autotune_trials gauge",
         *(f'autotune_trials{{state="{state}"}} {count}' for state, count in searches.trial_counts().items()),
-        "# HELP autotune_leases_lost_total Searches taken back from agents that fell silent, since the start.",
-        "# TYPE autotune_leases_lost_total counter",
-        f"autotune_leases_lost_total {searches.leases_lost}",
-        "# HELP autotune_agent_heartbeat_age_seconds Seconds since an agent was heard of.",
-        "# TYPE autotune_agent_heartbeat_age_seconds gauge",
+        "# HELP autotune_attempts_lost_total Attempts at searches whose process or node was lost, since the start.",
+        "# TYPE autotune_attempts_lost_total counter",
+        f"autotune_attempts_lost_total {searches.runner.lost}",
+        "# HELP autotune_problems What keeps devices from searching now.",
+        "# TYPE autotune_problems gauge",
+        f"autotune_problems {len(searches.runner.problems())}",
+        "# HELP autotune_device_busy Whether a search runs on a device.",
+        "# TYPE autotune_device_busy gauge",
     ]
-    moment = queue.clock()
-    for agent in searches.agents():
-        age = max(timedelta(0), moment - agent.heartbeat_at).total_seconds()
-        labels = f'agent="{agent.id}",name="{_escaped(agent.name)}",device="{_escaped(str(agent.device["name"]))}"'
-        lines.append(f"autotune_agent_heartbeat_age_seconds{{{labels}}} {age:.1f}")
+    for device in describe_devices(searches):
+        labels = ",".join(f'{label}="{_escaped(str(device[label]))}"' for label in ("host", "label", "name"))
+        lines.append(f"autotune_device_busy{{{labels}}} {int(device['search'] is not None)}")
     return "\n".join(lines) + "\n"
 
 

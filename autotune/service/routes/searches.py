@@ -36,7 +36,7 @@ def _submission_schema() -> Document:
         if option.kind.choices and option.kind.name == "choice":
             told["enum"] = list(option.kind.choices)
         properties[name] = told
-    properties["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any agent's]"
+    properties["device"]["description"] = "cpu, cuda, or a part of a GPU's name [default: any]"
     properties["priority"] = {"type": "integer", "minimum": 0, "maximum": 10, "default": 0}
     properties["needs"] = {
         "type": "object",
@@ -98,7 +98,7 @@ def show(search: str, token: Reader, searches: Known) -> Document:
 
 @router.delete("/v1/searches/{search}", status_code=202)
 def cancel(search: str, token: Writer, searches: Known) -> Document:
-    """Cancel a search: at once where it waits, else through its agent. What was measured stays."""
+    """Cancel a search: at once where it waits, else soon. What was measured stays."""
     return searches.describe(searches.cancel(searches.job(search)))
 
 
@@ -172,5 +172,5 @@ def trial_log(searches: Searches, search: str, number: int) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError as error:
         raise UnknownStudyError(
-            f"the log of trial {number} is not on this machine", f"its agent has it at {trial.log_path}"
+            f"the log of trial {number} is not on this machine", "it was removed, or the trial ran elsewhere"
         ) from error

@@ -22,7 +22,7 @@ def submit(
     response: Response, token: Submitter, searches: Known,
     idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
 ) -> Document:  # fmt: skip
-    """Queue a verification for an agent with the device that the study was measured on. 202 with its Location."""
+    """Queue a verification on a device like the one that the study was measured on. 202 with its Location."""
     job, is_new = searches.submit_verification(document, by=token.name, idempotency_key=idempotency_key)
     response.status_code = 202 if is_new else 200
     response.headers["Location"] = f"/v1/verify/{job.id}"

@@ -1,4 +1,4 @@
-"""Start processes on the nodes of a Ray cluster, as actors; the one home of Ray.
+"""Connect to a Ray cluster and start actors on its nodes; the one home of Ray.
 
 Only actors are used, neither Ray Tune nor Ray Train, which have loops of their own. A cluster is used only where it
 asks for a token: everyone who reaches a cluster without one can run code on its nodes.
@@ -11,14 +11,12 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from autotune.core.candidate import Document
-from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError
+from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
 from autotune.core.installation import how_to_add
 
 SCHEME = "ray://"
@@ -48,6 +46,8 @@ class NodeLostError(Exception):
 class ClusterNode:
     """What a node offers to Ray."""
 
+    id: str
+    """Ray's own, for as long as the node is up."""
     host: str
     gpus: int
     cpus: int
@@ -101,56 +101,21 @@ def trusts_without_token() -> bool:
     return os.environ.get(WITHOUT_TOKEN_VARIABLE, "") not in ("", "0")
 
 
-class RayActor:
-    """An object in a process of its own on a node, which answers one question at a time."""
-
-    def __init__(self, cluster: RayCluster, handle: Any) -> None:
-        self._cluster = cluster
-        self._handle = handle
-
-    def ask(self, question: str, document: Document, timeout_seconds: float) -> Document:
-        """Return the object's answer; raises ``NodeLostError`` where none comes in time."""
-        return self._answer(self.begin(question, document), timeout_seconds)
-
-    def begin(self, question: str, document: Document) -> Any:
-        """Ask without waiting; return a ticket for the answer."""
-        return self._handle.ask.remote(question, document)
-
-    def finish(self, ticket: Any) -> Document:
-        """Return the answer, which is there; raises ``NodeLostError`` where none will come."""
-        return self._answer(ticket, _FETCH_SECONDS)
-
-    def _answer(self, ticket: Any, timeout_seconds: float) -> Document:
-        ray = self._cluster.ray
-        try:
-            answer: Document = ray.get(ticket, timeout=timeout_seconds)
-            return answer
-        except ray.exceptions.GetTimeoutError as error:
-            raise NodeLostError(f"it said nothing for {timeout_seconds:.0f} s") from error
-        except ray.exceptions.OutOfMemoryError as error:
-            raise NodeLostError("Ray ended its process, since the host's memory was used up") from error
-        except ray.exceptions.RayTaskError as error:
-            raise AutotuneError(
-                f"a process on the cluster failed: {_last_line(error)}", "please report this, with the log of Ray"
-            ) from error
-        except (ray.exceptions.RayError, ConnectionError) as error:
-            raise NodeLostError(_how_it_was_lost(error, ray)) from error
-
-    def end(self) -> None:
-        """End the process at once."""
-        with contextlib.suppress(Exception):
-            self._cluster.ray.kill(self._handle, no_restart=True)
-
-
 class RayCluster:
-    """A context manager that is connected to a cluster; on leaving, every actor of it ends."""
+    """A connection to a cluster. Its methods may be called by several threads.
+
+    What keeps it from being reached is a ``ServiceError``; an actor that is gone is a ``NodeLostError``.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = check_address(address)
         self.ray: Any = None
         self._is_ours = False
+        self._guard = threading.Lock()
+        self._target = ""
 
-    def __enter__(self) -> Self:
+    def connect(self) -> None:
+        """Connect; raises ``ServiceError`` where there is no cluster, or one that is not to be used."""
         token = self._check_token_here()
         if token is not None:
             # Ray reads the mode when it is imported.
@@ -169,14 +134,23 @@ class RayCluster:
         except ImportError as error:
             raise _not_installed() from error
         self.ray = ray
+        self._target = target if is_control_server else self.address
         if not ray.is_initialized():
-            self._connect(target if is_control_server else self.address)
+            self._connect(self._target)
             self._is_ours = True
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def connect_again(self) -> None:
+        """Connect anew where the connection was lost; raises ``ServiceError`` while the cluster is away."""
+        with self._guard:
+            with contextlib.suppress(Exception):
+                if self.ray.is_initialized() and self.ray.nodes():
+                    return
+            with contextlib.suppress(Exception):
+                self.ray.shutdown()
+            self._connect(self._target)
+
+    def close(self) -> None:
+        """Let go of the cluster; actors that are detached run on."""
         if self._is_ours:
             with contextlib.suppress(Exception):
                 self.ray.shutdown()
@@ -242,7 +216,7 @@ class RayCluster:
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
                 with _signal_handlers_kept():
-                    self.ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+                    self.ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
                 return
             except RuntimeError as error:
                 # Ray refuses another version of itself or of Python, and says which.
@@ -259,16 +233,37 @@ class RayCluster:
                     "ray://HOST:10001 is for machines outside of the cluster, ray://auto for its nodes",
                 ) from error
 
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turn Ray's errors into the two that there are."""
+        ray = self.ray
+        try:
+            yield
+        except ray.exceptions.OutOfMemoryError as error:
+            raise NodeLostError("Ray ended its process, since the host's memory was used up") from error
+        except ray.exceptions.RayTaskError as error:
+            raise AutotuneError(
+                f"a process on the cluster failed: {_last_line(error)}", "please report this, with the log of Ray"
+            ) from error
+        except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError) as error:
+            raise NodeLostError(_how_it_was_lost(error, ray)) from error
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError) as error:
+            message = f"the Ray cluster at {self.address} does not answer: {_last_line(error)}"
+            raise ServiceError(message, "see ray status on its head", status=0) from error
+
     def nodes(self) -> tuple[ClusterNode, ...]:
         """Return the nodes that are alive, those with the most GPUs first."""
         found = []
-        for node in self.ray.nodes():
+        with self._errors():
+            nodes = self.ray.nodes()
+        for node in nodes:
             if not node["Alive"]:
                 continue
             offered = node["Resources"]
             kinds = [name.partition(":")[2] for name in offered if name.startswith("accelerator_type:")]
             found.append(
                 ClusterNode(
+                    str(node["NodeID"]),
                     str(node["NodeManagerHostname"]),
                     int(offered.get("GPU", 0)),
                     int(offered.get("CPU", 0)),
@@ -277,55 +272,57 @@ class RayCluster:
             )
         return tuple(sorted(found, key=lambda node: -node.gpus))
 
-    def answered(self, tickets: Sequence[Any], wait_seconds: float) -> list[Any]:
-        """Return the tickets whose answers are there, waiting at most so long for the first."""
-        if not tickets:
-            return []
-        ready: list[Any] = self.ray.wait(list(tickets), timeout=wait_seconds)[0]
-        return ready
+    def start(
+        self, kind: type, arguments: tuple[Any, ...], node: str, *, gpus: int, cpus: int, name: str | None
+    ) -> Any:
+        """Start an actor of a class on a node, and do not wait for it; one with a name outlives this process."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def start(self, kind: type, *, gpus: int, wait_seconds: float | None, on_wait: Callable[[], None]) -> RayActor:
-        """Start an object of a class on a node with so many free GPUs, or with a free core where that is none.
+        options: dict[str, Any] = {
+            "num_gpus": gpus,
+            "num_cpus": cpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            # A question may wait for news while another one is asked.
+            "max_concurrency": 4,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        if name is not None:
+            options |= {"name": name, "namespace": _NAMESPACE, "lifetime": "detached"}
+        with self._errors():
+            return self.ray.remote(kind).options(**options).remote(*arguments)
 
-        Without one that is free it waits, and calls ``on_wait`` once. Raises ``DeviceError`` where that takes longer
-        than ``wait_seconds``, or where no process can be started.
-        """
-        ray = self.ray
-        # A CPU trains with all cores, but one that is reserved keeps a second actor of this kind away.
-        handle = (
-            ray.remote(kind)
-            .options(num_gpus=gpus, num_cpus=0 if gpus else 1, max_restarts=0, max_task_retries=0)
-            .remote()
-        )
-        actor = RayActor(self, handle)
-        try:
-            started = handle.ask.remote("facts", {})
-            ready, _ = ray.wait([started], timeout=_PATIENCE_SECONDS)
-            if not ready:
-                on_wait()
-                ready, _ = ray.wait([started], timeout=wait_seconds)
-            if not ready:
-                what = f"{gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "CPU"
-                raise DeviceError(
-                    f"no node of the Ray cluster had {what} free for {wait_seconds or 0:.0f} s",
-                    "add --wait to wait until others end; ray status shows who uses the cluster",
-                )
-            ray.get(started)
-        except ray.exceptions.RayError as error:
-            actor.end()
-            raise DeviceError(
-                f"no process of autotune starts on the Ray cluster: {_last_line(error)}",
-                "install the same autotune on every node, in the environment that runs Ray there",
-            ) from error
-        except BaseException:
-            actor.end()
-            raise
-        return actor
+    def find(self, name: str) -> Any:
+        """Return the actor of this name; ``None`` where there is none."""
+        with self._errors():
+            try:
+                return self.ray.get_actor(name, namespace=_NAMESPACE)
+            except ValueError:
+                return None
+
+    def call(self, actor: Any, question: str, *arguments: Any) -> Any:
+        """Ask an actor without waiting; return a ticket for the answer."""
+        with self._errors():
+            return getattr(actor, question).remote(*arguments)
+
+    def is_ready(self, ticket: Any, wait_seconds: float) -> bool:
+        """Return whether an answer is there, waiting at most so long."""
+        with self._errors():
+            return bool(self.ray.wait([ticket], timeout=wait_seconds)[0])
+
+    def get(self, ticket: Any) -> Any:
+        """Return the answer."""
+        with self._errors():
+            return self.ray.get(ticket, timeout=_FETCH_SECONDS)
+
+    def kill(self, actor: Any) -> None:
+        """End an actor's process at once."""
+        with contextlib.suppress(Exception):
+            self.ray.kill(actor, no_restart=True)
 
 
+_NAMESPACE = "autotune"
 _FETCH_SECONDS = 60.0
-_PATIENCE_SECONDS = 10.0
-"""A process of an idle cluster starts in a second or two."""
 
 
 def _not_installed() -> InvalidRequestError:

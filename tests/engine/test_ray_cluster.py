@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from autotune.execution.ray_cluster import RayCluster, check_address, find_token
 
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.execution import ray_cluster
-from autotune.execution.ray_cluster import RayCluster, check_address, find_token
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from processes import all_gone, is_alive, processes_named, processes_with, wait_until
-
 from autotune.execution.ray_cluster import WITHOUT_TOKEN_VARIABLE
+from processes import all_gone, is_alive, processes_named, processes_with, wait_until
 
 pytestmark = [
     pytest.mark.ray,

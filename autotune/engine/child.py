@@ -1,0 +1,336 @@
+"""Run searches handed over on standard input, one after the other, and say what happens on standard output.
+
+The process of an engine: ``python -m autotune.engine.child [DEVICE]``. Each line is a JSON object. It ends when its
+standard input does, and the search that runs then with it.
+
+The search runs in the main thread, as on the command line. A thread reads standard input; where the search is to end,
+it sends this process a SIGTERM, which ends a search at once. Between searches an idle trial server is kept, so that a
+search need not wait for the imports of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from autotune.core.candidate import Candidate, Document
+from autotune.core.errors import AutotuneError, PromiseMissedError, TrialServerError
+from autotune.core.messages import Progress
+from autotune.core.outcome import Completed, OutOfMemory
+from autotune.core.placement import Placement
+from autotune.core.schema import decode, encode
+from autotune.devices import Device, find_device, list_devices
+from autotune.engine.work import Work, problem_of, search_request
+from autotune.estimate.history import History
+from autotune.execution import WarmServer
+from autotune.store.opening import open_store
+from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.transfer import read_study, take_in_study
+from autotune.tuning.allowed import check_request
+from autotune.tuning.narrator import Narrator
+from autotune.tuning.prepare import Prepared
+from autotune.tuning.run import log_folder, run_search
+
+_STATUS_SECONDS = 0.5
+"""The running step changes often; it is not told more often than this."""
+# Of each trial, for whoever cannot read this machine's files.
+_MOST_LOG_BYTES = 16 * 1024
+# What a search imports when it needs it.
+_OF_A_SEARCH = ("autotune.tuning.loop", "autotune.execution.gpu_monitor")
+
+Say = Callable[[str, Document], None]
+
+
+class Teller(Narrator):
+    """An observer that hands on what happens as messages, besides the lines that a terminal would show."""
+
+    def __init__(self, say: Say, record: Callable[[TrialRecord | None], None] = lambda trial: None) -> None:
+        self._say_message = say
+        self._record = record
+        self._shown_at = -_STATUS_SECONDS
+        super().__init__(lambda text, style: say("line", {"text": text, "style": style}))
+
+    def begins(self, prepared: Prepared, study: StudyRecord) -> None:
+        """Tell what is searched, and under which ceiling."""
+        super().begins(prepared, study)
+        device = prepared.request.device
+        self._record(None)
+        self._say_message(
+            "study",
+            {
+                "study": study.name,
+                "model": prepared.request.workload.model,
+                "objective": prepared.request.objective,
+                "effective_batch": prepared.request.effective_batch,
+                "device": device.name,
+                "cap_bytes": prepared.ceiling.cap_bytes,
+                "line_bytes": prepared.ceiling.line_bytes,
+            },
+        )
+
+    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None:
+        """Tell which trial begins."""
+        super().trial_begins(number, candidate, stage)
+        self._say_message("trial_begins", {"number": number, "stage": stage, "description": candidate.describe()})
+        self._show(is_urgent=True)
+
+    def progress(self, number: int, progress: Progress) -> None:
+        """Show the phase or the step."""
+        super().progress(number, progress)
+        self._show()
+
+    def trial_ends(self, trial: TrialRecord, history: History) -> None:
+        """Tell how a trial ended."""
+        super().trial_ends(trial, history)
+        self._record(trial)
+        outcome = trial.outcome
+        measured = outcome.measurement if isinstance(outcome, Completed) else None
+        peaks = measured or (outcome if isinstance(outcome, OutOfMemory) else None)
+        self._say_message(
+            "trial",
+            {
+                "number": trial.number,
+                "stage": trial.stage,
+                "state": trial.state,
+                "description": trial.candidate.describe(),
+                "candidate": trial.candidate.parameters(),
+                "samples_per_second": measured.samples_per_second if measured else None,
+                "relative_spread": measured.known_spread if measured else None,
+                "peak_reserved_bytes": peaks.peak_reserved_bytes if peaks else None,
+                "seconds": trial.seconds,
+            },
+        )
+        self._show(is_urgent=True)
+
+    def _show(self, *, is_urgent: bool = False) -> None:
+        moment = time.monotonic()
+        if is_urgent or moment - self._shown_at >= _STATUS_SECONDS:
+            self._shown_at = moment
+            self._say_message("status", self.status())
+
+
+class _Child:
+    """Takes work, one at a time, until it is told to stop."""
+
+    def __init__(self, source: int, sink: TextIO, device: Device | None) -> None:
+        self._source = source
+        self._sink = sink
+        self._device = device
+        self._warm = WarmServer()
+        self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._guard = threading.Lock()
+        self._current: str | None = None
+        """The work that may be interrupted."""
+        self._cancelled: set[str] = set()
+        self._is_interruptible = False
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Do what is asked until standard input or a signal ends it."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        with self._warm:
+            if self._device is not None:
+                self._warm.prepare(Placement.of(self._device), os.environ)
+            for name in _OF_A_SEARCH:
+                importlib.import_module(name)
+            self._say("", "ready", {})
+            while not self._is_stopping and (work := self._waiting.get()) is not None:
+                self._do(work)
+                if self._device is not None and not self._is_stopping:
+                    self._warm.prepare(Placement.of(self._device), os.environ)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._current not in self._cancelled:
+            # One that ends a search alone is sent from within.
+            self._is_stopping = True
+            self._waiting.put(None)
+        if self._is_interruptible:
+            self._is_interruptible = False
+            raise KeyboardInterrupt
+
+    def _read(self) -> None:
+        pending = b""
+        # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
+        with contextlib.suppress(OSError):
+            while part := os.read(self._source, 1 << 16):
+                *lines, pending = (pending + part).split(b"\n")
+                for line in lines:
+                    self._take(json.loads(line))
+        self._is_stopping = True
+        self._waiting.put(None)
+        with self._guard:
+            if self._current is not None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _take(self, message: Document) -> None:
+        if "work" in message:
+            self._waiting.put(decode(message["work"], Work))
+            return
+        work_id = str(message["cancel"])
+        with self._guard:
+            self._cancelled.add(work_id)
+            if self._current == work_id:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say(self, work_id: str, kind: str, document: Document) -> None:
+        self._sink.write(json.dumps({"work": work_id, "kind": kind, "document": document}) + "\n")
+        self._sink.flush()
+
+    def _do(self, work: Work) -> None:
+        """Run a search or a verification, and say how it ended."""
+
+        def say(kind: str, document: Document) -> None:
+            self._say(work.id, kind, document)
+
+        state, problem = "failed", None
+        try:
+            with self._guard:
+                self._current = work.id
+            self._is_interruptible = True
+            if work.id in self._cancelled or self._is_stopping:
+                raise KeyboardInterrupt
+            # A Ctrl-C during a trial ends the search after it.
+            state = "finished" if self._run(work, say) else "interrupted"
+        except KeyboardInterrupt:
+            state = "interrupted"
+        except AutotuneError as error:
+            problem = problem_of(error)
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            told = f"the process of the search failed: {type(error).__name__}: {error}"
+            problem = problem_of(TrialServerError(told[:500], "see the log of the service"))
+        finally:
+            self._is_interruptible = False
+            with self._guard:
+                self._current = None
+        say("end", {"state": state, "problem": problem})
+
+    def _run(self, work: Work, say: Say) -> bool:
+        """Do the work in its database; return whether it came to its end."""
+        with contextlib.ExitStack() as stack:
+            if work.storage is not None:
+                return (
+                    self._search(work, work.storage, Teller(say))
+                    if work.kind != "verify"
+                    else _verify(work, work.storage, self._devices(work), say)
+                )
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True))
+            storage = str(Path(folder) / "autotune.db")
+            store = stack.enter_context(open_store(storage))
+            for document in work.studies:
+                take_in_study(store, document)
+            if work.kind == "verify":
+                return _verify(work, storage, self._devices(work), say)
+
+            def record(trial: TrialRecord | None) -> None:
+                document = read_study(store, work.study, [trial.id] if trial else [])
+                if document is not None:
+                    say("record", document)
+                if (text := _end_of_log(trial)) is not None and trial is not None:
+                    say("log", {"number": trial.number, "text": text})
+
+            try:
+                return self._search(work, storage, Teller(say, record))
+            finally:
+                # Whatever was missed on the way: how the study ended, trials that were interrupted, Optuna's study.
+                whole = read_study(store, work.study, with_optuna=True)
+                if whole is not None:
+                    say("record", whole)
+
+    def _search(self, work: Work, storage: str, teller: Teller) -> bool:
+        devices = self._devices(work)
+        if work.kind == "resume":
+            request = _resumed(work, storage, devices)
+        else:
+            if work.code is not None and Path(work.code.folder).is_dir():
+                os.chdir(work.code.folder)
+            request = search_request(work.options, devices, work.study, work.code)
+        check_request(request)
+        record, _ = run_search(request, storage, teller, wait=work.wait, warm=self._warm)
+        return record.state == "finished"
+
+    @staticmethod
+    def _devices(work: Work) -> list[Device]:
+        if work.devices:
+            return [find_device(uuid) for uuid in work.devices]
+        seen = list_devices()
+        return [device for device in seen if device.kind == "cuda"] or list(seen[:1])
+
+
+def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
+    from autotune.tuning.studies import Budget, recorded_request
+
+    options = work.options
+    with open_store(storage, create=False) as store:
+        budget = Budget(options.get("trials"), options.get("time_budget"), options.get("trial_timeout"))
+        several = devices if len(devices) > 1 else ()
+        return recorded_request(
+            store, work.study, devices[0].uuid, budget, several, parallel=bool(options.get("parallel"))
+        )
+
+
+def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
+    """Run a stock Trainer as a study exports it, and tell what it came to."""
+    from autotune.results.report import load_report
+    from autotune.verify.json_document import verification_document
+    from autotune.verify.target import placement_of, target_of
+    from autotune.verify.text import verification_lines
+    from autotune.verify.throughput import verify
+
+    with open_store(storage) as store:
+        report = load_report(store, work.study)
+    # Other devices of this machine are those of other searches.
+    target = target_of(report, placement_of(report, devices))
+
+    def note(text: str) -> None:
+        say("line", {"text": text, "style": None})
+
+    note(f"training {report.workload['model']} for {work.options['steps']} steps with a stock Trainer")
+    log_path = log_folder(storage, work.study) / "verify.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    again = bool(work.options.get("again"))
+    verification = verify(target, int(work.options["steps"]), log_path, again=again, wait=work.wait, note=note)
+    missed = None
+    try:
+        verification.check()
+    except PromiseMissedError as error:
+        missed = problem_of(error)
+    told = encode(verification_document(verification))
+    say("verification", {"verification": told, "problem": missed, "lines": verification_lines(verification)})
+    return True
+
+
+def _end_of_log(trial: TrialRecord | None) -> str | None:
+    if trial is None or trial.log_path is None:
+        return None
+    with contextlib.suppress(OSError):
+        return Path(trial.log_path).read_bytes()[-_MOST_LOG_BYTES:].decode("utf-8", "replace")
+    return None
+
+
+def main() -> None:
+    """Serve the engine that started this process."""
+    sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # What a library prints is no message.
+    os.dup2(2, 1)
+    device = find_device(sys.argv[1]) if len(sys.argv) > 1 else None
+    # Whoever reads has gone: there is nothing left to say.
+    with contextlib.suppress(BrokenPipeError):
+        _Child(0, sink, device).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Run one search on a cluster for the command line, and record it in a database of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.core.candidate import Document
+from autotune.core.errors import (
+    AutotuneError,
+    DeviceError,
+    InvalidRequestError,
+    TrialServerError,
+    error_with_code,
+)
+from autotune.core.options import json_value
+from autotune.core.units import plural
+from autotune.devices import Device
+from autotune.engine.ray import RayEngine
+from autotune.engine.work import NOT_OF_THE_WORK, Code, Engine, Host, Message, Run, Work, code_in, search_request
+from autotune.results.report import Report, load_report
+from autotune.store.location import resolve_location
+from autotune.store.opening import open_store
+from autotune.store.records import StudyRecord
+from autotune.store.repository import Store
+from autotune.store.transfer import read_study, related_studies, take_in_study
+from autotune.tuning.allowed import check_request
+from autotune.tuning.exclusive import hold_lease, take_turn
+from autotune.tuning.run import log_folder, study_names
+
+if TYPE_CHECKING:
+    from autotune.tuning.request import SearchRequest
+
+_MOST_LOSSES = 3
+_LISTEN_SECONDS = 1.0
+
+Show = Callable[[Message], None]
+"""Is called with each message that is for the user."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A search that is to run on a cluster."""
+
+    options: Document
+    """As typed: ``device`` and ``gpus`` say what a node must have."""
+    study: str | None = None
+    resumes: bool = False
+
+    @property
+    def code(self) -> Code | None:
+        """The user's own code, which every node has under the same path."""
+        return None if self.resumes else code_in(self.options, Path.cwd())
+
+    def work_options(self) -> Document:
+        """Return the options that the node is told."""
+        left_out = {*NOT_OF_THE_WORK, "device", "study"}
+        return {name: json_value(value) for name, value in self.options.items() if name not in left_out}
+
+
+def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wait: bool) -> tuple[StudyRecord, Report]:
+    """Search on a cluster, record what it says, and return the study and its report; raises as a search here does.
+
+    Where the node is lost, the search goes on from what is recorded, on another node or the same one.
+    """
+    engine = RayEngine(address)
+    try:
+        host, devices = _place(engine, asked.options)
+        with contextlib.ExitStack() as stack:
+            request = _request_here(asked, storage, devices)
+            path = resolve_location(storage).path
+            has_database = path is None or path.exists()
+            store = stack.enter_context(open_store(storage)) if has_database else None
+
+            def is_taken(name: str) -> bool:
+                return store is not None and store.study(name) is not None
+
+            database = os.path.realpath(path) if path is not None else resolve_location(storage).label
+            names = asked.study or (lambda: study_names(request))
+
+            def note(text: str) -> None:
+                show(Message(0, "line", {"text": text, "style": "dim"}))
+
+            # The node holds its devices itself.
+            turn = stack.enter_context(take_turn((), names, database, wait=wait, note=note, is_taken=is_taken))
+            store = store or stack.enter_context(open_store(storage))
+            stack.enter_context(hold_lease(store, turn.study, wait=wait, note=note))
+            work = Work(_name_of(database, turn.study), turn.study, asked.work_options(), code=asked.code, wait=wait)
+            work = replace(work, kind="resume" if asked.resumes else "search")
+            _record_to_the_end(engine, work, store, storage, (host, devices), show, asked)
+            record = store.existing_study(turn.study)
+            return record, load_report(store, turn.study)
+    finally:
+        engine.close()
+
+
+def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> SearchRequest:
+    """Return the request on the node's devices, to find what is wrong with it before anything is started."""
+    if not asked.resumes:
+        options = {**asked.work_options(), **({"gpus": str(len(devices))} if len(devices) > 1 else {})}
+        request = search_request(options, devices, asked.study, asked.code)
+    else:
+        from autotune.tuning.studies import recorded_request
+
+        with open_store(storage, create=False) as store:
+            several = devices if len(devices) > 1 else devices[:1]
+            request = recorded_request(store, str(asked.study), None, None, several)
+    check_request(request)
+    return request
+
+
+def _name_of(database: str, study: str) -> str:
+    """Return the name of a study's actor: the same command finds it again after it was killed."""
+    return hashlib.sha256(f"{database}\0{study}".encode()).hexdigest()[:32]
+
+
+def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
+    """Return a node and the devices of it that the options ask for; ``DeviceError`` where no node has them."""
+    hosts = engine.hosts()
+    if not hosts:
+        why = "; ".join(engine.problems()) or "the Ray cluster has no node"
+        raise DeviceError(why, "install the same autotune on every node, in the environment that runs Ray there")
+    device, gpus = options.get("device"), options.get("gpus")
+    if device not in (None, "cpu", "cuda"):
+        raise InvalidRequestError(
+            f"--device {device}: Ray chooses the GPU of a cluster", "use --device cuda or cpu, or --gpus N"
+        )
+    if device is not None and gpus is not None:
+        raise InvalidRequestError(
+            f"--device {device} is one device, and --gpus {gpus} names others", "give one of the two"
+        )
+    if gpus is not None and gpus != "all" and not (str(gpus).isascii() and str(gpus).isdigit() and int(gpus)):
+        raise InvalidRequestError(f"--gpus {gpus}: Ray chooses the GPUs of a cluster", "write how many: --gpus 2")
+    by_gpus = sorted(hosts, key=lambda host: -_count_gpus(host))
+    most = _count_gpus(by_gpus[0])
+    if device == "cpu" or (device is None and gpus is None and most == 0):
+        host = next((host for host in reversed(by_gpus) if _count_gpus(host) == 0), None)
+        if host is None:
+            raise DeviceError("every node of the Ray cluster has GPUs", "leave --device cpu out")
+        return host, host.devices[:1]
+    count = 1 if gpus is None else most if gpus == "all" else int(gpus)
+    if most < max(1, count):
+        given = f"--gpus {gpus}" if gpus is not None else f"--device {device}"
+        have = ", ".join(_in_words(host) for host in by_gpus)
+        raise DeviceError(
+            f"{given}: no node of the Ray cluster has {plural(max(1, count), 'GPU')}; it has {have}",
+            "ask for what one node has, or add a node",
+        )
+    host = next(host for host in reversed(by_gpus) if _count_gpus(host) >= count)
+    return host, host.devices[:count]
+
+
+def _count_gpus(host: Host) -> int:
+    return sum(device.kind == "cuda" for device in host.devices)
+
+
+def _in_words(host: Host) -> str:
+    gpus = _count_gpus(host)
+    return f"{host.name} ({gpus} {host.devices[0].name})" if gpus else f"{host.name} (no GPU)"
+
+
+def _record_to_the_end(
+    engine: RayEngine,
+    work: Work,
+    store: Store,
+    storage: str,
+    place: tuple[Host, Sequence[Device]],
+    show: Show,
+    asked: Asked,
+) -> None:
+    """Run the search as often as it loses its node, a few times at most; raise the error that ended it."""
+    losses = 0
+    while True:
+        end = _record(_started(engine, work, store, place), store, storage, work.study, show)
+        if end["state"] in ("finished", "interrupted"):
+            return
+        if end["state"] == "failed":
+            raise _error_of(end.get("problem") or {})
+        losses += 1
+        if losses == _MOST_LOSSES:
+            raise TrialServerError(
+                f"{losses} nodes were lost during the search, the last one: {end['why']}",
+                "every trial is recorded; autotune resume goes on once the reason is known",
+            )
+        show(Message(0, "line", {"text": f"{end['why']}; the search goes on from what is recorded", "style": "dim"}))
+        engine.refresh()
+        place = _place(engine, asked.options)
+
+
+def _started(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequence[Device]]) -> Run:
+    """Return the run of a search that goes on there from before, or start it."""
+    known = engine.find(work.id)
+    if known is not None:
+        return known
+    host, devices = place
+    own = read_study(store, work.study)
+    related = [] if work.options.get("fresh") else related_studies(store, str(work.options.get("model") or ""))
+    others = [each for each in related if each["study"]["name"] != work.study]
+    studies = (*([own] if own is not None else []), *others)
+    return engine.start(replace(work, studies=studies, devices=tuple(device.uuid for device in devices)), host)
+
+
+def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Document:
+    """Take what a run says, to its end, which is returned. Ctrl-C has it end first."""
+    heard, is_asked = 0, False
+    with _closing(run):
+        while True:
+            try:
+                for message in run.messages(heard, _LISTEN_SECONDS):
+                    if message.kind == "record":
+                        take_in_study(store, message.document, study)
+                    elif message.kind == "log":
+                        _keep_log(log_folder(storage, study), message.document)
+                    elif message.kind == "end":
+                        return message.document
+                    else:
+                        show(message)
+                    heard = message.number
+            except KeyboardInterrupt:
+                if is_asked:
+                    raise
+                is_asked = True
+                run.cancel()
+
+
+@contextlib.contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        run.close()
+
+
+def _keep_log(folder: Path, log: Document) -> None:
+    # A search goes on where a log cannot be written.
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"trial-{int(log['number']):04d}.log"
+        path.write_text(str(log["text"]), encoding="utf-8", errors="replace")
+
+
+def _error_of(problem: dict[str, Any]) -> AutotuneError:
+    message, hint = str(problem.get("message") or "no reason was given"), str(problem.get("hint") or "")
+    return error_with_code(problem.get("exit_code"), message, hint) or AutotuneError(message, hint)

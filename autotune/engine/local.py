@@ -1,0 +1,239 @@
+"""Run searches in child processes of this machine, one for each device, which are started again when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from autotune.core.candidate import Document
+from autotune.core.errors import DeviceError
+from autotune.core.placement import this_host
+from autotune.core.schema import encode
+from autotune.devices import Device, list_devices
+from autotune.engine.work import Host, Message, Run, Work
+
+# Processes that end at once, again and again, are started less and less often.
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+# A process that has lived so long has started well.
+_STARTED_WELL_SECONDS = 60.0
+END_SECONDS = 6.0
+"""How long processes may take to end their searches; they are killed then."""
+_MOST_LINE_BYTES = 2000
+_READ_BYTES = 1 << 16
+
+log = logging.getLogger("autotune.engine")
+
+
+class LocalRun:
+    """A search in a process of this machine."""
+
+    def __init__(self, work_id: str, cancel: Callable[[], object]) -> None:
+        self.work_id = work_id
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._messages: deque[Message] = deque()
+        self._last = 0
+        self.is_over = False
+
+    def add(self, kind: str, document: Document) -> None:
+        """Take what the process said; nothing comes after an end."""
+        with self._changed:
+            if self.is_over:
+                return
+            self.is_over = kind == "end"
+            self._last += 1
+            self._messages.append(Message(self._last, kind, document))
+            self._changed.notify_all()
+
+    def messages(self, after: int, wait_seconds: float) -> list[Message]:
+        """See ``Run.messages``."""
+        with self._changed:
+            while self._messages and self._messages[0].number <= after:
+                self._messages.popleft()
+            if not self._messages:
+                self._changed.wait(wait_seconds)
+            return list(self._messages)
+
+    def cancel(self) -> None:
+        """See ``Run.cancel``."""
+        self._cancel()
+
+    def close(self) -> None:
+        """See ``Run.close``."""
+        if not self.is_over:
+            self._cancel()
+
+
+class ChildProcess:
+    """A process that runs one search at a time (``autotune.engine.child``)."""
+
+    def __init__(self, device: str | None, on_end: Callable[[ChildProcess, str], None]) -> None:
+        """Start it; ``on_end`` is called with the reason once it has ended, by a thread."""
+        self.device = device
+        self.started_at = time.monotonic()
+        self.is_ready = False
+        self._on_end = on_end
+        self._run: LocalRun | None = None
+        self._guard = threading.Lock()
+        words = [sys.executable, "-m", "autotune.engine.child", *([device] if device is not None else [])]
+        # In a session of its own, since a terminal sends Ctrl-C to all processes of one.
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        for target, stream in ((self._read, self._process.stdout), (self._log, self._process.stderr)):
+            threading.Thread(target=target, args=(stream,), name="engine", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def begin(self, work: Work) -> LocalRun:
+        """Hand it work; raises ``DeviceError`` where it is gone or busy."""
+        run = LocalRun(work.id, lambda: self._send({"cancel": work.id}))
+        with self._guard:
+            if self._run is not None and not self._run.is_over:
+                raise DeviceError("this process runs another search", "wait for its end")
+            self._run = run
+        if not self._send({"work": encode(work)}):
+            raise DeviceError("the process of this device has ended", "it is started again")
+        return run
+
+    def _send(self, message: Document) -> bool:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _read(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            with contextlib.suppress(ValueError):
+                told = json.loads(line)
+                self.is_ready |= told["kind"] == "ready"
+                with self._guard:
+                    run = self._run
+                if run is not None and run.work_id == told["work"]:
+                    run.add(told["kind"], told["document"])
+        code = self._process.wait()
+        why = f"its process was ended by signal {-code}" if code < 0 else f"its process ended with the status {code}"
+        with self._guard:
+            run = self._run
+        if run is not None:
+            run.add("end", {"state": "lost", "why": why})
+        self._on_end(self, why)
+
+    def _log(self, stream: IO[bytes]) -> None:
+        """Log what it writes on stderr, a line each, of a long one the beginning."""
+        while line := stream.readline(_READ_BYTES):
+            text = line[:_MOST_LINE_BYTES].decode("utf-8", "replace").rstrip()
+            if text:
+                log.warning(text, extra={"fields": {"process": self.pid, "device": self.device}})
+
+    def tell_to_end(self) -> None:
+        """Have it end, with the search that it runs."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end; one that takes longer is killed."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class LocalEngine:
+    """Searches on the devices of this machine: its GPUs, or its CPU where there is none."""
+
+    shares_storage = True
+
+    def __init__(self) -> None:
+        self._name = this_host()
+        self._guard = threading.Lock()
+        self._children: dict[str, ChildProcess] = {}
+        self._pauses: dict[str, float] = {}
+        self._is_closing = False
+        self.restarts = 0
+        """How often a process was started again."""
+        devices = list_devices()
+        self._devices = tuple([device for device in devices if device.kind == "cuda"] or devices[:1])
+        for device in self._devices:
+            self._start_child(device.uuid)
+
+    def _start_child(self, uuid: str) -> None:
+        with self._guard:
+            if not self._is_closing:
+                self._children[uuid] = ChildProcess(uuid, self._on_end)
+
+    def _on_end(self, child: ChildProcess, why: str) -> None:
+        """Start a process again; one that ended soon after its start, later and later."""
+        assert child.device is not None
+        uuid = child.device
+        with self._guard:
+            if self._is_closing:
+                return
+            lived = time.monotonic() - child.started_at
+            pause = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses.get(uuid, _FIRST_PAUSE_SECONDS / 2))
+            pause = _FIRST_PAUSE_SECONDS if lived >= _STARTED_WELL_SECONDS else pause
+            self._pauses[uuid] = pause
+            self.restarts += 1
+        log.error(f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause}})
+        timer = threading.Timer(pause, self._start_child, [uuid])
+        timer.daemon = True
+        timer.start()
+
+    def hosts(self) -> Sequence[Host]:
+        """See ``Engine.hosts``."""
+        return [Host(self._name, tuple(device for device in self._devices if self._is_up(device)))]
+
+    def _is_up(self, device: Device) -> bool:
+        child = self._children.get(device.uuid)
+        return child is not None and child.is_alive
+
+    def problems(self) -> Sequence[str]:
+        """See ``Engine.problems``."""
+        down = [device.label for device in self._devices if not self._is_up(device)]
+        return [f"the process for searches on {label} has ended and is started again" for label in down]
+
+    def start(self, work: Work, host: Host) -> Run:
+        """See ``Engine.start``; a search on several devices runs in the process of the first."""
+        child = self._children.get(work.devices[0])
+        if child is None:
+            raise DeviceError(f"there is no device {work.devices[0]}", "autotune devices lists them")
+        return child.begin(work)
+
+    def find(self, work_id: str) -> Run | None:
+        """See ``Engine.find``; no process outlives the one that started it."""
+        return None
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        with self._guard:
+            self._is_closing = True
+            children = list(self._children.values())
+        for child in children:
+            child.tell_to_end()
+        deadline = time.monotonic() + END_SECONDS
+        for child in children:
+            child.wait(max(0.1, deadline - time.monotonic()))

@@ -1,0 +1,201 @@
+"""Run searches on the nodes of a Ray cluster: a detached, named actor for each.
+
+The actor holds the GPUs that Ray gave it, and is not restarted by Ray: a search that lost its node is started again by
+whoever asked for it, from what is recorded. A process that was started anew finds the actors again by their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autotune import __version__
+from autotune.core.candidate import Document
+from autotune.core.errors import AutotuneError, DeviceError, ServiceError
+from autotune.core.schema import decode, encode
+from autotune.engine.actor import PATIENCE_SECONDS, NodeFacts, SearchActor, facts_here
+from autotune.engine.ray_cluster import ClusterNode, NodeLostError, RayCluster
+from autotune.engine.work import Host, Message, Run, Work
+
+_REFRESH_SECONDS = 5.0
+_FACTS_SECONDS = 60.0
+_AWAY_SECONDS = 2.0
+
+log = logging.getLogger("autotune.engine")
+
+
+class RayRun:
+    """A search in an actor of a cluster."""
+
+    def __init__(self, cluster: RayCluster, work_id: str, actor: Any, patience_seconds: float) -> None:
+        self._cluster = cluster
+        self._work_id = work_id
+        self._actor = actor
+        self._patience_seconds = patience_seconds
+        self._ticket: Any = None
+        self._away_since: float | None = None
+
+    def messages(self, after: int, wait_seconds: float) -> list[Message]:
+        """See ``Run.messages``. Where the cluster is away for longer than the actor waits, the search is lost."""
+        try:
+            if self._ticket is None:
+                self._ticket = self._cluster.call(self._actor, "messages", after, wait_seconds)
+            # An actor that waits for free GPUs answers once it has them.
+            if not self._cluster.is_ready(self._ticket, wait_seconds + 1.0):
+                return []
+            ticket, self._ticket = self._ticket, None
+            told: list[Document] = self._cluster.get(ticket)
+        except NodeLostError as error:
+            return self._end(after, str(error))
+        except ServiceError as error:
+            return self._wait_for_the_cluster(after, error)
+        self._away_since = None
+        return [decode(message, Message) for message in told]
+
+    @staticmethod
+    def _end(after: int, why: str) -> list[Message]:
+        return [Message(after + 1, "end", {"state": "lost", "why": f"its node was lost: {why}"})]
+
+    def _wait_for_the_cluster(self, after: int, error: ServiceError) -> list[Message]:
+        """Connect again, for as long as the actor would wait."""
+        self._ticket = None
+        moment = time.monotonic()
+        if self._away_since is None:
+            self._away_since = moment
+            log.warning("the cluster is away: %s", error.message)
+        if moment - self._away_since > self._patience_seconds:
+            return self._end(after, error.message)
+        try:
+            self._cluster.connect_again()
+            actor = self._cluster.find(self._work_id)
+        except (ServiceError, NodeLostError):
+            time.sleep(_AWAY_SECONDS)
+            return []
+        if actor is None:
+            return self._end(after, "the cluster does not know it any more")
+        self._actor = actor
+        return []
+
+    def cancel(self) -> None:
+        """See ``Run.cancel``."""
+        with contextlib.suppress(ServiceError, NodeLostError):
+            self._cluster.call(self._actor, "cancel")
+
+    def close(self) -> None:
+        """See ``Run.close``."""
+        with contextlib.suppress(AutotuneError, NodeLostError):
+            ended = self._cluster.call(self._actor, "end")
+            self._cluster.is_ready(ended, 6.0)
+        self._cluster.kill(self._actor)
+
+
+class RayEngine:
+    """Searches on the nodes of one cluster."""
+
+    shares_storage = False
+
+    def __init__(self, address: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Connect; raises ``ServiceError`` where there is no cluster, or one that is not to be used."""
+        self._patience_seconds = patience_seconds
+        self._cluster = RayCluster(address)
+        self._cluster.connect()
+        self._here = facts_here()
+        self._facts: dict[str, NodeFacts] = {}
+        self._refused: dict[str, str] = {}
+        self._hosts: tuple[Host, ...] = ()
+        self._away: str | None = None
+        self._is_closing = threading.Event()
+        self.refresh()
+        self._thread = threading.Thread(target=self._refresh_often, name="cluster", daemon=True)
+        self._thread.start()
+
+    def _refresh_often(self) -> None:
+        while not self._is_closing.wait(_REFRESH_SECONDS):
+            try:
+                self.refresh()
+                self._away = None
+            except AutotuneError as error:
+                self._away = error.message
+                self._hosts = ()
+                with contextlib.suppress(AutotuneError):
+                    self._cluster.connect_again()
+
+    def refresh(self) -> None:
+        """Look which nodes there are, and ask new ones what they have."""
+        nodes = {node.id: node for node in self._cluster.nodes()}
+        self._refused = {key: why for key, why in self._refused.items() if key in nodes}
+        found = []
+        for key, node in nodes.items():
+            facts = self._facts_of(node) if node.gpus or node.cpus else None
+            if facts is None:
+                continue
+            gpus = [device for device in facts.devices if device.kind == "cuda"]
+            cpus = [device for device in facts.devices if device.kind == "cpu"]
+            # Nodes of one machine have one name, and devices of their own for Ray.
+            devices = gpus or cpus
+            found.append(Host(facts.host, tuple(replace(each, uuid=f"{each.uuid}@{key}") for each in devices), key))
+        self._hosts = tuple(found)
+
+    def _facts_of(self, node: ClusterNode) -> NodeFacts | None:
+        """Return what a node says of itself; ``None`` for one that is refused or does not answer."""
+        if node.id in self._facts:
+            return self._facts[node.id]
+        if node.id in self._refused:
+            return None
+        actor = self._cluster.start(SearchActor, (), node.id, gpus=0, cpus=0, name=None)
+        try:
+            ticket = self._cluster.call(actor, "facts", node.gpus)
+            if not self._cluster.is_ready(ticket, _FACTS_SECONDS):
+                return None
+            facts = decode(self._cluster.get(ticket), NodeFacts)
+        except (NodeLostError, AutotuneError, ValueError) as error:
+            # A node that is about to go; another look comes soon.
+            self._refused[node.id] = f"the node {node.host} cannot run autotune: {error}"
+            return None
+        finally:
+            self._cluster.kill(actor)
+        if (facts.version, facts.code) != (self._here.version, self._here.code):
+            is_other = facts.version != __version__
+            what = f"autotune {facts.version}" if is_other else "other modules of autotune"
+            self._refused[node.id] = f"the node {facts.host} has {what}, and here is {__version__}"
+            log.warning("%s; install the same autotune there", self._refused[node.id])
+            return None
+        self._facts[node.id] = facts
+        return facts
+
+    def hosts(self) -> Sequence[Host]:
+        """See ``Engine.hosts``."""
+        return self._hosts
+
+    def problems(self) -> Sequence[str]:
+        """See ``Engine.problems``."""
+        return [*([self._away] if self._away else []), *self._refused.values()]
+
+    def start(self, work: Work, host: Host) -> Run:
+        """See ``Engine.start``. Ray gives the actor as many GPUs of the node as the work has devices."""
+        wanted = [device for device in host.devices if device.uuid in work.devices]
+        gpus = sum(device.kind == "cuda" for device in wanted)
+        # A CPU trains with all cores, but one that is reserved keeps a second search away.
+        actor = self._cluster.start(
+            SearchActor, (self._patience_seconds,), host.node, gpus=gpus, cpus=0 if gpus else 1, name=work.id
+        )
+        try:
+            self._cluster.call(actor, "begin", encode(replace(work, devices=())))
+        except NodeLostError as error:
+            raise DeviceError(f"the node {host.name} was lost at once: {error}", "see ray status") from error
+        return RayRun(self._cluster, work.id, actor, self._patience_seconds)
+
+    def find(self, work_id: str) -> Run | None:
+        """See ``Engine.find``."""
+        actor = self._cluster.find(work_id)
+        return None if actor is None else RayRun(self._cluster, work_id, actor, self._patience_seconds)
+
+    def close(self) -> None:
+        """See ``Engine.close``; searches go on without this process, for as long as their actors wait."""
+        self._is_closing.set()
+        self._cluster.close()

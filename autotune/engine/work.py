@@ -1,0 +1,175 @@
+"""Define what an engine is handed, what it says of it, and what it does.
+
+An engine runs a whole search, or a verification, in a process of its own. That process says what happens in messages;
+whoever asked for the search takes them, and an end is the last of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from autotune.core.candidate import Document
+from autotune.core.errors import AutotuneError, DeviceError
+from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, options_of
+from autotune.devices import Device
+from autotune.tuning.options import build_request
+from autotune.tuning.request import SearchRequest
+
+CodeKind = Literal["trainer", "loop", "script"]
+WorkKind = Literal["search", "resume", "verify"]
+
+EVENTS = ("line", "study", "trial_begins", "trial", "verification")
+"""Messages that are kept: lines as the terminal shows them, and what a page draws."""
+# Of the options of a search: what belongs to whoever asks, or brings code along.
+NOT_OF_THE_WORK = frozenset(
+    {"storage", "wait", "as_json", "server", "priority", "executor", "verify", "code", *BRINGS_CODE}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Training code that is on the machine which searches."""
+
+    kind: CodeKind
+    value: str | tuple[str, ...]
+    """As the command line has it: ``FILE:FUNCTION``, or a script's words."""
+    folder: str
+    """Where it runs."""
+
+    def options(self) -> dict[str, Any]:
+        """Return it as the option of a search."""
+        return {self.kind: self.value}
+
+    def placed(self, request: SearchRequest) -> SearchRequest:
+        """Return a request over this code that runs in its folder."""
+        source = request.workload.source
+        assert source is not None
+        source = dataclasses.replace(source, cwd=self.folder)
+        return dataclasses.replace(request, workload=dataclasses.replace(request.workload, source=source))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A search or a verification that an engine is to run."""
+
+    id: str
+    """Names this attempt at it."""
+    study: str
+    options: Document
+    """Those that were given, JSON-ready."""
+    kind: WorkKind = "search"
+    code: Code | None = None
+    devices: tuple[str, ...] = ()
+    """By UUID; none stands for those that the process sees."""
+    storage: str | None = None
+    """The database that the process writes itself; ``None`` for one of its own, of which it sends the records."""
+    studies: tuple[Document, ...] = ()
+    """Where it has a database of its own: studies that it is to know, with the one that it goes on with."""
+    wait: bool = True
+    """Whether to wait while another search holds a device or the study."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something that a process says of its work.
+
+    Besides the kinds of ``EVENTS``: ``status`` (what runs now), ``record`` (a study as ``take_in`` takes it), ``log``
+    (the end of a trial's log, by its number) and ``end``.
+    """
+
+    number: int
+    """Counts from 1."""
+    kind: str
+    document: Document
+
+
+EndState = Literal["finished", "failed", "interrupted", "lost"]
+"""``interrupted``: it was told to end; ``lost``: its process or node is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine on which an engine runs searches."""
+
+    name: str
+    devices: tuple[Device, ...]
+    node: str = ""
+    """How the engine knows it."""
+
+
+class Run(Protocol):
+    """A search that an engine runs."""
+
+    def messages(self, after: int, wait_seconds: float) -> list[Message]:
+        """Return the messages with larger numbers, waiting at most so long for the first.
+
+        Those up to ``after`` are acknowledged: they are not kept any longer. The last message of all is an end.
+        """
+
+    def cancel(self) -> None:
+        """Have the search end soon; its end is a message."""
+
+    def close(self) -> None:
+        """Let go of it, whose end has been taken or is of no interest any more; nothing of it runs on."""
+
+
+class Engine(Protocol):
+    """Runs whole searches."""
+
+    shares_storage: bool
+    """Whether its processes can write the database of whoever asks."""
+
+    def hosts(self) -> Sequence[Host]:
+        """Return the machines with the devices on which searches can be started."""
+
+    def start(self, work: Work, host: Host) -> Run:
+        """Start a search on devices of a host, those that ``work`` names; raises ``AutotuneError`` where it cannot."""
+
+    def find(self, work_id: str) -> Run | None:
+        """Return a search that was started before this process was; ``None`` where it is gone."""
+
+    def problems(self) -> Sequence[str]:
+        """Return what keeps devices from being used now, in a line each."""
+
+    def close(self) -> None:
+        """End what cannot go on without this process; the ends are messages of the runs."""
+
+
+def problem_of(error: AutotuneError) -> Document:
+    """Return what is kept of an error that ended a search."""
+    return {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
+
+
+def search_request(
+    options: Document, devices: Sequence[Device], study: str | None = None, code: Code | None = None
+) -> SearchRequest:
+    """Return the request that these options make on the devices; raises as the command does."""
+    count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
+    given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
+    every = {o.name: BY_NAME[o.name].default for o in options_of("search") if o.name not in NOT_OF_THE_WORK}
+    filled = {
+        **every,
+        **check_arguments(given),
+        **{name: BY_NAME[name].default for name in BRINGS_CODE},
+        **(code.options() if code is not None else {}),
+        "device": devices[0].uuid,
+    }
+    if len(devices) < count:
+        raise DeviceError(f"--gpus {count}: there are {len(devices)}", "ask for as many as one machine has")
+    request = build_request(filled, set(given), devices if options.get("gpus") else devices[:1])
+    if code is not None:
+        request = code.placed(request)
+    return dataclasses.replace(request, study=study) if study is not None else request
+
+
+def code_in(options: Document, folder: Path) -> Code | None:
+    """Return the code that options of the command line name, to be run in this folder."""
+    for kind in ("trainer", "loop", "script"):
+        value = options.get(kind)
+        if value:
+            return Code(kind, tuple(value) if kind == "script" else str(value), str(folder))
+    return None

@@ -1,0 +1,414 @@
+"""Start the jobs of the queue on free devices, and record what an engine says of them.
+
+One thread starts jobs. Each that runs has a thread that takes its messages; the service alone writes the queue, and
+what an engine without access to the database has recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.core.candidate import Document
+from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError, StorageError
+from autotune.core.owner import this_owner
+from autotune.devices import Device
+from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, problem_of
+from autotune.service.change_events import ChangeEvents
+from autotune.service.verifications import VERIFIES
+from autotune.store.leases import LEASE_SECONDS as STUDY_LEASE_SECONDS
+from autotune.store.leases import RENEWALS, name_of_study
+from autotune.store.queue import AttemptOverError, JobRecord, Needs, Offer
+from autotune.store.records import new_id
+from autotune.store.repository import Store
+from autotune.store.transfer import read_study, related_studies, take_in
+from autotune.tuning.run import log_folder
+
+log = logging.getLogger("autotune.service")
+
+# For what changes without a notification: a device whose process was started again, a node that has come.
+_LOOK_SECONDS = 2.0
+_LISTEN_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+_MOST_AT_ONCE = 1000
+
+
+@dataclass
+class _Running:
+    """A job that an engine runs."""
+
+    job: JobRecord
+    host: str
+    uuids: tuple[str, ...]
+    run: Run | None = None
+    is_cancelled: bool = False
+    thread: threading.Thread | None = None
+
+
+@dataclass
+class Runner:
+    """Runs the jobs of one service."""
+
+    store: Store
+    storage: str
+    engine: Engine
+    changes: ChangeEvents
+    codes: Callable[[], Mapping[str, Code]]
+    """What may be searched by name."""
+    lost: int = 0
+    """Attempts whose process or node was lost, since the start."""
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _is_settled: bool = False
+    """Whether each job that runs as far as the queue knows is one of ``_running``."""
+    _is_closing: bool = False
+    _thread: threading.Thread | None = None
+
+    # What the service sees of it
+
+    def hosts(self) -> Sequence[Host]:
+        """Return the machines on which jobs run."""
+        return self.engine.hosts()
+
+    def wake(self) -> None:
+        """Have the queue looked at: a job was added."""
+        self._wake.set()
+
+    def job_on(self, host: str, uuid: str) -> JobRecord | None:
+        """Return the job that runs on a device."""
+        with self._guard:
+            every = list(self._running.values())
+        return next((each.job for each in every if each.host == host and uuid in each.uuids), None)
+
+    def problems(self) -> list[str]:
+        """Return what keeps jobs from running, in a line each."""
+        found = list(self.engine.problems())
+        if self._thread is not None and not self._thread.is_alive() and not self._is_closing:
+            found.append("the thread that starts searches has ended; see the log")
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        """Have a job end that runs."""
+        with self._guard:
+            running = self._running.get(job_id)
+        if running is not None:
+            running.is_cancelled = True
+            if running.run is not None:
+                running.run.cancel()
+
+    # Life
+
+    def begin(self) -> None:
+        """Go on with the jobs that were running when the service ended, and start others."""
+        self._thread = threading.Thread(target=self._start_jobs, name="runner", daemon=True)
+        self._thread.start()
+
+    def _settle(self) -> None:
+        """Find the runs of jobs that run as far as the queue knows; those that have none wait again."""
+        with self._guard:
+            known = set(self._running)
+        for job in self.store.queue.jobs(states=["running"], most=_MOST_AT_ONCE):
+            if job.id in known:
+                continue
+            run = self.engine.find(_attempt_id(job))
+            if run is None:
+                self._put_back(job, "the service was started again", is_lost=False)
+            else:
+                device = job.device or {}
+                self._follow_soon(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
+                if job.is_cancel_asked:
+                    self.cancel(job.id)
+        self._is_settled = True
+
+    def close(self) -> None:
+        """Start no more, end what runs in processes of this one, and record the ends."""
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.engine.close()
+        with self._guard:
+            every = list(self._running.values())
+        for running in every:
+            if running.thread is not None:
+                running.thread.join(_RETRY_SECONDS + _LISTEN_SECONDS)
+
+    # Starting
+
+    def _start_jobs(self) -> None:
+        while not self._is_closing:
+            try:
+                if not self._is_settled:
+                    self._settle()
+                while not self._is_closing and self._start_next():
+                    pass
+            except StorageError as error:
+                # A job may have been started although no answer came.
+                self._is_settled = False
+                log.warning("no job can be started: %s", error)
+                time.sleep(_RETRY_SECONDS)
+            except Exception:
+                self._is_settled = False
+                log.exception("starting jobs failed")
+                time.sleep(_RETRY_SECONDS)
+            self._wake.wait(_LOOK_SECONDS)
+            self._wake.clear()
+
+    def _start_next(self) -> bool:
+        """Start the next job that free devices can run; return whether there was one.
+
+        A job on several devices that must wait keeps them free: those after it would hold it up for ever.
+        """
+        for host in self.engine.hosts():
+            for alike in _alike(host.devices):
+                free = [device for device in alike if self.job_on(host.name, device.uuid) is None]
+                job = self.store.queue.next_for(offer_of(alike)) if free else None
+                if job is not None and job.needs.count <= len(free):
+                    self._start(job, host, free[: job.needs.count])
+                    return True
+        return False
+
+    def _start(self, job: JobRecord, host: Host, devices: Sequence[Device]) -> None:
+        uuids = tuple(device.uuid for device in devices)
+        where = {"host": host.name, "kind": devices[0].kind, "name": devices[0].name, "uuids": list(uuids)}
+        started = self.store.queue.start(job.id, where)
+        if started is None:
+            return
+        running = _Running(started, host.name, uuids)
+        log.info("search started", extra={"fields": _fields(started, device=devices[0].name, host=host.name)})
+        with self._guard:
+            self._running[job.id] = running
+        self.changes.notify(job.id)
+        try:
+            work = self._work(started, uuids)
+            running.run = self.engine.start(work, host)
+        except AutotuneError as error:
+            with self._guard:
+                del self._running[job.id]
+            if isinstance(error, DeviceError | ServiceError):
+                self._put_back(started, error.message, is_lost=True)
+            else:
+                self._end(started, "failed", problem_of(error))
+            return
+        if running.is_cancelled:
+            running.run.cancel()
+        self._follow_soon(running)
+
+    def _work(self, job: JobRecord, uuids: tuple[str, ...]) -> Work:
+        verified = job.request.get(VERIFIES)
+        study = str(verified) if verified is not None else job.study
+        code = None
+        if (name := job.request.get("code")) is not None:
+            code = self.codes().get(name)
+            if code is None:
+                raise InvalidRequestError(f"the code {name!r:.80} is not listed any more", "have the operator list it")
+        work = Work(_attempt_id(job), study, job.request, "search" if verified is None else "verify", code, uuids)
+        if self.engine.shares_storage:
+            return replace(work, storage=self.storage)
+        own = read_study(self.store, study)
+        model = str(job.request.get("model") or "")
+        related = [] if job.request.get("fresh") or verified else related_studies(self.store, model)
+        others = [each for each in related if each["study"]["name"] != study]
+        return replace(work, studies=(*([own] if own else []), *others))
+
+    # Following
+
+    def _follow_soon(self, running: _Running) -> None:
+        running.thread = threading.Thread(target=self._follow, args=(running,), name="follow", daemon=True)
+        with self._guard:
+            self._running[running.job.id] = running
+        running.thread.start()
+
+    def _follow(self, running: _Running) -> None:
+        """Record what a job's run says, to its end."""
+        job, run = running.job, running.run
+        assert run is not None
+        try:
+            with contextlib.ExitStack() as stack:
+                if not self.engine.shares_storage:
+                    stack.enter_context(_Held(self.store, job.study))
+                self._take_all(job, run)
+        except AttemptOverError:
+            log.warning("what a former attempt said is left out", extra={"fields": _fields(job)})
+        except InvalidRequestError as error:
+            log.warning("a record is refused: %s", error, extra={"fields": _fields(job)})
+            self._end(job, "failed", problem_of(error))
+        except StorageError:
+            self._is_settled = False
+        except Exception:
+            log.exception("following a search failed", extra={"fields": _fields(job)})
+            self._is_settled = False
+        finally:
+            run.close()
+            with self._guard:
+                self._running.pop(job.id, None)
+            with contextlib.suppress(OSError):
+                self.store.sync()
+            self.changes.notify(job.id)
+            self._wake.set()
+
+    def _take_all(self, job: JobRecord, run: Run) -> None:
+        heard = job.heard
+        while True:
+            try:
+                messages = run.messages(heard, _LISTEN_SECONDS)
+            except AutotuneError as error:
+                messages = [Message(heard + 1, "end", {"state": "lost", "why": error.message})]
+            if not messages:
+                if self._is_closing and not self.engine.shares_storage:
+                    # It goes on without this service, which finds it again.
+                    return
+                continue
+            end = self._record_until_it_is(job, messages)
+            heard = messages[-1].number
+            if end is not None or (self._is_closing and not self.engine.shares_storage):
+                return
+
+    def _record_until_it_is(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
+        """Record messages as soon as the database lets them; return the end, if it was among them.
+
+        Until then nothing is acknowledged, so nothing is lost; what was written although no answer came is not
+        written again.
+        """
+        is_sure = True
+        while True:
+            try:
+                if not is_sure and (known := self.store.queue.job(job.id)) is not None:
+                    messages = [each for each in messages if each.kind == "end" or each.number > known.heard]
+                return self._record(job, messages)
+            except StorageError as error:
+                is_sure = False
+                log.warning("what a search says cannot be recorded now: %s", error)
+                if self._is_closing:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _record(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
+        """Write what was said in one transaction; return the end, if it was among it."""
+        events = [(each.kind, each.document) for each in messages if each.kind in EVENTS]
+        statuses = [each.document for each in messages if each.kind == "status"]
+        # An end is taken again where this process is killed before it is recorded.
+        heard = [each.number for each in messages if each.kind != "end"]
+        changes: dict[str, Any] = {"heard": heard[-1]} if heard else {}
+        changes |= {"status": statuses[-1]} if statuses else {}
+        if heard:
+            with self.store.queue.writing(job.id, job.attempts, events, **changes) as connection:
+                for each in messages:
+                    if each.kind == "record":
+                        take_in(connection, each.document, str(job.request.get(VERIFIES) or job.study))
+        for each in messages:
+            if each.kind == "log":
+                self._keep_log(job.study, int(each.document["number"]), str(each.document["text"]))
+        end = messages[-1] if messages and messages[-1].kind == "end" else None
+        if end is not None:
+            self._take_end(job, end.document)
+        self.changes.notify(job.id)
+        return end
+
+    def _take_end(self, job: JobRecord, end: Document) -> None:
+        if end["state"] in ("finished", "failed"):
+            self._end(job, end["state"], end.get("problem"))
+        else:
+            is_lost = end["state"] == "lost"
+            self.lost += is_lost
+            self._put_back(job, end.get("why") or "its process was ended", is_lost=is_lost and not self._is_closing)
+
+    def _end(self, job: JobRecord, state: Any, problem: Document | None) -> None:
+        with contextlib.suppress(AttemptOverError):
+            self.store.queue.end(job.id, job.attempts, state, problem)
+            log.info("search ended", extra={"fields": _fields(job, state=state)})
+        self.changes.notify(job.id)
+
+    def _put_back(self, job: JobRecord, why: str, *, is_lost: bool) -> None:
+        with contextlib.suppress(AttemptOverError):
+            state = self.store.queue.put_back(job.id, job.attempts, why, is_lost=is_lost)
+            log.info("search put back", extra={"fields": _fields(job, state=state, why=why)})
+        self.changes.notify(job.id)
+
+    def _keep_log(self, study: str, number: int, text: str) -> None:
+        """Keep the end of a trial's log that came from elsewhere; without room for it, it is left out."""
+        path = trial_log_path(self.storage, study, number)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="replace")
+        except OSError as error:
+            log.warning("the log of a trial cannot be kept: %s", error)
+
+
+class _Held:
+    """A context manager that holds the lease of a study that is searched elsewhere and recorded here."""
+
+    def __init__(self, store: Store, study: str) -> None:
+        self._leases = store.leases
+        self._name, self._token = name_of_study(study), new_id()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> None:
+        self._leases.take(self._name, this_owner(), self._token)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(StorageError):
+            self._leases.release(self._name, self._token)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(STUDY_LEASE_SECONDS / RENEWALS):
+            with contextlib.suppress(StorageError):
+                self._leases.renew(self._name, self._token)
+
+
+def trial_log_path(storage: str, study: str, number: int) -> Path:
+    """Return where the log of a study's trial is kept."""
+    return log_folder(storage, study) / f"trial-{number:04d}.log"
+
+
+def _attempt_id(job: JobRecord) -> str:
+    return f"{job.id}-{job.attempts}"
+
+
+def _fields(job: JobRecord, **more: object) -> Document:
+    return {"search": job.id, "study": job.study, "attempt": job.attempts, **more}
+
+
+def _alike(devices: Sequence[Device]) -> list[list[Device]]:
+    """Return devices in groups of one kind, name and memory."""
+    groups: dict[tuple[str, str, int], list[Device]] = {}
+    for device in devices:
+        groups.setdefault((device.kind, device.name, device.memory_total_bytes), []).append(device)
+    return list(groups.values())
+
+
+def offer_of(alike: Sequence[Device]) -> Offer:
+    """Return what devices of one kind offer together."""
+    first = alike[0]
+    return Offer(first.kind, first.name, first.memory_total_bytes, len(alike))
+
+
+def offers_of(hosts: Sequence[Host]) -> list[tuple[Offer, Device]]:
+    """Return what the machines offer, with a device of each kind."""
+    return [(offer_of(alike), alike[0]) for host in hosts for alike in _alike(host.devices)]
+
+
+def unmet(needs: Needs, hosts: Sequence[Host]) -> str | None:
+    """Say why no device can run a search with these needs."""
+    offers = [offer for offer, _ in offers_of(hosts)]
+    if not offers:
+        return "no device is ready to search"
+    if any(offer.meets(needs) for offer in offers):
+        return None
+    have = ", ".join(sorted({_in_words(offer) for offer in offers}))
+    return f"no machine has {needs.describe()}; there are {have}"
+
+
+def _in_words(offer: Offer) -> str:
+    return f"{f'{offer.count} × ' if offer.count > 1 else ''}{offer.device_name} ({offer.device_kind})"
