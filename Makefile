@@ -111,7 +111,7 @@ test-ray:
 	@$(MAKE) --no-print-directory install-dev VENV=.venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) \
 	  --editable '.[dev,ray]'
-	.venv-ray/bin/python -m pytest -rs -m ray tests/execution
+	.venv-ray/bin/python -m pytest -rs -m ray tests/engine
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu

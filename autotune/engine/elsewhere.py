@@ -15,6 +15,7 @@ from autotune.core.errors import (
     AutotuneError,
     DeviceError,
     InvalidRequestError,
+    ServiceError,
     TrialServerError,
     error_with_code,
 )
@@ -31,6 +32,7 @@ from autotune.store.repository import Store
 from autotune.store.transfer import read_study, related_studies, take_in_study
 from autotune.tuning.allowed import check_request
 from autotune.tuning.exclusive import hold_lease, take_turn
+from autotune.tuning.interruption import Interruption, interrupted_by_signals
 from autotune.tuning.run import log_folder, study_names
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
     hosts = engine.hosts()
     if not hosts:
         why = "; ".join(engine.problems()) or "the Ray cluster has no node"
-        raise DeviceError(why, "install the same autotune on every node, in the environment that runs Ray there")
+        raise ServiceError(why, "install the same autotune on every node, in the environment that runs Ray there")
     device, gpus = options.get("device"), options.get("gpus")
     if device not in (None, "cpu", "cuda"):
         raise InvalidRequestError(
@@ -207,10 +209,15 @@ def _started(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequen
 
 def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Document:
     """Take what a run says, to its end, which is returned. Ctrl-C has it end first."""
-    heard, is_asked = 0, False
-    with _closing(run):
+    heard, is_told = 0, False
+    interruption = Interruption()
+    with _closing(run), interrupted_by_signals(interruption, lambda text: None):
         while True:
-            try:
+            # The first signal alone interrupts what is under way here; the end of the search is waited for then.
+            with contextlib.suppress(KeyboardInterrupt):
+                if interruption.asked and not is_told:
+                    is_told = True
+                    run.cancel()
                 for message in run.messages(heard, _LISTEN_SECONDS):
                     if message.kind == "record":
                         take_in_study(store, message.document, study)
@@ -221,11 +228,6 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
                     else:
                         show(message)
                     heard = message.number
-            except KeyboardInterrupt:
-                if is_asked:
-                    raise
-                is_asked = True
-                run.cancel()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,6 @@ COMMANDS = [
     ("db", "current"),
     ("db", "upgrade"),
     ("serve",),
-    ("agent",),
     ("queue",),
     ("cancel",),
     ("token",),

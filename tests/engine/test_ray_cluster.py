@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from autotune.execution.ray_cluster import RayCluster, check_address, find_token
 
 from autotune.core.errors import InvalidRequestError, ServiceError
-from autotune.execution import ray_cluster
+from autotune.engine import ray_cluster
+from autotune.engine.ray_cluster import RayCluster, check_address, find_token
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +33,15 @@ def test_another_address_is_refused_with_the_forms(address: str) -> None:
 
 
 def test_no_token_is_refused_before_anything_is_sent() -> None:
-    with (
-        pytest.raises(ServiceError, match=r"no token for the Ray cluster here.*RAY_AUTH_TOKEN"),
-        RayCluster("ray://h:1"),
-    ):
-        pass
+    with pytest.raises(ServiceError, match=r"no token for the Ray cluster here.*RAY_AUTH_TOKEN"):
+        RayCluster("ray://h:1").connect()
 
 
 def test_a_mode_without_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    with pytest.raises(ServiceError, match="RAY_AUTH_MODE=disabled turns off the token"), RayCluster("ray://h:1"):
-        pass
+    with pytest.raises(ServiceError, match="RAY_AUTH_MODE=disabled turns off the token"):
+        RayCluster("ray://h:1").connect()
 
 
 def test_a_token_is_found_in_the_environment_and_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +67,5 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     for module in ("grpc", "ray"):
         monkeypatch.setitem(sys.modules, module, None)
-    with (
-        pytest.raises(InvalidRequestError, match=r"needs Ray, which is not installed.*\[ray\]"),
-        RayCluster("ray://h:1"),
-    ):
-        pass
+    with pytest.raises(InvalidRequestError, match=r"needs Ray, which is not installed.*\[ray\]"):
+        RayCluster("ray://h:1").connect()

@@ -1,4 +1,4 @@
-"""Test the idle trial server that an agent keeps between searches."""
+"""Test the idle trial server that a service keeps between searches."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ ODD = ["", " ", "-", "--", "0", "-1", "1e9", "nan", "∞", "٣", "8", "24GiB", "
 VALUES = ["bert-tiny", "cpu", "64", "1", "fp32", "json", "cli", "max-batch", "tpe", "1GiB", "study", "no.db"]
 # Without --help a search, a dashboard or a service that understood its options would begin.
 STARTING = {"search", "resume", "dashboard", "serve", "db"}
-# An agent asks for work until it is ended; predictions take seconds.
-NEVER_RUN = {"agent", "predict", "advise"}
+# Predictions take seconds.
+NEVER_RUN = {"predict", "advise"}
 
 
 def all_options() -> dict[str, list[str]]:

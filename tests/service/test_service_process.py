@@ -1,11 +1,11 @@
-"""A real service, real agents and the command line as their client, each a process of its own."""
+"""A real service with its processes, and the command line as its client, each a process of its own."""
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,18 +17,15 @@ from typing import Any
 
 import pytest
 import warm
-from processes import all_gone, children, wait_until
+from processes import all_gone, children, processes_named, wait_until
 
-from autotune import __version__
-from autotune.devices import find_device
 from autotune.service.client import Client, StreamedEvent
+from autotune.store.opening import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1"}  # fmt: skip
 
@@ -66,10 +63,9 @@ class Scene:
         self.url, _, self.token = self.text("serve.out").strip().partition("/#token=")
         return process
 
-    def agent(self, name: str, *words: str) -> warm.Popen:
-        """Start an agent on the CPU, by itself with the service's database."""
-        storage = words or ("--storage", "studies/autotune.db", "--shared")
-        return self.start(name, "agent", "--server", self.url, "--device", "cpu", *storage)
+    def searching(self, service: warm.Popen) -> list[int]:
+        """The processes in which the service searches."""
+        return processes_named("autotune.engine.child", children(service.pid))
 
     def get(self, path: str) -> Any:
         """Ask the service."""
@@ -100,76 +96,64 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield scene
 
 
-@pytest.mark.service
-def test_a_search_whose_agent_is_ended_is_gone_on_with_by_another(scene: Scene) -> None:
-    service = scene.serve("--no-agent")
-    client = scene.start("search", "search", "--server", scene.url, "--model", "bert-tiny", "--seq-len", "32",
-                         "--effective-batch", "16", "--trials", "3", "--json")  # fmt: skip
-    first = scene.agent("first")
-    assert wait_until(lambda: "baseline" in scene.text("search.err"), 120), scene.text("first.err")
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 0
-    assert "queued" in scene.text("first.err")
-    (told,) = scene.get("/v1/searches")["searches"]
-    assert (told["state"], told["attempts"]) == ("queued", 0)
-    # As on another machine: all that it knows of the study comes from the service, and goes there.
-    second = scene.agent("second", "--storage", "elsewhere/agent.db")
-    assert client.wait(180) == 0, scene.text("search.err")
+TINY = ["--model", "bert-tiny", "--seq-len", "32", "--effective-batch", "16"]
+
+
+def test_a_search_of_a_service_is_recorded_answered_again_and_ends_with_it(scene: Scene) -> None:
+    service = scene.serve()
+    words = ["search", "--server", scene.url, *TINY, "--trials", "1", "--json"]
+    client = scene.start("search", *words)
+    assert client.wait(180) == 0, scene.text("search.err") + scene.text("serve.err")
     report = json.loads(scene.text("search.out"))
-    assert report["state"] == "finished"
-    assert report["study"] == told["study"] == "bert-tiny-16"
-    baselines = [trial for trial in report["trials"] if trial["stage"] == "baseline"]
-    assert [trial["state"] for trial in baselines].count("completed") == 1
-    log = urllib.request.Request(f"{scene.url}/v1/searches/{told['id']}/trials/{report['trials'][-1]['number']}/log",
-                                 headers={"Authorization": f"Bearer {scene.token}"})  # fmt: skip
-    with urllib.request.urlopen(log, timeout=30) as answer:
-        assert answer.status == 200
-    assert len({trial["number"] for trial in report["trials"]}) == len(report["trials"])
-    assert "back in the queue: its agent ended" in scene.text("search.err")
-    assert "continuing the study bert-tiny-16" in scene.text("search.err")
-    again = scene.start("again", "search", "--server", scene.url, "--model", "bert-tiny", "--seq-len", "32",
-                        "--effective-batch", "16", "--trials", "3", "--json")  # fmt: skip
+    assert (report["state"], report["study"]) == ("finished", "bert-tiny-16")
+    (told,) = scene.get("/v1/searches")["searches"]
+    assert (told["state"], told["attempts"], told["device"]["kind"]) == ("finished", 1, "cpu")
+    again = scene.start("again", *words)
     assert again.wait(60) == 0
     assert json.loads(scene.text("again.out")) == report
+    descendants = children(service.pid)
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(60) == 0
+    assert all_gone(descendants)
+    assert scene.token not in scene.text("serve.err")
+
+
+@pytest.mark.service
+def test_a_search_whose_process_is_killed_goes_on_in_another(scene: Scene) -> None:
+    service = scene.serve()
+    words = ["search", "--server", scene.url, *TINY, "--trials", "3", "--json"]
+    client = scene.start("search", *words)
+    assert wait_until(lambda: "baseline" in scene.text("search.err"), 120), scene.text("serve.err")
+    (first,) = scene.searching(service)
+    os.kill(first, signal.SIGKILL)
+    assert client.wait(180) == 0, scene.text("search.err")
+    report = json.loads(scene.text("search.out"))
+    (told,) = scene.get("/v1/searches")["searches"]
+    assert (report["state"], told["state"], told["attempts"]) == ("finished", "finished", 2)
+    baselines = [trial for trial in report["trials"] if trial["stage"] == "baseline"]
+    assert [trial["state"] for trial in baselines].count("completed") == 1
+    assert len({trial["number"] for trial in report["trials"]}) == len(report["trials"])
+    assert "back in the queue: its process was ended by signal 9" in scene.text("search.err")
+    assert "a process for searches is gone: its process was ended by signal 9" in scene.text("serve.err")
     verified = scene.start("verify", "verify", report["study"], "--server", scene.url, "--steps", "30", "--json")
     assert verified.wait(180) in (0, 11, 12), scene.text("verify.err")
     assert json.loads(scene.text("verify.out"))["study"] == report["study"]
-    # A trial server is kept for the next search.
-    assert children(second.pid)
-    descendants = [*children(second.pid), *children(service.pid)]
-    for process in (second, service):
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+    # Whatever runs, it ends with the service, which tells that it waits.
+    other = scene.start("other", "search", "--server", scene.url, *TINY, "--seed", "1", "--trials", "9")
+    assert wait_until(lambda: "baseline" in scene.text("other.err"), 120)
+    descendants = children(service.pid)
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(60) == 0
     assert all_gone(descendants)
-    assert scene.token not in scene.text("serve.err") + scene.text("first.err") + scene.text("second.err")
-
-
-def test_an_agent_without_a_service_says_so_and_ends_when_told(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    words = ["agent", "--server", f"http://127.0.0.1:{port}", "--device", "cpu", "--with-parent"]
-    # Cold: a fork leaves without the end of the interpreter, where a thread that reads stdin can abort it.
-    with warm.cold(), (tmp_path / "err").open("wb") as err:
-        process = warm.Popen(
-            [sys.executable, "-m", "autotune", *words],
-            cwd=tmp_path,
-            env={**environment(), "AUTOTUNE_TOKEN": "x"},
-            stdin=subprocess.PIPE,
-            stderr=err,
-        )
-    with process:
-        try:
-            assert wait_until(lambda: b"asking again" in (tmp_path / "err").read_bytes(), 60)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-    (line,) = (tmp_path / "err").read_text().splitlines()
-    assert line.startswith(f"no service answers at http://127.0.0.1:{port}: ")
+    other.kill()
+    other.wait()
+    with open_store(str(scene.folder / "studies" / "autotune.db")) as store:
+        (waiting,) = store.queue.jobs(states=["queued"])
+    assert (waiting.attempts, waiting.losses) == (1, 0)
 
 
 def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
-    service = scene.serve("--no-agent")
+    service = scene.serve()
     unknown = scene.start("unknown", "search", "--server", scene.url, "--model", "bert-tinyy")
     assert unknown.wait(60) == 3
     assert "did you mean bert-tiny" in scene.text("unknown.err")
@@ -177,7 +161,7 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
     assert unpredicted.wait(60) == 2
     assert "--gpu 'rtx-3091' is not known" in scene.text("predict.err")
     port = scene.url.rpartition(":")[2]
-    taken = scene.start("taken", "serve", "--port", port, "--no-agent")
+    taken = scene.start("taken", "serve", "--port", port)
     assert taken.wait(60) == 2
     assert f"cannot listen on 127.0.0.1:{port}: address already in use\n" in scene.text("taken.err")
     service.send_signal(signal.SIGINT)
@@ -191,17 +175,10 @@ def test_errors_of_a_service_are_those_of_the_command(scene: Scene) -> None:
 @pytest.mark.service
 def test_who_listens_goes_on_where_it_was_after_the_service_was_killed(scene: Scene) -> None:
     """Events that were told are told once, the others after the restart, in order."""
-    service = scene.serve("--no-agent", "--storage", "a.db")
+    service = scene.serve("--storage", "a.db")
     client, heard = Client(scene.url, scene.token), queue.Queue[StreamedEvent]()
-    told = {"name": "stand-in", "host": "host", "version": __version__, "device": find_device("cpu").document()}
-    agent = client.request("POST", "/v1/agents", told)["id"]
-    search = client.request("POST", "/v1/searches", {"model": "bert-tiny", "effective_batch": 16})["id"]
-    job = client.request("POST", f"/v1/agents/{agent}/claim", {})["job"]
-
-    def say(text: str) -> None:
-        event = {"kind": "line", "document": {"text": text}}
-        news = {"lease_token": job["lease_token"], "events": [event]}
-        client.request("POST", f"/v1/agents/{agent}/jobs/{search}/events", news)
+    options = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32, "trials": 3}
+    search = client.request("POST", "/v1/searches", options)["id"]
 
     def listen() -> None:
         for event in client.events(search):
@@ -209,19 +186,20 @@ def test_who_listens_goes_on_where_it_was_after_the_service_was_killed(scene: Sc
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    say("before")
-    found = [heard.get(timeout=60) for _ in range(3)]
+    found = []
+    while not found or found[-1].kind != "trial":
+        found.append(heard.get(timeout=120))
     service.kill()
     service.wait()
     port = scene.url.rpartition(":")[2]
-    scene.start("again", "serve", "--no-agent", "--storage", "a.db", "--port", port)
+    scene.start("again", "serve", "--storage", "a.db", "--port", port)
     assert wait_until(lambda: "\n" in scene.text("again.out"), 60), scene.text("again.err")
-    say("after")
-    client.request("POST", f"/v1/agents/{agent}/jobs/{search}/end",
-                   {"lease_token": job["lease_token"], "state": "finished"})  # fmt: skip
-    listener.join(60)
+    listener.join(180)
     assert not listener.is_alive()
     while not heard.empty():
         found.append(heard.get())
-    assert [event.number for event in found] == [1, 2, 3, 4, 5]
-    assert [event.document.get("text") for event in found if event.kind == "line"] == ["before", "after"]
+    numbers = [event.number for event in found if event.number is not None]
+    assert numbers == list(range(1, len(numbers) + 1))
+    states = [event.document["state"] for event in found if event.kind == "state"]
+    assert states == ["queued", "running", "queued", "running", "finished"]
+    assert client.request("GET", f"/v1/searches/{search}")["attempts"] == 2

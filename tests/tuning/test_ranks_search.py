@@ -222,7 +222,7 @@ def test_ranks_of_a_recorded_study_are_found_by_uuid_else_by_name() -> None:
     assert devices_of_ranks(environment, "s") == (H200, SECOND)
     same = {**environment, "device_uuids": ["GPU-1", H200.uuid]}
     assert devices_of_ranks(same, "s") == (SECOND, H200)
-    # An agent has devices of its own, and others are other agents'.
+    # A search of a service has devices of its own, and others are other searches'.
     third, fourth = (dataclasses.replace(H200, uuid=f"GPU-{number}", index=number) for number in (2, 3))
     assert devices_of_ranks(same, "s", (third, fourth)) == (third, fourth)
     with pytest.raises(DeviceError, match="was searched on 3 of NVIDIA H200, and 2 are here"):

@@ -12,7 +12,7 @@ from autotune.verify.target import placement_of
 
 
 def test_only_the_devices_that_are_given_are_used() -> None:
-    """An agent has devices of its own; on others of its machine other agents search."""
+    """A search of a service has devices of its own; on others of its machine other searches run."""
     plain = target().report
     environment = {
         **plain.environment,
