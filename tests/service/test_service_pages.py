@@ -58,7 +58,7 @@ def test_the_way_from_the_form_to_the_result(visitor: TestClient, searches: Sear
         "command": f"autotune search --server {URL} {options}",
         "problem": None,
         "field": None,
-        "note": None,
+        "note": "no device is ready to search",
     }
     answer = visitor.post("/searches", data=form)
     assert answer.status_code == 303
