@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.ceiling import Bounds
 from autotune.core.errors import AutotuneError
 from autotune.core.jobs import Job, TrialWork
 from autotune.core.messages import Progress
@@ -291,7 +292,7 @@ def _rows(path: Path, models: list[str]) -> Iterator[dict[str, Any]]:
         subject = next(subject for subject in _SUBJECTS if subject.model == cell["model"])
         if (subject.model, candidate.arm) not in limits:
             step = FakeTraining(subject.workload(), candidate.arm, CHIPS["h200"]).step()
-            limits[subject.model, candidate.arm] = Limits(step, CHIPS["h200"], 2**60, 2**60)
+            limits[subject.model, candidate.arm] = Limits(step, CHIPS["h200"], Bounds(2**60, 2**60))
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         predicted = limits[subject.model, candidate.arm].prediction(batch, accumulation)
         for name in ("allocated", "reserved"):

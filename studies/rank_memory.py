@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import STRATEGIES, Arm
+from autotune.core.ceiling import Bounds
 from autotune.core.workload import Task, Workload
 
 LANDSCAPES = Path(__file__).parent / "landscapes"
@@ -83,7 +84,7 @@ def compare(only: str | None, models: Collection[str] = ()) -> list[dict[str, An
             training_arguments.REDUCE_BUCKET_ELEMENTS = cell.get("reduce_bucket_elements", 0)
             if arm not in known:
                 step = FakeTraining(workload, arm, CHIPS["h200"]).step()
-                known[arm] = Limits(step, CHIPS["h200"], _NO_LIMIT, _NO_LIMIT)
+                known[arm] = Limits(step, CHIPS["h200"], Bounds(_NO_LIMIT, _NO_LIMIT))
             told = known[arm].prediction(cell["per_device_train_batch_size"], cell["gradient_accumulation_steps"])
             row = {"model": recording.model, **cell}
             for what in ("allocated", "reserved"):

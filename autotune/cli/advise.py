@@ -171,7 +171,6 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
     from autotune.core.ceiling import PREDICTION_MARGIN
     from autotune.estimate.step_time import StepTimeModel
 
-    fits_below = ceiling.line_bytes * (1 - PREDICTION_MARGIN)
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     known: list[StepTime] = []
     least: int | None = None
@@ -189,7 +188,7 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
             # would matter, see autotune.tuning.strategies.
             needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
             least = min(needed, least or needed)
-            if needed <= fits_below:
+            if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
                 known.append(speeds.predict(operations, _of_ranks(candidate, count)))
     return known, least
 

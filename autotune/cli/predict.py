@@ -162,7 +162,7 @@ def _document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredicti
         workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},
         ceiling_bytes=ceiling.cap_bytes,
         line_bytes=ceiling.line_bytes,
-        fits_below_bytes=int(ceiling.line_bytes * (1 - PREDICTION_MARGIN)),
+        fits_below_bytes=ceiling.bounds.below_line_bytes(PREDICTION_MARGIN),
         best=None if best is None else decode(best, best_prediction_type()),
         arms=arms,
     )

@@ -71,6 +71,32 @@ def parse_headroom(text: str) -> Headroom:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """The cap and the line. Whether something fits is decided here, for measured and for predicted peaks."""
+
+    cap_bytes: int
+    line_bytes: int
+
+    def below_line_bytes(self, margin: float) -> int:
+        """Return the most that may be reserved with a relative ``margin`` below the line."""
+        return int(self.line_bytes * (1 - margin))
+
+    def excess_bytes(self, reserved_bytes: int, once_allocated_bytes: int | None = None, margin: float = 0.0) -> int:
+        """Return by how many bytes a step is over what a feasible one may use; 0 or less for a feasible one.
+
+        The peak of the steps that repeat must be at or under the line. ``once_allocated_bytes``, the most that a single
+        step may allocate, must be at or under the cap: that step takes no headroom, since it does not come again. Only
+        allocated bytes count there: before the allocator exceeds its cap, it frees segments that are only cached.
+        """
+        over = reserved_bytes - self.below_line_bytes(margin)
+        return over if once_allocated_bytes is None else max(over, once_allocated_bytes - self.cap_bytes)
+
+    def fits(self, reserved_bytes: int, once_allocated_bytes: int | None = None, margin: float = 0.0) -> bool:
+        """Return whether a step with these peaks is feasible, which a peak exactly on the line still is."""
+        return self.excess_bytes(reserved_bytes, once_allocated_bytes, margin) <= 0
+
+
+@dataclass(frozen=True, slots=True)
 class Ceiling:
     """The memory limit of every trial of a search.
 
@@ -127,33 +153,30 @@ class Ceiling:
         """Most bytes that a feasible trial reserves at its peak."""
         return self.cap_bytes - self.headroom_bytes
 
+    @property
+    def bounds(self) -> Bounds:
+        """The cap and the line, without what they are made of."""
+        return Bounds(self.cap_bytes, self.line_bytes)
+
     def fits(
         self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
     ) -> bool:
-        """Return whether a trial with this peak is feasible, which a peak exactly on the line still is."""
+        """Return whether a trial with this peak is feasible; see ``excess_bytes``."""
         return self.excess_bytes(peak_reserved_bytes, context_bytes, once_allocated_bytes) <= 0
 
     def excess_bytes(
         self, peak_reserved_bytes: int, context_bytes: int | None = None, once_allocated_bytes: int | None = None
     ) -> int:
-        """Return by how many bytes a trial is over what a feasible one may use; 0 or less for a feasible one.
+        """Return by how many bytes a trial is over what a feasible one may use; see ``Bounds.excess_bytes``.
 
-        Three things must hold. The peak of the steps that repeat must be at or under the line.
-
-        Peak and CUDA context together must stay within what is reachable. ``context_bytes`` is the context's measured
-        size; where it is larger than assumed, it uses up headroom.
-
-        ``once_allocated_bytes``, the most that a single step may allocate, must be at or under the cap, again with the
-        context. That step takes no headroom, since it does not come again. Only allocated bytes count: before the
-        allocator exceeds its cap, it frees segments that are only cached.
+        Peaks and CUDA context together must also stay within what is reachable. ``context_bytes`` is the context's
+        measured size; where it is larger than assumed, it uses up headroom.
         """
-        over = [peak_reserved_bytes - self.line_bytes]
-        if once_allocated_bytes is not None:
-            over.append(once_allocated_bytes - self.cap_bytes)
-        if context_bytes is not None:
-            most_bytes = max(peak_reserved_bytes, once_allocated_bytes or 0)
-            over.append(most_bytes + context_bytes - self.reachable_bytes)
-        return max(over)
+        over = self.bounds.excess_bytes(peak_reserved_bytes, once_allocated_bytes)
+        if context_bytes is None:
+            return over
+        most_bytes = max(peak_reserved_bytes, once_allocated_bytes or 0)
+        return max(over, most_bytes + context_bytes - self.reachable_bytes)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON-ready data, for the trial process and the record."""

@@ -78,6 +78,11 @@ class MemoryPrediction:
     bucket_copy_bytes: int | None = None
     """As in ``Measurement``: bytes that one step may allocate besides. The peaks do not count them."""
 
+    @property
+    def once_allocated_bytes(self) -> int:
+        """The most that a single step may allocate."""
+        return self.peak_allocated_bytes + (self.bucket_copy_bytes or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

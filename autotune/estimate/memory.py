@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -202,16 +203,14 @@ def _prediction_at(
         return None
     known = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
     more_bytes = (accumulation - known.gradient_accumulation_steps) * known.micro_batch_bytes
-    allocated_bytes, reserved_bytes = known.peak_allocated_bytes + more_bytes, known.peak_reserved_bytes + more_bytes
-    is_under_line = reserved_bytes <= ceiling.line_bytes * (1 - PREDICTION_MARGIN)
-    is_under_cap = allocated_bytes + (known.bucket_copy_bytes or 0) <= ceiling.cap_bytes
-    return replace(
+    predicted = replace(
         known,
         gradient_accumulation_steps=accumulation,
-        peak_allocated_bytes=allocated_bytes,
-        peak_reserved_bytes=reserved_bytes,
-        fits=known.fits and is_under_line and is_under_cap,
+        peak_allocated_bytes=known.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=known.peak_reserved_bytes + more_bytes,
     )
+    fits = ceiling.bounds.fits(predicted.peak_reserved_bytes, predicted.once_allocated_bytes, PREDICTION_MARGIN)
+    return replace(predicted, fits=known.fits and fits)
 
 
 class MemoryModel:
@@ -301,10 +300,13 @@ class MemoryModel:
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
         """Return the prediction with expandable segments, which reserve little more than is allocated."""
         reserved = round(predicted.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))
-        over = reserved > self._ceiling.line_bytes
-        once_bytes = predicted.peak_allocated_bytes + (predicted.bucket_copy_bytes or 0)
-        fits = not over and once_bytes <= self._ceiling.cap_bytes
-        return replace(predicted, peak_reserved_bytes=reserved, runs_out=over, fits=fits)
+        # The excess is the largest that was measured, and so has the margin in it.
+        return replace(
+            predicted,
+            peak_reserved_bytes=reserved,
+            runs_out=not self._ceiling.fits(reserved),
+            fits=self._ceiling.bounds.fits(reserved, predicted.once_allocated_bytes),
+        )
 
     def batches(self, arm: Arm) -> list[int]:
         """Return the batches that are predicted without accumulation, in ascending order."""
@@ -402,9 +404,9 @@ class MemoryModel:
         if peak is None:
             return False
         least_bytes = peak * (1 - _ALLOCATED_DOUBT)
-        is_over = least_bytes > self._ceiling.line_bytes
-        is_over_once = least_bytes + self._bucket_copy_bytes(candidate) > self._ceiling.cap_bytes
-        if not is_over and not is_over_once and not self._reserves_too_much(candidate):
+        once_bytes = math.ceil(least_bytes) + self._bucket_copy_bytes(candidate)
+        may_fit = self._ceiling.bounds.fits(math.ceil(least_bytes), once_bytes)
+        if may_fit and not self._reserves_too_much(candidate):
             return False
         return self.trusted(candidate.arm) or (not self.checks() and self._can_be_checked())
 

@@ -9,12 +9,13 @@ import os
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, literal_column
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.core.errors import StorageError
@@ -95,6 +96,16 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
     def begin(connection: Connection) -> None:
         writes = connection.get_execution_options().get(_WRITES, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def insert_if_absent(connection: Connection, table: Any, values: Mapping[str, Any]) -> bool:
+    """Insert a row unless one with the same key is there; return whether it was inserted.
+
+    Where another process inserts the same at the same moment, one of the two is first, and the other waits for it.
+    """
+    insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    statement: Any = insert(table).values(**values).on_conflict_do_nothing().returning(literal_column("1"))
+    return connection.execute(statement).first() is not None
 
 
 @contextmanager

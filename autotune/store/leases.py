@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, Engine, delete, select, update
 
-from autotune.core.errors import StorageError
 from autotune.core.owner import Owner
-from autotune.store.engine import storage_errors, transaction
+from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.records import now
 from autotune.store.tables import LeaseRow
 
@@ -72,22 +70,18 @@ class Leases:
             "heartbeat_at": moment,
             "expires_at": moment + timedelta(seconds=lease_seconds),
         }
-        try:
-            with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+        with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+            while not insert_if_absent(connection, LeaseRow, {"name": name, **values}):
+                # Where writers do not wait for each other, another may come between any two of these.
                 known = find_lease(connection, name)
                 if known is None:
-                    connection.execute(insert(LeaseRow).values(name=name, **values))
-                    return None
+                    continue
                 if self._is_held(known):
                     return known
                 unchanged = (LeaseRow.name == name) & (LeaseRow.token == known.token)
                 if connection.execute(update(LeaseRow).where(unchanged).values(**values)).rowcount == 1:
-                    return None
-        except StorageError as error:
-            if not isinstance(error.__cause__, IntegrityError):
-                raise
-        # Where writers do not wait for each other, another has come between.
-        return self.holder(name)
+                    break
+        return None
 
     def renew(self, name: str, token: str, lease_seconds: float = LEASE_SECONDS) -> bool:
         """Move the expiry on; return whether the lease is still the one with this token."""

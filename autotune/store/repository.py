@@ -11,14 +11,13 @@ from typing import Any, Self
 
 from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
 from autotune.core.schema import decode
 from autotune.core.stop import LeftOut, StopReason
-from autotune.store.engine import Syncing, storage_errors, transaction
+from autotune.store.engine import Syncing, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location
 from autotune.store.optuna_storage import close_optuna
@@ -142,17 +141,11 @@ class Store:
 
     def create_study(self, study: StudyRecord) -> None:
         """Record a new study; raises ``StorageError`` where its name is taken."""
-        try:
-            with self._guarded() as connection:
-                taken = select(StudyRow.id).where(StudyRow.name == study.name)
-                if connection.execute(taken).first() is not None:
-                    raise _name_is_taken(study.name, self.label)
-                connection.execute(insert(StudyRow).values(**_study_columns(study)))
-        except StorageError as error:
-            # Another process may have recorded it in between.
-            if isinstance(error.__cause__, IntegrityError) and self.study(study.name) is not None:
-                raise _name_is_taken(study.name, self.label) from error
-            raise
+        with self._guarded() as connection:
+            if not insert_if_absent(connection, StudyRow, _study_columns(study)):
+                raise StorageError(
+                    f"{self.label} has a study named {study.name!r} already", "choose another name with --study"
+                )
 
     def update_study(self, study: StudyRecord) -> None:
         """Update the record with the same id, except its name and start.
@@ -302,19 +295,11 @@ class Store:
             yield connection
 
     def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
-        same = select(table.id).where(table.fingerprint == fingerprint)
         row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}
-        try:
-            with self._transaction(writes=True) as connection:
-                known = connection.execute(same).scalar()
-                if known is None:
-                    connection.execute(insert(table).values(**row))
-        except StorageError as error:
-            if not isinstance(error.__cause__, IntegrityError):
-                raise
-            with self._transaction() as connection:
-                known = connection.execute(same).scalar_one()
-        return str(known or row["id"])
+        with self._transaction(writes=True) as connection:
+            if insert_if_absent(connection, table, row):
+                return str(row["id"])
+            return str(connection.execute(select(table.id).where(table.fingerprint == fingerprint)).scalar_one())
 
     def _document(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
         with self._transaction(is_single=True) as connection:
@@ -346,10 +331,6 @@ _PAST_TRIALS: Select[Any] = (
 )
 
 _CountKey = tuple[str, str]
-
-
-def _name_is_taken(name: str, label: str) -> StorageError:
-    return StorageError(f"{label} has a study named {name!r} already", "choose another name with --study")
 
 
 def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TypeVar
 
-from sqlalchemy import Engine, insert, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Engine, select
 
-from autotune.core.errors import StorageError
 from autotune.core.inspection import Inspection
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import decode, encode
-from autotune.store.engine import storage_errors, transaction
+from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.records import now
 from autotune.store.tables import AnswerRow
 
@@ -47,15 +45,8 @@ class Answers:
     def keep(self, key: str, answer: Inspection | PredictionAnswer) -> None:
         """Store an answer; an earlier one under the same key stays."""
         row = {"key": key, "kind": _KINDS[type(answer)], "document": encode(answer), "created_at": now()}
-        try:
-            with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
-                same = select(AnswerRow.key).where(AnswerRow.key == key)
-                if connection.execute(same).first() is None:
-                    connection.execute(insert(AnswerRow).values(**row))
-        except StorageError as error:
-            # Another process may have stored it in between.
-            if not isinstance(error.__cause__, IntegrityError):
-                raise
+        with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
+            insert_if_absent(connection, AnswerRow, row)
 
     def close(self) -> None:
         """Close the connections; new ones are opened if it is used again."""

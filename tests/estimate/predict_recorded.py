@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autotune.core.candidate import Arm
+from autotune.core.ceiling import Bounds
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
@@ -36,7 +37,7 @@ def predicted(numbers: str, file: str) -> Iterator[dict[str, Any]]:
         if str(number) not in numbers:
             continue
         step = FakeTraining(workload, Arm(*arm), CHIPS["h200"]).step()
-        limits = Limits(step, CHIPS["h200"], meta["cap_bytes"], meta["line_bytes"])
+        limits = Limits(step, CHIPS["h200"], Bounds(meta["cap_bytes"], meta["line_bytes"]))
         largest = limits.largest_batch(8)
         fitting = [
             row["per_device_train_batch_size"]

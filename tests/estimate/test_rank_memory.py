@@ -49,6 +49,7 @@ _TRACED = """
 import json
 import sys
 import torch
+from autotune.core.ceiling import Bounds
 from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
@@ -87,7 +88,7 @@ copy = {
     "bytes": size,
     "grown": predicted.peak_allocated_bytes - replay(ddp.at(8, chip, accumulation=1)).peak_allocated_bytes,
     "fits": [
-        Limits(ddp, chip, cap, plenty, kept).prediction(8, 1).fits
+        Limits(ddp, chip, Bounds(cap, plenty), kept).prediction(8, 1).fits
         for cap, kept in ((once, size), (once - 1, size), (once - 1, None))
     ],
 }

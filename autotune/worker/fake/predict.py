@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autotune.core.ceiling import PREDICTION_MARGIN
+from autotune.core.ceiling import PREDICTION_MARGIN, Bounds
 from autotune.core.chip import Chip
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.workload import Workload
@@ -33,7 +33,7 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     gc.disable()
     step, operations = _step(work, workload)
     bucket_copy_bytes = operations.gradient_bytes if operations and work.arm.rebuilds_buckets else None
-    limits = Limits(step, work.chip, work.cap_bytes, work.line_bytes, bucket_copy_bytes)
+    limits = Limits(step, work.chip, Bounds(work.cap_bytes, work.line_bytes), bucket_copy_bytes)
     largest = limits.largest_batch(work.multiple) if work.multiple else None
     wanted = {*work.batches, *((batch, 1) for batch in _around(largest, work.multiple))}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
@@ -77,13 +77,10 @@ class _Peaks:
 class Limits:
     """Predicts which batches of a step fit under a cap and a line."""
 
-    def __init__(
-        self, step: ScalableStep, chip: Chip, cap_bytes: int, line_bytes: int, bucket_copy_bytes: int | None = None
-    ) -> None:
+    def __init__(self, step: ScalableStep, chip: Chip, bounds: Bounds, bucket_copy_bytes: int | None = None) -> None:
         self._step = step
         self._chip = chip
-        self._cap_bytes = cap_bytes
-        self._line_bytes = line_bytes
+        self._bounds = bounds
         self._bucket_copy_bytes = bucket_copy_bytes
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
@@ -105,16 +102,15 @@ class Limits:
 
     def _fit(self, peaks: _Peaks) -> bool:
         once_bytes = peaks.allocated_bytes + (self._bucket_copy_bytes or 0)
-        is_under_line = peaks.reserved_bytes <= self._line_bytes * (1 - PREDICTION_MARGIN)
-        return not peaks.runs_out and is_under_line and once_bytes <= self._cap_bytes
+        return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes, once_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks without a cap if they are under it, else with the cap, where cached segments are freed."""
         free = replay(events, stream_of=step.stream_of)
-        if free.peak_reserved_bytes <= self._cap_bytes:
+        if free.peak_reserved_bytes <= self._bounds.cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
         try:
-            capped = replay(events, self._cap_bytes, step.stream_of)
+            capped = replay(events, self._bounds.cap_bytes, step.stream_of)
         except OutOfCapError:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
@@ -123,7 +119,7 @@ class Limits:
         """Return whether a step without accumulation fits."""
         step = self._step.of(1)
         events = step.at(batch, self._chip, accumulation=1)
-        return peak_bytes(events) <= self._line_bytes and self._fit(self._peaks(events, step))
+        return peak_bytes(events) <= self._bounds.line_bytes and self._fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple that fits, found by bisection; 0 where none does."""
