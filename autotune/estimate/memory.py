@@ -288,13 +288,12 @@ class MemoryModel:
                 (whole.peak_reserved_bytes, kept.peak_reserved_bytes),
             )
         )
-        fits = reserved_bytes <= self._ceiling.line_bytes * (1 - PREDICTION_MARGIN)
         return replace(
             whole,
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             runs_out=allocated_bytes > self._ceiling.cap_bytes,
-            fits=fits,
+            fits=self._ceiling.bounds.fits(reserved_bytes, margin=PREDICTION_MARGIN),
         )
 
     def _expanding(self, predicted: MemoryPrediction) -> MemoryPrediction:
