@@ -8,6 +8,9 @@ Two graphs of a shape are captured. The first micro-step of an optimizer step fi
 others add to them. Both keep gradients in the same tensors, since a graph reads and writes fixed addresses.
 ``torch.cuda.make_graphed_callables`` cannot be used: it hands out its own gradient buffers, and the next replay
 overwrites what was accumulated in them (github.com/pytorch/pytorch/issues/181723).
+
+Each graph is compared with an eager micro-step on the same samples, with the same random numbers, before it is used:
+its loss, and the gradients of the one that writes them.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from autotune.training.errors import SettingUnavailableError
 EAGER_MICRO_STEPS = 3
 # Each shape keeps its activations for good, in a pool that the graphs share. Other shapes run without a graph.
 MOST_SHAPES = 8
+# Of a loss, and of the norms of all gradients, between a graph and an eager pass. Gradients of embeddings are summed by
+# atomic additions, in any order; a graph that reads what it should not is off by more. A choice.
+_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor
+
+
+_Result = tuple[torch.Tensor, torch.Tensor]
+"""The loss of a micro-step, and the norm of the gradient of each parameter."""
 
 
 class _Shape:
@@ -89,12 +99,16 @@ class GraphedSteps:
         if shape.seen < EAGER_MICRO_STEPS or not (is_first or adds_in_place):
             shape.seen += 1
             return self._eager(model, inputs, num_items_in_batch)
+        expected = self._expect(model, inputs, num_items_in_batch) if is_first else None
         graph = self._capture(model, leaves, structure, is_first=is_first)
         if is_first:
             shape.writing = graph
         else:
             shape.adding = graph
-        return self._replay(model, graph, tensors, is_first=is_first)
+        loss = self._replay(model, graph, tensors, is_first=is_first)
+        if expected is not None:
+            self._compare(model, expected, (loss, self._norms()))
+        return loss
 
     def _key(self, leaves: list[Any], structure: Any) -> Hashable:
         """Return what a graph is captured for; ``None`` for inputs that are neither on the device nor plain values."""
@@ -109,6 +123,33 @@ class GraphedSteps:
             else:
                 return None
         return tuple(described)
+
+    def _expect(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
+        """Return the loss and the norms of the gradients of an eager micro-step, of which nothing is left."""
+        device = self._trainer.args.device
+        random, buffers = torch.cuda.get_rng_state(device), [buffer.clone() for buffer in model.buffers()]
+        loss = self._eager(model, inputs, num_items_in_batch)
+        norms = self._norms()
+        for parameter in self._parameters:
+            parameter.grad = None
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        torch.cuda.set_rng_state(random, device)
+        return loss, norms
+
+    def _norms(self) -> torch.Tensor:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+
+    def _compare(self, model: torch.nn.Module, eager: _Result, graph: _Result) -> None:
+        """Raise ``SettingUnavailableError`` where a graph does not compute what an eager micro-step does."""
+        for what, one, other in zip(("loss", "gradients"), eager, graph, strict=True):
+            off = float((other - one).float().norm() / one.float().norm().clamp_min(1e-12))
+            if not off <= _TOLERANCE and bool(one.isfinite().all()):
+                raise SettingUnavailableError(
+                    f"the {what} of {type(_unwrapped(model)).__name__} in a CUDA graph differ from those of an eager "
+                    f"step by {off:.1%}; train without cuda_graphs"
+                )
 
     def _capture(self, model: torch.nn.Module, leaves: list[Any], structure: Any, *, is_first: bool) -> _Graph:
         """Capture a micro-step. Nothing is computed yet."""

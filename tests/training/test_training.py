@@ -81,6 +81,8 @@ class TestGraphs:
         monkeypatch.setattr(torch.cuda, "graph", capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state))
 
     @pytest.mark.parametrize("accumulation", [1, 2, 4])
     def test_the_training_is_the_same(self, accumulation: int, tmp_path: Path) -> None:
@@ -94,7 +96,8 @@ class TestGraphs:
         losses, weights = train(trainer)
         assert losses == stock[0]
         assert torch.equal(weights, stock[1])
-        assert len(ran) == 8 * accumulation
+        # One micro-step ran twice, for comparison.
+        assert len(ran) == 8 * accumulation + 1
         assert steps.replays >= 8 * accumulation - EAGER_MICRO_STEPS - accumulation
 
     def test_batches_of_several_lengths_share_their_gradients(self, tmp_path: Path) -> None:
@@ -109,6 +112,20 @@ class TestGraphs:
         assert torch.allclose(weights, stock[1], atol=1e-6)
         assert steps.replays > 8
 
+    def test_a_graph_that_computes_something_else_is_not_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def replay(graph: EmulatedGraph) -> None:
+            last = graph.operations[-1][-1]
+            for output in last:
+                output.fill_(7.0)
+
+        monkeypatch.setattr(EmulatedGraph, "replay", replay)
+        trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
+        trainer.training_step = GraphedSteps(trainer)
+        with pytest.raises(SettingUnavailableError, match="BertForSequenceClassification in a CUDA graph differ from"):
+            trainer.train()
+
     def test_a_model_that_looks_at_values_is_named(self, tmp_path: Path) -> None:
         trainer = trainer_of(classifier(), samples(classes=True), tmp_path)
         steps = GraphedSteps(trainer)
@@ -118,7 +135,8 @@ class TestGraphs:
 
         def looks(*args: Any) -> torch.Tensor:
             calls.append(1)
-            if len(calls) > EAGER_MICRO_STEPS:
+            # One more for comparison.
+            if len(calls) > EAGER_MICRO_STEPS + 1:
                 # What CUDA raises where a captured stream is waited for.
                 raise RuntimeError("operation not permitted when stream is capturing")
             return stock(*args)
