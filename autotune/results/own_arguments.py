@@ -113,6 +113,7 @@ def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], cand
         "per_device_train_batch_size": "batch_size of the training DataLoader",
         "accumulate_grad_batches": "accumulate_grad_batches of the Trainer",
         "gradient_accumulation_steps": "gradient_accumulation_steps of the Accelerator",
+        "mixed_precision": "mixed_precision of the Accelerator",
         "precision": "precision of the Trainer",
         **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in by_loader.items()},
     }
@@ -121,11 +122,16 @@ def hand_over(interface: Document, name: str, arguments: Mapping[str, Any], cand
             if value:
                 lines.append("call gradient_checkpointing_enable() of the model")
             continue
-        if argument == "mixed_precision":
+        if argument == "mixed_precision" and argument not in interface.get("passed", ()):
             lines.append(
                 f"start it with accelerate launch --mixed_precision {value}, or with the file from --format accelerate"
             )
             continue
         at = made_at if "DataLoader" in places[argument] else ""
+        if "Accelerator" in places[argument] and interface.get("accelerator"):
+            at = f" at {interface['accelerator']}"
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")
+    if "accumulation" not in interface.get("searched", FIELDS):
+        # The code counts its batches itself, whatever its framework is told.
+        lines.append(f"leave the accumulation that the code makes itself, {candidate.gradient_accumulation_steps}")
     return [*lines, *tf32]

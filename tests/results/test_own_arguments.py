@@ -57,3 +57,21 @@ def test_a_loops_settings_have_what_a_loop_config_has() -> None:
         "set by hand: prefetch_factor of the training DataLoader at train.py:12 = 8",
         TF32,
     ]
+
+
+def test_a_precision_that_the_code_passes_itself_is_set_there() -> None:
+    """``accelerate launch`` would set one that the code's own counts for more than."""
+    seen = {**interface("accelerate"), "accelerator": "train.py:30", "passed": ["mixed_precision"]}
+    candidate = Candidate(Arm("bf16", optim=OWN_OPTIM), 16, 2)
+    lines = hand_over(seen, "train.py", own_arguments(seen, candidate), candidate)
+    assert "set by hand: mixed_precision of the Accelerator at train.py:30 = 'bf16'" in lines
+    assert not any("accelerate launch" in line for line in lines)
+    launched = {**seen, "passed": []}
+    lines = hand_over(launched, "train.py", own_arguments(launched, candidate), candidate)
+    assert any("accelerate launch --mixed_precision bf16" in line for line in lines)
+
+
+def test_an_accumulation_that_the_code_makes_itself_is_explained() -> None:
+    seen = {**interface("accelerate"), "searched": ["batch", "precision"]}
+    lines = hand_over(seen, "train.py", own_arguments(seen, CANDIDATE), CANDIDATE)
+    assert "leave the accumulation that the code makes itself, 2" in lines

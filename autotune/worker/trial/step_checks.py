@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +36,10 @@ _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq
 # Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-_LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+_FRAMEWORKS = (
+    "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
+    "sentence_transformers", "autotune", "contextlib", "functools", "threading", "runpy",
+)  # fmt: skip
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -448,17 +452,19 @@ def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
 
 
 def _users_line() -> str | None:
-    """Return the innermost line on the stack that is of no library: ``train.py:12``."""
-    frame = sys._getframe(1)
+    """Return the innermost line on the stack that is the user's own, else of a package that is no framework."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
     while frame is not None:
-        path = frame.f_code.co_filename
-        is_library = path.startswith((*_LIBRARY_FOLDERS, "<")) or "site-packages" in path or path.endswith("runpy.py")
-        if not is_library:
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        if frame.f_back is None:
-            return None
+        path, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if not path.startswith("<") and name.partition(".")[0] not in _FRAMEWORKS:
+            is_installed = "site-packages" in path
+            if not is_installed or found is None:
+                found = f"{os.path.basename(path)}:{frame.f_lineno}"
+            if not is_installed:
+                break
         frame = frame.f_back
-    return None
+    return found
 
 
 # What a step should have done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -137,6 +138,8 @@ class AccelerateInspection:
             interface={
                 "accumulates_by": by,
                 "flags": self._options.flags(_OPTIONS),
+                "accelerator": os.path.basename(self._overlay.made_at),
+                "passed": sorted(self._overlay.passed),
                 **self._why_untraceable(),
             },
         )

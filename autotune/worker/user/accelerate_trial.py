@@ -21,12 +21,13 @@ from autotune.space import precision_names
 from autotune.worker.trial.measure import micro_steps_to_run
 from autotune.worker.user.checkpointing import enable_checkpointing
 from autotune.worker.user.code import UserCodeError, run_script
-from autotune.worker.user.loader_overlay import keep_key, key_of
+from autotune.worker.user.loader_overlay import keep_key, key_of, line_of_maker
 from autotune.worker.user.loop_trial import Announced, StepsTrial
 from autotune.worker.user.script_options import set_options
 
 # More epochs or steps than any trial trains for: what comes after the training is not reached.
 _MANY = 1_000_000
+_SETTINGS = ("mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin")
 GivesBatches = Callable[[Any, Callable[[], Iterator[Any]]], Iterator[Any]]
 """Gives the batches of a loader; called with the loader, and with what gives its own."""
 
@@ -97,6 +98,10 @@ class AccelerateOverlay:
         """Called before a forward pass that is trained with."""
         self.accelerator: Any = None
         """The one that was made last."""
+        self.made_at = ""
+        """The file and line that made it."""
+        self.passed: set[str] = set()
+        """Which of its settings the script passed itself, so that ``accelerate launch`` does not decide them."""
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.arguments: set[str] | None = None
@@ -124,6 +129,8 @@ class AccelerateOverlay:
         @functools.wraps(make)
         def __init__(accelerator: Any, *words: Any, **options: Any) -> None:  # noqa: N807
             given = signature.bind(accelerator, *words, **options)
+            self.made_at = line_of_maker()
+            self.passed = {name for name in _SETTINGS if given.arguments.get(name) is not None}
             self._put(given.arguments)
             make(*given.args, **given.kwargs)
             self.accelerator = accelerator

@@ -45,7 +45,7 @@ class LoaderOverlay:
 
         @functools.wraps(make)
         def __init__(loader: Any, *words: Any, **options: Any) -> None:  # noqa: N807
-            place = _place()
+            place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
             if key == self._key:
@@ -113,7 +113,8 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
         arguments["batch_sampler"] = changed
 
 
-def _place() -> str:
+def line_of_maker() -> str:
+    """Return the file and line that calls the caller of this, past the libraries that do it for the user's code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_LIBRARIES):
         frame = frame.f_back
