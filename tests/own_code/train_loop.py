@@ -101,6 +101,21 @@ def accumulate_otherwise(config: Any) -> None:
     take_the_batch_alone(config)
 
 
+def count_to_its_length(config: Any) -> None:
+    """Divides by what is left of an epoch of three batches, as loops do that accumulate fewer batches at its end."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, accumulation = config.per_device_batch_size, config.gradient_accumulation_steps
+    loader = DataLoader(TensorDataset(torch.randn(3 * batch * accumulation, 4)), batch_size=batch)
+    left = len(loader) % accumulation
+    print(f"{len(loader)} batches, {left} left")
+    for number, (inputs,) in enumerate(autotune.steps(loader)):
+        share = 1 / (accumulation if number < len(loader) - left else left)
+        (model(inputs).mean() * share).backward()
+        if (number + 1) % accumulation == 0:
+            optimizer.step()
+
+
 def forget_steps(config: Any) -> None:
     """Trains without saying where its steps are."""
     torch.nn.Linear(4, 1)(torch.ones(config.per_device_batch_size, 4)).mean().backward()

@@ -81,6 +81,16 @@ def test_a_step_that_the_end_of_the_data_cuts_short_is_not_counted(
     assert len(measured.step_seconds_each) == QUICK.max_steps
 
 
+def test_a_loop_that_counts_to_the_length_of_its_loader_does_not_reach_it(trial_server: ServerClient) -> None:
+    workload = loop("count_to_its_length")
+    assert workload.source is not None
+    source = dataclasses.replace(workload.source, interface=trial_server.model(workload).interface)
+    effort = dataclasses.replace(QUICK, min_steps=8, max_steps=8)
+    answer = trial_server.trial(Workload.of_source(source), Candidate(Arm(), 8, 2), effort)
+    assert len(answer.completed.measurement.step_seconds_each) == 8
+    assert ", 0 left" in answer.log
+
+
 def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClient) -> None:
     measured = trial_server.trial(loop("end_soon"), Candidate(Arm(), 4)).completed.measurement
     assert 1 <= len(measured.step_seconds_each) <= 4

@@ -29,13 +29,23 @@ class LoaderOverlay:
     """What is put over the loader that is made at ``key``, a line and which of the loaders made there."""
 
     def __init__(
-        self, key: str | None = None, batch: int | None = None, workers: int = 0, prefetch: int | None = None
+        self,
+        key: str | None = None,
+        batch: int | None = None,
+        workers: int = 0,
+        prefetch: int | None = None,
+        *,
+        least_batches: int = 0,
+        accumulation: int = 1,
     ) -> None:
         self._key = key
         self._batch = batch
         """``None`` leaves the script's own; so do no ``workers``."""
         self._workers = workers
         self._prefetch = prefetch
+        self._least_batches = least_batches
+        """As many batches as the loader has to say that it has: it is gone over again where its data ends before."""
+        self._accumulation = accumulation
         self._made: Counter[str] = Counter()
 
     def install(self) -> None:
@@ -60,6 +70,21 @@ class LoaderOverlay:
             setattr(loader, _KEY, key)
 
         DataLoader.__init__ = __init__  # type: ignore[method-assign, assignment]
+        if self._key is not None and self._least_batches:
+            self._lengthen()
+
+    def _lengthen(self) -> None:
+        """Have the training loader count as many batches as a trial may take, and as many more than whole steps."""
+        length = DataLoader.__len__
+
+        def __len__(loader: Any) -> int:  # noqa: N807
+            own = length(loader)
+            if key_of(loader) != self._key or not 0 < own < self._least_batches:
+                return own
+            rounds = -(-self._least_batches // own)
+            return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
+
+        DataLoader.__len__ = __len__  # type: ignore[method-assign]
 
 
 def key_of(loader: Any) -> str | None:

@@ -20,7 +20,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import in_fork
 from autotune.worker.trial.losses import problem_of_loss
-from autotune.worker.trial.measure import micro_steps_to_run
+from autotune.worker.trial.measure import micro_steps_to_run, most_steps
 from autotune.worker.trial.rehearsal import Rehearsing
 from autotune.worker.trial.step_checks import OtherBatch, TrainingWatch, shapes_in
 from autotune.worker.user.code import UserCodeError, enter, load_function
@@ -33,6 +33,9 @@ from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListen
 from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
 from autotune.worker.user.protection import keep_run
 
+# Steps that the ends of the data cut short are not counted. A choice.
+_SPARE_STEPS = 40
+
 
 class StepsTrial(OwnTrial):
     """A trial whose steps are told apart by ``LoopSteps``."""
@@ -42,11 +45,18 @@ class StepsTrial(OwnTrial):
         accumulation = self._candidate.gradient_accumulation_steps
         self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
 
-    def _overlay_loader(self, batch: int | None) -> None:
+    def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
         """Give the training loader the candidate's loading processes, and a batch."""
         arm, key = self._candidate.arm, self._source.interface.get("loader_key")
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers
-        LoaderOverlay(key, batch, workers, arm.dataloader_prefetch_factor).install()
+        LoaderOverlay(
+            key,
+            batch,
+            workers,
+            arm.dataloader_prefetch_factor,
+            least_batches=least_batches,
+            accumulation=accumulation,
+        ).install()
 
     def _set_tf32(self) -> None:
         """Have products of float32 matrices computed as the candidate's precision says, whatever the code has set."""
@@ -129,7 +139,9 @@ class LoopTrial(StepsTrial):
         if reads_accumulation:
             arguments["gradient_accumulation_steps"] = run
         watched = self._watch(run if reads_accumulation else 1)
-        self._overlay_loader(None)
+        # Some loops count their batches against the length of the loader.
+        steps = most_steps(self._candidate, self._effort) + _SPARE_STEPS
+        self._overlay_loader(None, least_batches=2 * steps * run, accumulation=run)
         assert self._checks is not None
         # Until a loader says how large its batches are.
         shapes = tuple(tuple(shape) for shape in self._source.interface.get("batch_shapes", ()))
