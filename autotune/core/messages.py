@@ -102,6 +102,9 @@ class ImportFailed:
     """A trial server cannot import what it needs, and ends."""
 
     import_error: str
+    """The first of the errors that led to it."""
+    package: str | None = None
+    """The package whose import failed, where that is neither torch nor transformers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,10 @@ class ServerProcess:
                     self.close()
                     raise TrialServerError(
                         f"the trial server cannot import what it needs: {line.import_error}",
-                        "install torch and transformers into the environment that runs autotune",
+                        "install torch and transformers into the environment that runs autotune"
+                        if line.package is None
+                        else f"install another version of {line.package}, or remove it; python -c 'import "
+                        f"{line.package}' shows the error",
                     )
                 if isinstance(line, Ready) and self._was_idle:
                     self._tell_workload()

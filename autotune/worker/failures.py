@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from typing import Any
 
@@ -89,7 +90,7 @@ def is_lost_device(error: BaseException) -> bool:
     return "cuda" in text and any(fragment in text for fragment in _LOST_DEVICE_FRAGMENTS)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain_of(error: BaseException) -> list[BaseException]:
     """Return the error and the errors it was raised from, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
@@ -97,6 +98,21 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(current)
         current = current.__cause__ or current.__context__
     return chain
+
+
+def package_of(error: BaseException) -> str | None:
+    """Return the installed package in which an error of an import came up; ``None`` for torch and transformers.
+
+    torch registers functions of other packages, and transformers imports them.
+    """
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        _, _, within = trace.tb_frame.f_code.co_filename.partition("site-packages" + os.sep)
+        name = within.partition(os.sep)[0].removesuffix(".py")
+        if within and name not in ("torch", "transformers", "autotune"):
+            found = name
+        trace = trace.tb_next
+    return found
 
 
 def first_line(error: BaseException) -> str:
@@ -118,9 +134,9 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
     """
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0
-    culprit = next((e for e in _chain(error) if is_out_of_memory(e, fraction)), None)
+    culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
     if culprit is None:
-        reason: FailureReason = "device_lost" if any(map(is_lost_device, _chain(error))) else "error"
+        reason: FailureReason = "device_lost" if any(map(is_lost_device, chain_of(error))) else "error"
         text = "".join(traceback.format_exception(error))[-20_000:]
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()

@@ -61,6 +61,7 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
+from autotune.worker.failures import chain_of, first_line, package_of
 from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_everything, import_model
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.user.protection import Room, protect, take_kept
@@ -534,7 +535,8 @@ def main() -> None:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, COLD_VARIABLE: "1"})
     except BaseException as error:
         traceback.print_exc()
-        failed = ImportFailed(f"{type(error).__name__}: {error}")
+        first = chain_of(error)[-1]
+        failed = ImportFailed(first_line(first), package_of(first))
         os.write(report_fd, json.dumps(encode(failed)).encode() + b"\n")
         raise SystemExit(1) from error
     # Else a trial's garbage collections go through everything that was imported. That takes half a second a trial, and

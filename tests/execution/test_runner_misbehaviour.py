@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload
@@ -224,6 +225,22 @@ def test_a_missing_package_is_named(cpu: Device, tmp_path: Path, monkeypatch: py
     ):
         runner.inspect()
     assert "install torch" in raised.value.hint
+
+
+def test_a_package_that_does_not_fit_is_named_with_its_own_error(
+    cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers makes of it hides both."""
+    package = tmp_path / "site-packages" / "accelerate"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('operator accelerate::nms does not exist')\n")
+    monkeypatch.syspath_prepend(package.parent)
+    with (
+        TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner,
+        pytest.raises(TrialServerError, match="RuntimeError: operator accelerate::nms does not exist") as raised,
+    ):
+        runner.inspect()
+    assert raised.value.hint.startswith("install another version of accelerate, or remove it")
 
 
 def test_two_runners_at_once_do_not_meet(stand_in: None, cpu: Device, tmp_path: Path) -> None:
