@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-import warm
 from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 from tiny import tiny_workload

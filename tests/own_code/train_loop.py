@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 from collections.abc import Iterator
@@ -119,6 +120,13 @@ def count_to_its_length(config: Any) -> None:
 def forget_steps(config: Any) -> None:
     """Trains without saying where its steps are."""
     torch.nn.Linear(4, 1)(torch.ones(config.per_device_batch_size, 4)).mean().backward()
+
+
+def parse_options(config: Any) -> None:
+    """Wants an option that nobody gives."""
+    parser = argparse.ArgumentParser(prog="train_loop.py")
+    parser.add_argument("--data", required=True)
+    parser.parse_args([])
 
 
 def end_at_once(config: Any) -> None:

@@ -100,6 +100,11 @@ def test_a_loop_that_ends_soon_counts_as_far_as_it_went(trial_server: ServerClie
     ("function", "message"),
     [
         ("forget_steps", "train_loop.py:forget_steps trains without autotune.steps at train_loop.py:"),
+        (
+            "parse_options",
+            "train_loop.py:parse_options left with exit code 2: train_loop.py: error: the following arguments are "
+            "required: --data",
+        ),
         ("end_at_once", "train_loop.py:end_at_once ended without a step of an optimizer within autotune.steps"),
         ("nest", "train_loop.py:nest goes over autotune.steps within autotune.steps"),
         ("no_such", "train_loop.py has no function no_such"),

@@ -226,8 +226,8 @@ def test_memory_really_runs_out(trial_server: ServerClient, folder: Path) -> Non
     ("text", "message"),
     [
         ("print('nothing to do')", "run.py ended without having trained"),
-        ("import sys; sys.exit(3)", "run.py left with exit code 3 before it trained"),
-        ("raise SystemExit('no data')", "run.py left with the words 'no data' before it trained"),
+        ("import sys; sys.exit(3)", "run.py left with exit code 3"),
+        ("raise SystemExit('no data')", "run.py left with exit code 1: no data"),
         ("import no_such_thing", "run.py raised ModuleNotFoundError: No module named 'no_such_thing'"),
         ("def broken(:", "run.py raised SyntaxError"),
         (

@@ -101,6 +101,36 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
+def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
+    """Return what to say of code that ends its process, with its own last words."""
+    said = error.code if isinstance(error.code, str) else _last_words(log_start)
+    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    what = f"left with exit code {code}" if code else "ended without training"
+    return UserCodeError(f"{source.name} {what}" + (f": {said[:300]}" if said else ""))
+
+
+def log_size() -> int:
+    """Return how many bytes are in the log that this process writes to."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    try:
+        return os.fstat(2).st_size
+    except OSError:
+        return 0
+
+
+def _last_words(start: int) -> str:
+    """Return the last line that this process wrote into its log from ``start`` on."""
+    log_size()
+    try:
+        with Path("/proc/self/fd/2").open("rb") as log:
+            log.seek(start)
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
     """Return what an error of the user's code means, where that is known; else the error."""
     if (refused := refused_write(error)) is not None:
@@ -113,6 +143,10 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
     if isinstance(error, EOFError) and "reading a line" in str(error):
         return UserCodeError(
             f"{source.name} asks for input, and nobody answers in a trial", "give it the answer by an option or a file"
+        )
+    if isinstance(error, SystemExit):
+        return UserCodeError(
+            str(left(source, error)), "run it by itself with the same options to see whether it trains"
         )
     return error
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +27,7 @@ from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import Beside, in_fork
-from autotune.worker.user.code import UserCodeError, enter, run_script
+from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import SeenGradients, facts_of, problem_of
 from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
@@ -196,11 +194,11 @@ class _Inspecting:
         # What is looked at is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         source = self._source
-        log_start = _log_size()
+        log_start = log_size()
 
         def fail(error: BaseException) -> NoReturn:
             if isinstance(error, SystemExit):
-                error = _left(source, error, log_start)
+                error = left(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(words)[:300]}")
@@ -473,32 +471,3 @@ def _calls(seen: Seen, site: Site) -> int:
 def _describe(seen: Seen) -> str:
     shapes = [shape for _, call in seen.calls for shape in call.values()]
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"
-
-
-def _left(source: TrainingSource, left: SystemExit, log_start: int) -> UserCodeError:
-    """Return what to say of a script that ends itself, with its own last words."""
-    said = left.code if isinstance(left.code, str) else _last_words(log_start)
-    code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
-    what = f"left with exit code {code}" if code else "ended without training"
-    return UserCodeError(f"{source.name} {what}" + (f": {said[:300]}" if said else ""))
-
-
-def _log_size() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    try:
-        return os.fstat(2).st_size
-    except OSError:
-        return 0
-
-
-def _last_words(start: int) -> str:
-    """Return the last line that this process wrote into its log from ``start`` on."""
-    _log_size()
-    try:
-        with Path("/proc/self/fd/2").open("rb") as log:
-            log.seek(start)
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

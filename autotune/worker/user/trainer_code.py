@@ -31,13 +31,9 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
         raise UserCodeError(f"the Trainer of {source.name} has a train method that never calls Trainer.train")
     try:
         run_script(source, output_dir)
-    except SystemExit as left:
-        if left.code not in (None, 0):
-            what = f"exit code {left.code}" if isinstance(left.code, int) else f"the words {str(left.code)[:200]!r}"
-            raise UserCodeError(
-                f"{source.name} left with {what} before it trained",
-                "run it by itself with the same options to see whether it trains",
-            ) from left
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
     raise UserCodeError(
         f"{source.name} ended without having trained",
         "give it the options with which it trains, such as --do_train; what is measured trains with "
