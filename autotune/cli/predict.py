@@ -46,6 +46,10 @@ RANKS_NOTES = (
     "hosts of different speed",
     "speed under ZeRO is not predicted",
 )
+FEW_BITS_ACCURACY = (
+    "weights and moments are counted as bitsandbytes 0.50 stores them, to the byte; what it needs while it computes "
+    "was read from its code, and not measured on a GPU"
+)
 RANKS_ACCURACY = "; ".join(RANKS_NOTES)
 _ORDER = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces", "communication")
 
@@ -94,6 +98,8 @@ def predict(
     if len(documents) > 1:
         _compare(documents)
     click.echo(f"Predicted, not measured: {ACCURACY}.", err=True)
+    if options.get("quantize") is not None or any("8bit" in name for name in options.get("optim") or ()):
+        click.echo(f"Few bits: {FEW_BITS_ACCURACY}.", err=True)
     if "ranks_accuracy" in predicted:
         click.echo("\n".join(["Several GPUs:", *(f"  {note}" for note in RANKS_NOTES)]), err=True)
     if any(document["best"] is not None for document in documents):

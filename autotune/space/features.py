@@ -48,6 +48,18 @@ def optim_package(optim: str) -> str | None:
     return next((package for package, names in _PACKAGE_OF_OPTIM if optim.startswith(names)), None)
 
 
+# Those of bitsandbytes whose state is known.
+_PREDICTED_OPTIMS = frozenset(
+    {"adamw_bnb_8bit", "adamw_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"}
+    | {"lion_8bit", "paged_lion_32bit", "paged_lion_8bit"}
+)
+
+
+def is_state_known(optim: str) -> bool:
+    """Return whether it is known what an optimizer allocates."""
+    return optim_package(optim) is None or optim in _PREDICTED_OPTIMS
+
+
 # Optimizers of torch that update each element by itself. FSDP2: DTensor has sharding rules for their operations
 # (torch/distributed/tensor/_ops/_pointwise_ops.py); bitsandbytes' kernels take no DTensor; of others nothing is known.
 # ZeRO gives an optimizer a part of all weights as one flat tensor, of which Adafactor, for one, cannot tell the rows.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from autotune.core.candidate import STRATEGIES, Arm, Precision
 from autotune.core.workload import Task, Workload
-from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, optim_package
+from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
 
 Memory = Literal["peak", "reserved", "once", "none"]
 """What of a trial's memory depends on a setting.
@@ -197,7 +197,7 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         "optim", (), argument="optim", is_always_set=True, is_optunas=True, package=optim_package,
-        is_traced=lambda name: optim_package(name) is None,
+        is_traced=is_state_known,
     ),
     Lever(
         "expandable_segments", memory="reserved", saving=lambda arm: arm.expandable_segments,
@@ -409,8 +409,9 @@ def is_traced(arm: Arm) -> bool:
 
 
 def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors."""
-    return is_traced(arm) and workload.quantize is None
+    """Return whether memory can be predicted with fake tensors: not where DoRA dequantizes weights by itself."""
+    dequantizes = workload.quantize is not None and (workload.lora_options or {}).get("use_dora", False)
+    return is_traced(arm) and not dequantizes
 
 
 def compiles(arm: Arm) -> bool:

@@ -12,6 +12,7 @@ from autotune.core.units import format_bytes
 from autotune.space.features import (
     DEEPSPEED,
     FLASH_ATTENTION,
+    is_state_known,
     optim_package,
     packages_of_workload,
     require,
@@ -38,13 +39,15 @@ def _check_levers(request: SearchRequest) -> None:
     """Raise an error for an option whose package is not installed, or that the device does not support."""
     for optim in request.optims:
         package = optim_package(optim)
-        if package is not None:
+        if package is not None and (request.is_at_hand or not is_state_known(optim)):
             require(package, f"--optim {optim}")
     if request.workload.quantize is not None and request.workload.peft is None:
         raise InvalidRequestError(
             f"weights in {request.workload.quantize[0]} bits cannot be trained directly", "add --peft lora"
         )
-    for package in packages_of_workload(request.workload):
+    # What bitsandbytes allocates is predicted without it; adapters are peft's own.
+    needed = packages_of_workload(request.workload)
+    for package in needed if request.is_at_hand else set(needed) - {"bitsandbytes"}:
         require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
     is_cpu = request.device.kind == "cpu"
     if request.expandable_segments == "on" and is_cpu:

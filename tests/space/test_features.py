@@ -276,10 +276,12 @@ class TestCompiling:
     def test_predictions_are_not_asked_of_what_compiles(self) -> None:
         assert is_predictable(PLAIN, BERT_LARGE)
         assert not is_predictable(replace(PLAIN, torch_compile=True), BERT_LARGE)
-        assert not is_predictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
+        assert is_predictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
+        assert not is_predictable(Arm(optim="ademamix_8bit"), BERT_LARGE)
         assert is_predictable(Arm(optim="adafactor"), BERT_LARGE)
         quantized = replace(BERT_LARGE, dtype="bfloat16", peft="lora", lora_rank=8, quantize="4bit")
-        assert not is_predictable(PLAIN, quantized)
+        assert is_predictable(PLAIN, quantized)
+        assert not is_predictable(PLAIN, replace(quantized, lora_options={"use_dora": True}))
 
 
 class TestAdapters:

@@ -14,7 +14,9 @@ from autotune.core.candidate import Arm
 from autotune.core.chip import Chip
 from autotune.core.prediction import Operations
 from autotune.core.workload import Workload
+from autotune.space.features import optim_package
 from autotune.worker.fake.build import materialise
+from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
 from autotune.worker.fake.operations import OperationTally
 from autotune.worker.fake.ranks import bucket_bytes, shard_model, sums_of_parameters
 from autotune.worker.fake.scaling import ScalableStep, telling_batch
@@ -55,6 +57,8 @@ def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, A
 
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that ``TrainingArguments.optim`` names, with its default settings."""
+    if optim_package(name) == "bitsandbytes":
+        return FewBitsOptimizer(model, name)
     kind, options = _optimizer_kind(name, model)
     optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
     return optimizer
@@ -263,6 +267,8 @@ class FakeTraining:
 
     def _model(self) -> Any:
         model = build_model(self._workload, self._arm.attn_implementation, torch.device("meta"))
+        if self._workload.quantize is not None:
+            quantize_fake(model, self._workload)
         model.config.use_cache = False
         return model
 
