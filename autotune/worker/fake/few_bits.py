@@ -73,9 +73,11 @@ class _FourBits(_FewBits):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         size = (self.out_features, self.in_features)
-        found: torch.Tensor = _FourBitProduct.apply(inputs.to(self._dtype), self.weight, self.bias, size, self.scales)
+        converted = inputs.to(self._dtype)
+        found = _FourBitProduct.apply(converted, self.weight, self.bias, size, self.scales)  # type: ignore[no-untyped-call]
         # peft copies it before it adds what the adapter says.
-        return found.to(inputs.dtype).clone()
+        copied: torch.Tensor = found.to(inputs.dtype).clone()
+        return copied
 
 
 class _FourBitProduct(torch.autograd.Function):
@@ -109,8 +111,7 @@ class _EightBits(_FewBits):
         self.register_buffer("scales", torch.empty(self.out_features, device="meta"))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _EightBitProduct.apply(inputs, self.weight, self.bias)
-        return found
+        return _EightBitProduct.apply(inputs, self.weight, self.bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _EightBitProduct(torch.autograd.Function):
@@ -155,11 +156,17 @@ class FewBitsOptimizer(torch.optim.Optimizer):
         embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
         self._in_full = {id(module.weight) for module in embeddings}
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state of every parameter with a gradient, if it is not there yet."""
+        """Make the state of every parameter with a gradient, and read and write what an update does."""
         for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None and not self.state[parameter]:
+            if parameter.grad is None:
+                continue
+            if not self.state[parameter]:
                 self.state[parameter].update(enumerate(self._new_state(parameter)))
+            parameter.add_(parameter.grad)
+            for moment in self.state[parameter].values():
+                moment.add_(0)
 
     def _new_state(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
