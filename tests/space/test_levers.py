@@ -58,6 +58,7 @@ class TestTable:
     def test_what_does_not_go_together_is_said(self) -> None:
         assert excluding(Arm("bf16", True, cuda_graphs=True)) == "cuda_graphs does not go with gradient_checkpointing"
         assert excluding(Arm("bf16", cuda_graphs=True, unpadded=True)) is None
+        assert excluding(Arm(torch_compile=True, strategy="zero2", ranks=2)) is not None
 
 
 class TestWhatFollows:

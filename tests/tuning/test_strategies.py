@@ -247,8 +247,6 @@ def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -
     assert all(arm.transformer_layer_cls_to_wrap is arm.ddp_find_unused_parameters is None for arm in alone.space.arms)
     # By themselves, ranks on a CPU train with DDP.
     assert {arm.strategy for arm in of_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
-    compiled = of_two(torch_compile="on", strategies=("ddp", "zero2"))
-    assert {arm.strategy for arm in compiled.space.arms if arm.torch_compile} == {"ddp"}
 
 
 @pytest.mark.usefixtures("with_deepspeed")
