@@ -109,6 +109,9 @@ class Measurement:
     host_bytes_to_build: int | None = None
     """Most memory of the host that the trial's first process had held when its model was built, its libraries included.
     ``None`` for the user's own code, and where the kernel does not tell."""
+    linear_weights: tuple[int, int] | None = None
+    """Weights of the model's linear layers, and how many of them are trained, from which its arithmetic is counted;
+    ``None`` for the user's own code, and in records of versions that did not count them."""
     cpu_core: int | None = None
     """The core that the process was pinned to; ``None`` where it was not pinned."""
 

@@ -12,6 +12,7 @@ from autotune.core.outcome import Completed, Failed, FailureReason, Measurement,
 from autotune.core.schema import encode, make_record, with_version
 from autotune.core.stop import LeftOut, StopReason
 from autotune.estimate.bottleneck import what_limits
+from autotune.results.expert import expert_of, utilization
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
 from autotune.store.records import Stage, StudyState, TrialRecord, TrialState
@@ -53,6 +54,18 @@ class NextRun:
 
 
 @dataclass(frozen=True)
+class ExpertDocument:
+    """What an informed user runs: bf16 at the largest batch that fits, with checkpointing if nothing fits without."""
+
+    candidate: Any
+    samples_per_second: float
+    measured: bool
+    """Whether a trial measured it; else its speed is predicted from smaller batches."""
+    speedup: float | None
+    """The winner's speed over this one."""
+
+
+@dataclass(frozen=True)
 class StudyDocument:
     """A whole study."""
 
@@ -73,6 +86,11 @@ class StudyDocument:
     ceiling: dict[str, Any]
     seconds: float
     speedup: float | None
+    expert: ExpertDocument | None
+    """bf16 at the largest batch that fits, and nothing else; ``None`` where nothing like it was tried."""
+    model_flops_utilization: float | None
+    """Share of the GPU's rated arithmetic that the winner's step uses: six operations for each trained weight of a
+    linear layer and token, four for another; ``None`` where it is not known."""
     next_run: NextRun | None
     best: Any
     baseline: Any
@@ -105,6 +123,8 @@ def report_document(report: Report) -> Document:
         ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
         seconds=study.seconds,
         speedup=report.speedup(),
+        expert=_expert(report),
+        model_flops_utilization=_utilization(report),
         next_run=_next_run(report),
         best=of(report.best),
         baseline=of(report.baseline),
@@ -113,6 +133,18 @@ def report_document(report: Report) -> Document:
     )
     document: Document = encode(found)
     return document
+
+
+def _expert(report: Report) -> ExpertDocument | None:
+    expert = expert_of(report)
+    if expert is None:
+        return None
+    return ExpertDocument(expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup)
+
+
+def _utilization(report: Report) -> float | None:
+    best, measured = report.best, report.pooled(report.best)
+    return utilization(report, measured, best.candidate.arm) if best is not None and measured is not None else None
 
 
 def _next_run(report: Report) -> NextRun | None:

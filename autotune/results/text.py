@@ -6,6 +6,7 @@ from autotune.core.candidate import Document
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
+from autotune.results.expert import expert_of, utilization
 from autotune.results.report import Report, data_facts
 from autotune.results.warnings import notes
 from autotune.results.wording import verdict
@@ -43,9 +44,15 @@ def summary_lines(report: Report) -> list[str]:
             f"  {speedup:.2f} × {report.baseline_name} "
             f"({report.baseline.candidate.describe()}: {format_rate(baseline.samples_per_second)} samples/s)"
         )
-    elif request["measure_baseline"] and request["objective"] == "throughput":
+    if (expert := expert_of(report)) is not None and expert.speedup is not None:
+        lines.append(f"  {expert.describe()}")
+    if speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
         lines.append(f"  {report.baseline_name} did not complete, so the speed-up is not known")
     limit = describe_limit(best.candidate, measured)
+    share = utilization(report, measured, best.candidate.arm)
+    if share is not None:
+        precision = best.candidate.arm.precision
+        lines.append(f"  {share:.0%} of the GPU's rated arithmetic in {precision} (MFU: linear layers, no attention)")
     details = [_memory_line(report, best, measured), limit, *detail_lines(report, best, measured)]
     lines += [f"  {line}" for line in details if line is not None]
     left_out = [f"  not tried: {each.describe()}" for each in report.study.left_out]

@@ -15,6 +15,7 @@ from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, speed_chart, step_chart
+from autotune.results.expert import expert_of
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.html.markup import Child, Markup, element, joined
 from autotune.results.html.style import SCRIPT, STYLE
@@ -150,7 +151,12 @@ def _answer(report: Report, document: Document) -> Markup:
         + (f" × {world_size} devices" if world_size > 1 else "")
         + f", {best.candidate.arm.describe()}"
     )
-    figures = [_speed_figure(document), _step_figure(report, best, measured), _speedup_figure(report)]
+    figures = [
+        _speed_figure(document),
+        _step_figure(report, best, measured),
+        _speedup_figure(report),
+        _expert_figure(report),
+    ]
     figures.append(_memory_figure(report, measured, best))
     details = detail_lines(report, best, measured)
     return element(
@@ -201,6 +207,18 @@ def _speedup_figure(report: Report) -> Markup | None:
         "Against the baseline",
         times(speedup),
         f"{report.baseline_name}: {baseline.candidate.describe()}, {format_rate(speed.samples_per_second)} samples/s",
+    )
+
+
+def _expert_figure(report: Report) -> Markup | None:
+    expert = expert_of(report)
+    if expert is None or expert.speedup is None:
+        return None
+    return _figure(
+        "Against the expert",
+        times(expert.speedup),
+        f"{expert.candidate.arm.precision} at the largest batch that fits: {expert.candidate.describe()}, "
+        f"{format_rate(expert.samples_per_second)} samples/s, {'measured' if expert.is_measured else 'predicted'}",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.pytorch_utils import Conv1D
 
 from autotune.core.workload import DTypeName, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK
@@ -101,3 +102,21 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
         with torch.device(device):
             model = with_lora(model, workload) if workload.peft == "lora" else model
     return model.train()
+
+
+def linear_weights(model: torch.nn.Module) -> tuple[int, int]:
+    """Return how many weights the linear layers of a model have, and how many of them are trained.
+
+    Quantized ones are counted by the size of the layer, since several share an element.
+    """
+    every = trained = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            count = module.in_features * module.out_features
+        elif isinstance(module, Conv1D):
+            count = module.weight.numel()
+        else:
+            continue
+        every += count
+        trained += count if module.weight.requires_grad else 0
+    return every, trained

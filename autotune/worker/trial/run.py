@@ -31,7 +31,7 @@ from autotune.worker.dataset.schedule import BatchShape, Schedule
 from autotune.worker.failures import classify
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.affinity import pin_to_one_core
-from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype
+from autotune.worker.trial.build import build_model, check_liger_knows, in_deepspeeds_dtype, linear_weights
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
@@ -144,6 +144,7 @@ class Trial:
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
         self._cpu_core: int | None = None
+        self._linear_weights: tuple[int, int] | None = None
         self._host_bytes: int | None = None
 
     def run(self) -> Outcome:
@@ -207,6 +208,7 @@ class Trial:
         workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
         model = build_model(workload, arm.attn_implementation, meter.device)
         self._host_bytes = most_host_bytes()
+        self._linear_weights = linear_weights(model)
         meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
@@ -268,6 +270,7 @@ class Trial:
                 cpu_core=self._cpu_core,
                 micro_batch_bytes=micro_batch_bytes,
                 host_bytes_to_build=self._host_bytes,
+                linear_weights=self._linear_weights,
             )
         )
 

@@ -1,0 +1,138 @@
+"""Compare a result with what an informed user runs, and with the arithmetic that its GPU is rated at.
+
+The expert's settings are bf16 at the largest batch that fits and nothing else, with activations recomputed where
+nothing fits without; where there is no bf16, the fastest precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autotune.core.candidate import OF_RANKS, Arm, Candidate
+from autotune.core.errors import InvalidRequestError
+from autotune.core.outcome import Measurement
+from autotune.devices.gpus import chip_of_device
+from autotune.estimate.history import Tried
+from autotune.estimate.step_time import peak_flops
+from autotune.results.report import Report
+from autotune.space.levers import LEVERS, levers_of
+from autotune.space.space import LARGEST_FREE_BATCH, Batches
+
+# What an expert chooses, or what follows from the model and the GPUs.
+_CHOSEN = frozenset(("precision", "gradient_checkpointing", "attn_implementation", "optim", *OF_RANKS))
+_OTHERS = frozenset(row.name for row in LEVERS) - _CHOSEN
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """The expert's settings and their speed."""
+
+    candidate: Candidate
+    samples_per_second: float
+    is_measured: bool
+    """Whether a trial measured them; else a larger batch may fit than was tried, whose speed is predicted."""
+    speedup: float | None
+    """The winner's speed over this one."""
+
+    def describe(self) -> str:
+        """Return ``1.42 × bf16 at the largest batch that fits (64 × 1  bf16, measured)``."""
+        arm = self.candidate.arm
+        what = f"{arm.precision} at the largest batch that fits"
+        how = "measured" if self.is_measured else "predicted"
+        return f"{self.speedup:.2f} × {what} ({self.candidate.describe()}: {how})"
+
+
+def expert_of(report: Report) -> Expert | None:
+    """Return the expert's settings of a study; ``None`` where nothing like them was tried, or speed is not searched."""
+    if report.study.request["objective"] != "throughput":
+        return None
+    tried = _tried_by_experts(report)
+    if not tried:
+        return None
+    fastest = max(tried, key=_speed)
+    bf16 = [t for t in tried if t.candidate.arm.precision == "bf16"]
+    of_precision = bf16 or [t for t in tried if t.candidate.arm.precision == fastest.candidate.arm.precision]
+    plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
+    largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, _speed(t)))
+    best = report.speed(report.best)
+    candidate, speed = largest.candidate, _speed(largest)
+    while (larger := _larger(report, candidate)) is not None and _may_fit(report, plain, larger):
+        candidate, speed = larger, _predicted_speed(plain, larger)
+    speedup = best.samples_per_second / speed if best is not None else None
+    return Expert(candidate, speed, candidate == largest.candidate, speedup)
+
+
+def _tried_by_experts(report: Report) -> list[Tried]:
+    """Return the feasible trials of arms with an expert's settings alone, at the winner's attention and optimizer."""
+    baseline = report.baseline
+    like = baseline.candidate.arm if baseline is not None else None
+
+    def is_experts(arm: Arm) -> bool:
+        is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
+        return is_alike and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
+
+    # The baseline itself has a batch that nobody chose for its size.
+    return [t for t in report.history.believed() if is_experts(t.candidate.arm)]
+
+
+def _larger(report: Report, candidate: Candidate) -> Candidate | None:
+    """Return the candidate at the next larger batch, twice as large where there is no effective batch."""
+    request = report.study.request
+    try:
+        batches = Batches(request["effective_batch"], request["world_size"], request["batch_multiple"])
+    except (InvalidRequestError, KeyError):
+        return None
+    batch = candidate.per_device_train_batch_size
+    if batches.effective_batch is None or not batches.valid(batch):
+        return replace(candidate, per_device_train_batch_size=2 * batch) if batch < LARGEST_FREE_BATCH else None
+    larger = [b for b in batches.at_level(batches.level(batch)) if b > batch]
+    return Candidate(candidate.arm, larger[0], batches.accumulation(larger[0])) if larger else None
+
+
+def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool:
+    """Return whether a larger batch is predicted to fit, by the line through the peaks of two measured ones."""
+    if report.history.is_ruled_out(larger):
+        return False
+    points = _points(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
+    if len(points) < 2:
+        return False
+    (b1, y1), (b2, y2) = points[-2:]
+    slope = (y2 - y1) / (b2 - b1)
+    return y2 + slope * (larger.per_device_train_batch_size - b2) <= report.ceiling.line_bytes
+
+
+def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float:
+    """Return the speed at a larger batch, by the line through the micro-steps of the two largest measured batches."""
+    points = _points(tried, larger.arm, lambda m: 1 / m.samples_per_second)
+    (b1, s1), (b2, s2) = points[-2:]
+    slope = max(0.0, (b2 * s2 - b1 * s1) / (b2 - b1))
+    batch = larger.per_device_train_batch_size
+    return batch / (b2 * s2 + slope * (batch - b2))
+
+
+def _points(tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]) -> list[tuple[int, float]]:
+    return sorted(
+        (t.candidate.per_device_train_batch_size, value(t.measurement))
+        for t in tried
+        if t.candidate.arm == arm and t.measurement is not None
+    )
+
+
+def _speed(tried: Tried) -> float:
+    return tried.measurement.samples_per_second if tried.measurement else 0.0
+
+
+def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None:
+    """Return the share of the GPU's rated arithmetic that a step of text uses (MFU).
+
+    Counted are two operations for each weight of a linear layer and token in the forward pass, two in the backward
+    pass, and two more where the weight is trained; not attention, nor what is computed again. Rated is what the GPU's
+    data sheet says for this precision. ``None`` where either is not known.
+    """
+    chip, weights = chip_of_device(report.environment["device_name"]), measured.linear_weights
+    tokens = report.tokens_per_second(measured)
+    if chip is None or chip.rates is None or weights is None or tokens is None:
+        return None
+    every, trained = weights
+    return tokens * (4 * every + 2 * trained) / (peak_flops(chip.rates, arm.precision) * measured.ranks)

@@ -1,0 +1,103 @@
+"""Test what a result is compared with besides the defaults: an expert's settings, and the GPU's rated arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from reported import BASELINE, BF16, completed, report, trial
+
+from autotune.core.candidate import Arm
+from autotune.core.outcome import Completed, OutOfMemory
+from autotune.results.expert import expert_of, utilization
+from autotune.results.html.page import html_page
+from autotune.results.json_document import report_document
+from autotune.results.report import Report, measurement
+from autotune.results.text import summary_lines
+
+CHECKPOINTED = dataclasses.replace(BF16, gradient_checkpointing=True)
+GRAPHED = dataclasses.replace(BF16, cuda_graphs=True)
+TF32 = Arm("tf32")
+OVER = OutOfMemory("out of memory")
+
+
+def search(*trials: tuple[Arm, int, Completed | OutOfMemory], best: int = 1) -> Report:
+    return report(BASELINE, *(trial(n, *each) for n, each in enumerate(trials, 1)), best=best)
+
+
+def test_it_is_bf16_at_the_largest_batch_that_was_measured() -> None:
+    found = expert_of(
+        search(
+            (GRAPHED, 64, completed(400.0)),
+            (BF16, 32, completed(210.0)),
+            (BF16, 64, completed(200.0)),
+            (TF32, 64, completed(250.0)),
+        )
+    )
+    assert found is not None
+    assert (found.candidate.arm, found.candidate.per_device_train_batch_size) == (BF16, 64)
+    assert found.is_measured
+    assert found.speedup == pytest.approx(2.0)
+
+
+def test_a_larger_batch_that_did_not_fit_is_none() -> None:
+    found = expert_of(
+        search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), (BF16, 64, OVER), best=2)
+    )
+    assert found is not None
+    assert found.candidate.per_device_train_batch_size == 32
+    assert found.is_measured
+
+
+def test_the_speed_of_a_larger_batch_that_may_fit_is_predicted() -> None:
+    """Micro-steps of 16 / 150 and 32 / 200 seconds: 64 samples take 0.267 s."""
+    found = expert_of(search((BF16, 16, completed(150.0, 6.0)), (BF16, 32, completed(200.0, 10.0)), best=2))
+    assert found is not None
+    assert found.candidate.per_device_train_batch_size == 64
+    assert not found.is_measured
+    assert found.samples_per_second == pytest.approx(64 / (2 * 32 / 200 - 16 / 150 + 32 / 200 - 16 / 150))
+    assert "predicted" in found.describe()
+
+
+def test_activations_are_recomputed_only_where_nothing_fits_without() -> None:
+    found = expert_of(search((CHECKPOINTED, 64, completed(120.0)), (BF16, 8, OVER)))
+    assert found is not None
+    assert found.candidate.arm == CHECKPOINTED
+    found = expert_of(search((CHECKPOINTED, 64, completed(120.0)), (BF16, 64, completed(100.0))))
+    assert found is not None
+    assert found.candidate.arm == BF16
+
+
+def test_without_bf16_it_is_the_fastest_precision() -> None:
+    found = expert_of(search((TF32, 64, completed(120.0)), (Arm("fp16"), 64, completed(150.0)), best=2))
+    assert found is not None
+    assert found.candidate.arm.precision == "fp16"
+
+
+def test_every_form_of_a_result_shows_it() -> None:
+    shown = search((GRAPHED, 64, completed(400.0)), (BF16, 64, completed(200.0)))
+    line = "  2.00 × bf16 at the largest batch that fits (64 × 1  bf16: measured)"
+    assert line in summary_lines(shown)
+    expert = report_document(shown)["expert"]
+    assert (expert["speedup"], expert["measured"]) == (pytest.approx(2.0), True)
+    assert expert["candidate"]["per_device_train_batch_size"] == 64
+    assert "Against the expert" in html_page(shown)
+
+
+def test_utilization_counts_the_arithmetic_of_linear_layers() -> None:
+    """BERT-large at 512 tokens: 303 million weights, 300 samples/s are 28 % of an H200's 989 TFLOP/s."""
+    trained = dataclasses.replace(completed(300.0).measurement, linear_weights=(303_000_000, 303_000_000))
+    shown = report(BASELINE, trial(1, BF16, 64, Completed(trained)))
+    shown = dataclasses.replace(
+        shown,
+        environment={**shown.environment, "device_name": "NVIDIA H200"},
+        workload={**shown.workload, "seq_len": 512},
+    )
+    found = utilization(shown, trained, BF16)
+    assert found == pytest.approx(300 * 512 * 6 * 303e6 / 989.4e12, rel=0.001)
+    assert any("rated arithmetic in bf16" in line for line in summary_lines(shown))
+    assert report_document(shown)["model_flops_utilization"] == pytest.approx(found)
+    frozen = dataclasses.replace(trained, linear_weights=(303_000_000, 0))
+    assert utilization(shown, frozen, BF16) == pytest.approx((found or 0) * 4 / 6)
+    assert utilization(shown, completed(300.0).measurement, BF16) is None
+    assert measurement(shown.best) is not None
