@@ -75,6 +75,7 @@ def test_the_summary() -> None:
         "Best: per-device batch 32 × accumulation 2, bf16",
         f"  310.7 samples/s ± {speed.relative_half_width:.1%}, 159,078 tokens/s; 206 ms an optimizer step",
         "  7.45 × the TrainingArguments defaults (8 × 8  fp32: 41.7 samples/s)",
+        "  1.00 × bf16 at the largest batch that fits (32 × 2  bf16: measured)",
         "  22.2 GiB of 23.0 GiB reserved at the peak, measured; headroom 819.2 MiB (3%)",
         "  3 trials (1 out of memory) in 30.0 s; the budget of 3 trials is spent",
     ]
