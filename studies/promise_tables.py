@@ -31,6 +31,7 @@ def read_search(document: Document) -> Document:
         "tried": [_tried(trial) for trial in trials],
         "notes": document.get("notes"),
         "environment": document.get("environment"),
+        "expert": document.get("expert"),
     }
     if best is None:
         return found
@@ -87,6 +88,7 @@ def read_verification(document: Document) -> Document:
 def table(records: Sequence[Document]) -> str:
     """Summarize records of one or several machines."""
     parts = [promises_table([record for record in records if record.get("kind") == "promise"])]
+    parts.append(gains_table([record for record in records if record.get("kind") == "promise"]))
     parts.append(comparison_table([record for record in records if record.get("kind") == "comparison"]))
     return "\n\n".join(part for part in parts if part)
 
@@ -119,6 +121,23 @@ def promises_table(records: Sequence[Document]) -> str:
         if told["verdict"] == "missed":
             reasons += [f"  {record['workload']}, machine {which}: {miss}" for miss in told["misses"]]
     return "\n".join([*lines, "", *_machine_lines(records, machines), _count_line(records), *reasons])
+
+
+def gains_table(records: Sequence[Document]) -> str:
+    """Show what the answers gain over bf16 at the largest batch that fits, the median of each workload's searches."""
+    gains: dict[str, list[tuple[float, bool]]] = {}
+    for record in records:
+        if (expert := record.get("expert")) and expert.get("speedup"):
+            gains.setdefault(record["workload"], []).append((expert["speedup"], expert["measured"]))
+    if not gains:
+        return ""
+    medians = {name: statistics.median(gain for gain, _ in found) for name, found in gains.items()}
+    lines = [f"{'workload':<13}{'× expert':>9}  expert's speed"]
+    for name, median in medians.items():
+        are_measured = all(is_measured for _, is_measured in gains[name])
+        lines.append(f"{name:<13}{median:>9.2f}  {'measured' if are_measured else 'predicted in part'}")
+    mean = statistics.geometric_mean(medians.values())
+    return "\n".join([*lines, f"geometric mean {mean:.2f}, least {min(medians.values()):.2f}"])
 
 
 def _count_line(records: Sequence[Document]) -> str:

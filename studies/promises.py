@@ -1,4 +1,4 @@
-"""Record whether promises are kept: eight workloads, each searched and verified several times as whole processes.
+"""Record whether promises are kept, and what answers gain over an expert's settings: twelve workloads, as whole processes.
 
     python studies/promises.py --json FILE [--rounds 3] [--seconds S] [--only NAME,…] [--skip-first K]
     python studies/promises.py --compare OLD_TREE --json FILE [--rounds 1] [--seconds S]
@@ -67,12 +67,14 @@ class Case:
     effective_batch: int
     seq_len: int | None = None
     task: str | None = None
+    others: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
         """Return the options of ``autotune search`` that say what is trained."""
         words = ["--model", self.model, "--effective-batch", str(self.effective_batch)]
         words += ["--seq-len", str(self.seq_len)] if self.seq_len is not None else []
-        return words + (["--task", self.task] if self.task is not None else [])
+        words += ["--task", self.task] if self.task is not None else []
+        return [*words, *self.others]
 
 
 PROMISES = (
@@ -84,6 +86,10 @@ PROMISES = (
     Case("vit-large", "vit-large-patch16-224", 64),
     Case("gpt2-medium", "gpt2-medium", 32, 1024),
     Case("t5-base", "t5-base", 64, 256),
+    Case("modernbert", "ModernBERT-base", 64, 512, "masked-lm"),
+    Case("llama-1b", "Llama-3.2-1B", 16, 1024, others=("--dtype", "bfloat16")),
+    Case("whisper", "whisper-small", 64),
+    Case("lora-8b", "Llama-3.1-8B", 16, 1024, others=("--peft", "lora", "--dtype", "bfloat16")),
 )
 """The host limits the first three; the order within a round is that of their value."""
 

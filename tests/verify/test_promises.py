@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promise_tables import read_records, read_search, read_verification, table
+from promise_tables import gains_table, read_records, read_search, read_verification, table
 from promises import PROMISES, RECORDED, environment_of, run, schedule
 
-from autotune.core.candidate import Arm, Candidate
+from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.workload import TASKS
 from autotune.models import catalog
 
@@ -108,3 +108,16 @@ class TestTable:
         path = tmp_path / "records.jsonl"
         path.write_text('{"kind": "promise"}\n{"kind": "pro')
         assert read_records([path]) == [{"kind": "promise"}]
+
+
+def test_gains_are_the_median_of_each_workload() -> None:
+    def record(name: str, speedup: float, measured: bool = True) -> Document:
+        return {"workload": name, "expert": {"speedup": speedup, "measured": measured}}
+
+    shown = gains_table([record("a", 1.0), record("a", 4.0), record("a", 2.0), record("b", 8.0, measured=False)])
+    assert shown.splitlines()[1:] == [
+        "a                 2.00  measured",
+        "b                 8.00  predicted in part",
+        "geometric mean 4.00, least 2.00",
+    ]
+    assert gains_table([{"workload": "a", "expert": None}]) == ""
