@@ -1,4 +1,4 @@
-"""Record whether promises are kept, and what answers gain over an expert's settings: twelve workloads, as whole processes.
+"""Record whether promises are kept, and what answers gain over an expert's settings: twelve workloads.
 
     python studies/promises.py --json FILE [--rounds 3] [--seconds S] [--only NAME,…] [--skip-first K]
     python studies/promises.py --compare OLD_TREE --json FILE [--rounds 1] [--seconds S]
