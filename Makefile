@@ -142,6 +142,7 @@ bench: install-bench
 	$(BIN)/python studies/step_times.py compare
 	$(BIN)/python studies/bench.py
 	$(BIN)/python studies/worlds.py
+	$(BIN)/python studies/promised_coverage.py
 
 docs: install-dev
 	$(BIN)/zensical build --strict

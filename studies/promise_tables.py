@@ -146,7 +146,22 @@ def _count_line(records: Sequence[Document]) -> str:
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in sorted(set(verdicts)))
     machines, refuted = plural(len(_machines(records)), "machine"), verdicts.count("missed")
     without = len(records) - len(verdicts)
-    return f"{refuted} of {len(verdicts)} promises refuted on {machines} ({counts}); {without} without a verdict"
+    below, above = _outside(records)
+    return (
+        f"{refuted} of {len(verdicts)} promises refuted on {machines} ({counts}); {below} obtained below the promised "
+        f"interval, {above} above; {without} without a verdict"
+    )
+
+
+def _outside(records: Sequence[Document]) -> tuple[int, int]:
+    """Count the obtained speeds below and above their promised intervals."""
+    below = above = 0
+    for told in filter(None, map(_told, records)):
+        interval, obtained = told["promised_interval"], told["obtained_samples_per_second"]
+        if interval is not None and obtained is not None:
+            below += obtained < interval[0]
+            above += obtained > interval[1]
+    return below, above
 
 
 def _told(record: Document) -> Document | None:

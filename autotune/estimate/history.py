@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.devices import Ceiling
 from autotune.estimate.memory import MemoryModel
-from autotune.estimate.pooling import Pool, Speed
+from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
 from autotune.estimate.step_forecast import StepForecast
 from autotune.space.levers import inconvenience, memory_class, needs_at_least
@@ -63,6 +63,8 @@ class History:
     elsewhere: dict[Candidate, float] = field(default_factory=dict)
     """Samples a second of candidates on other machines of this kind, which fit here too, if they need as much. They
     decide what is tried first, and nothing else."""
+    before: Mapping[Kind, Deviations] = field(default_factory=dict)
+    """How processes deviated on this machine before these trials."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
 
     def add(self, tried: Tried) -> None:
@@ -92,6 +94,14 @@ class History:
     def speed(self, candidate: Candidate) -> Speed | None:
         """Return the pooled speed of all processes of a candidate; ``None`` where none completed."""
         return self._summary().pool.speed(candidate)
+
+    def speed_as_chosen(self, candidate: Candidate) -> Speed | None:
+        """Return the speed to promise of a winner: corrected for its having been chosen among the others."""
+        return self._summary().pool.speed_as_chosen(candidate)
+
+    def known_deviations(self, candidate: Candidate) -> float:
+        """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
+        return self._summary().pool.degrees(candidate)
 
     def busy_share(self, candidate: Candidate) -> float | None:
         """Return the share of the candidate's step in which the GPU computes; ``None`` where it was not measured."""
@@ -177,7 +187,7 @@ class History:
             over = [tried for tried in self.tried if self.is_over(tried)]
             candidates_over = {tried.candidate for tried in over}
             feasible = [tried for tried in self.feasible() if tried.candidate not in candidates_over]
-            pool = Pool(feasible)
+            pool = Pool(feasible, self.before)
             believed = [pool.pooled(candidate) for candidate in dict.fromkeys(t.candidate for t in feasible)]
             self._summed_up = _Summary(key, over, believed, pool)
         return self._summed_up

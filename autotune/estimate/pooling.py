@@ -2,8 +2,11 @@
 
 Two runs of one configuration differ by more than the steps within each: threads run on other cores, memory lies at
 other addresses. So a candidate's speed is estimated from the means of its processes, and the interval of the next run
-includes the deviation between processes. Until several processes were measured, that deviation is taken from similar
-steps: it is small where the step is GPU-bound and large where it is host-bound.
+includes the deviation between processes. That deviation is estimated from all candidates of the kind of which several
+processes were measured on this machine, in this study and before it, together with a prior: it is small where the step
+is GPU-bound and large where it is host-bound.
+
+The winner of a search was chosen for its speed, and luck with it; its speed is corrected for that.
 
 Step times are compared as logarithms, so that all deviations are relative.
 """
@@ -11,27 +14,38 @@ Step times are compared as logarithms, so that all deviations are relative.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autotune.core.candidate import Candidate
 from autotune.core.measured_steps import mean_step
 from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
-from autotune.core.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
+from autotune.core.statistics import (
+    Estimate,
+    Variance,
+    chosen,
+    difference,
+    expected_excess,
+    next_value,
+    squares_about_mean,
+)
 from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
 # Prior of the relative deviation between the mean step times of processes, with its degrees of freedom. Measured on
-# H200 machines on 22 November 2026. GPU-bound steps: 0.7 %. Host-bound steps: the deviation over the share of the step
-# in which the GPU is idle was 0.09 to 0.25 in six cases of 4 or 5 processes (bert-base at 128 tokens, Qwen2.5-0.5B),
-# root mean square 0.18. With all threads pinned to one core it was 0.05 to 0.39 in five cases, root mean square 0.28:
-# most processes are then faster and alike, and one of four was as slow as without pinning.
-_GPU_BOUND = Variance(0.007, 5.0)
+# H200 machines on 22 November 2026. GPU-bound steps: 0.7 % with five degrees. Half the degrees, at a deviation that
+# gives the same interval where nothing else is known, let what a machine shows count sooner. Host-bound steps: the
+# deviation over the share of the step in which the GPU is idle was 0.09 to 0.25 in six cases of 4 or 5 processes
+# (bert-base at 128 tokens, Qwen2.5-0.5B), root mean square 0.18. With all threads pinned to one core it was 0.05 to
+# 0.39 in five cases, root mean square 0.28: most processes are then faster and alike, and one of four was as slow as
+# without pinning.
+_GPU_BOUND = Variance(0.005, 2.5)
 _HOST_DEVIATION_PER_IDLE_SHARE = 0.18
 _PINNED_DEVIATION_PER_IDLE_SHARE = 0.28
 _HOST_DEGREES = 3.0
-# Where the busy share is not known (a CPU, code that cannot be profiled): an assumption between the two.
-_UNKNOWN = Variance(0.015, 4.0)
+# Where the busy share is not known (a CPU, code that cannot be profiled): an assumption between the two, 1.5 % with
+# four degrees, likewise.
+_UNKNOWN = Variance(0.0117, 2.5)
 # Relative standard error of a single measured step: between 0.5 % (GPU-bound) and 5 % (host-bound).
 _ONE_STEP_ERROR = 0.02
 
@@ -87,30 +101,45 @@ class Speed:
         return self.samples_per_second * math.exp(-width), self.samples_per_second * math.exp(width)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Candidates whose processes are expected to deviate alike."""
 
     pinned: bool
     host_bound: bool | None
 
 
-class _Deviations(NamedTuple):
+class Deviations(NamedTuple):
     """Deviations of processes from the means of their candidates."""
 
     sum_of_squares: float = 0.0
     degrees: float = 0.0
 
 
+def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
+    """Return how the processes of candidates deviate, by kind; each sequence has the completed trials of one."""
+    found: dict[Kind, Deviations] = {}
+    for trials in repeated:
+        logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
+        if len(logs) > 1:
+            share = _busy_share(trials)
+            kind = _kind(trials[0].candidate, share)
+            squares, degrees = found.get(kind, Deviations())
+            found[kind] = Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
+    return found
+
+
 class Pool:
     """Pools the completed trials of each candidate."""
 
-    def __init__(self, trials: Iterable[Tried]) -> None:
+    def __init__(self, trials: Iterable[Tried], before: Mapping[Kind, Deviations] | None = None) -> None:
+        """Take the trials; ``before`` is what this machine has shown before them."""
+        self._before = before or {}
         self._trials: dict[Candidate, list[Tried]] = {}
         for tried in trials:
             if tried.measurement is not None:
                 self._trials.setdefault(tried.candidate, []).append(tried)
         self._speeds: dict[Candidate, Speed] = {}
-        self._deviations: dict[_Kind, _Deviations] | None = None
+        self._deviations: dict[Kind, Deviations] | None = None
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return every candidate of which a trial completed."""
@@ -137,6 +166,21 @@ class Pool:
         if candidate not in self._speeds:
             self._speeds[candidate] = self._combine(candidate)
         return self._speeds[candidate]
+
+    def speed_as_chosen(self, candidate: Candidate) -> Speed | None:
+        """Return a candidate's speed, corrected for its having been chosen among all the others for that speed."""
+        speed = self.speed(candidate)
+        if speed is None:
+            return None
+        others = [found for other in self._trials if other != candidate and (found := self.speed(other))]
+        mean = chosen(speed.log_sample_seconds, [other.log_sample_seconds for other in others])
+        error = math.hypot(self._variance(candidate).deviation, mean.error)
+        return Speed(1 / math.exp(mean.mean), speed.processes, mean, Estimate(mean.mean, error, mean.degrees))
+
+    def degrees(self, candidate: Candidate) -> float:
+        """Return from how many deviations, on this machine, it is known how processes of such a candidate deviate."""
+        kind = _kind(candidate, self.busy_share(candidate))
+        return self._shown(kind).degrees
 
     def pooled(self, candidate: Candidate) -> Tried:
         """Return the candidate's last trial, with step time, speed and peaks replaced by those of all its processes."""
@@ -178,24 +222,19 @@ class Pool:
     def _variance(self, candidate: Candidate) -> Variance:
         """Return the prior of such a candidate, updated with what repeated candidates of its kind showed."""
         usual = usual_variance(self.busy_share(candidate), pinned=candidate.arm.cpu_affinity)
-        if self._deviations is None:
-            self._deviations = self._deviations_between_processes()
-        shown = self._deviations.get(self._kind(candidate), _Deviations())
+        shown = self._shown(_kind(candidate, self.busy_share(candidate)))
         return usual.updated(shown.sum_of_squares, shown.degrees)
 
-    def _kind(self, candidate: Candidate) -> _Kind:
-        share = self.busy_share(candidate)
-        return _Kind(candidate.arm.cpu_affinity, None if share is None else share < HOST_BOUND)
+    def _shown(self, kind: Kind) -> Deviations:
+        """Return what processes of this kind have shown, now and before."""
+        if self._deviations is None:
+            self._deviations = deviations(self._trials.values())
+        now, before = (of.get(kind, Deviations()) for of in (self._deviations, self._before))
+        return Deviations(now.sum_of_squares + before.sum_of_squares, now.degrees + before.degrees)
 
-    def _deviations_between_processes(self) -> dict[_Kind, _Deviations]:
-        found: dict[_Kind, _Deviations] = {}
-        for candidate, trials in self._trials.items():
-            logs = list({process_of(t.trial_id, t.outcome): _log_sample_seconds(t) for t in trials}.values())
-            if len(logs) > 1:
-                kind = self._kind(candidate)
-                squares, degrees = found.get(kind, _Deviations())
-                found[kind] = _Deviations(squares + squares_about_mean(logs)[1], degrees + len(logs) - 1)
-        return found
+
+def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
+    return Kind(candidate.arm.cpu_affinity, None if busy_share is None else busy_share < HOST_BOUND)
 
 
 def _counting(trials: Sequence[Tried]) -> list[Tried]:

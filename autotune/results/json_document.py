@@ -104,7 +104,13 @@ def report_document(report: Report) -> Document:
     study, ceiling = report.study, report.ceiling
 
     def of(trial: TrialRecord | None) -> Document | None:
-        return trial_document(report, trial) if trial else None
+        """Return a trial with the speed and the peaks of all processes of its candidate, as they are shown."""
+        pooled = report.pooled(trial)
+        if trial is None or pooled is None or not isinstance(trial.outcome, Completed):
+            return trial_document(report, trial) if trial else None
+        return trial_document(
+            report, dataclasses.replace(trial, outcome=dataclasses.replace(trial.outcome, measurement=pooled))
+        )
 
     found = StudyDocument(
         **with_version({}),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from autotune.core.candidate import Document
+from autotune.core.candidate import Candidate, Document
 from autotune.core.dataset_spec import DataFacts, Lengths
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Measurement
@@ -16,7 +16,7 @@ from autotune.core.schema import decode
 from autotune.core.workload import BYTES_PER_ELEMENT, TASKS
 from autotune.devices import Ceiling
 from autotune.estimate.history import History, ran_in_full
-from autotune.estimate.pooling import Pool, Speed, Tried
+from autotune.estimate.pooling import Deviations, Kind, Pool, Speed, Tried, deviations
 from autotune.store.engine import damaged
 from autotune.store.records import StudyRecord, StudySummary, TrialRecord
 from autotune.store.repeats import Repeats
@@ -32,6 +32,8 @@ class Report:
     environment: Document
     ceiling: Ceiling
     trials: tuple[TrialRecord, ...]
+    before: Mapping[Kind, Deviations] = field(default_factory=dict)
+    """How processes had deviated on this machine before the study."""
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
@@ -80,7 +82,7 @@ class Report:
     @functools.cached_property
     def history(self) -> History:
         """The trials that count, pooled as the search pooled them; none of another machine."""
-        history, repeats = History(self.ceiling), Repeats()
+        history, repeats = History(self.ceiling, before=self.before), Repeats()
         for trial in self.trials:
             if self.is_elsewhere(trial):
                 continue
@@ -93,10 +95,15 @@ class Report:
     def speed(self, trial: TrialRecord | None) -> Speed | None:
         """Return the pooled speed of a trial's candidate, with the prediction for its next run.
 
-        ``None`` where the trial did not complete.
+        That of the winner is corrected for its having been chosen for its speed. ``None`` where the trial did not
+        complete.
         """
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
+        if self.best is not None and trial.candidate == self.best.candidate and self._is_fastest_chosen:
+            as_chosen = self.history.speed_as_chosen(trial.candidate)
+            if as_chosen is not None:
+                return as_chosen
         alone = Tried(trial.id, trial.candidate, trial.outcome)
         # The history leaves out candidates that do not fit.
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
@@ -105,8 +112,18 @@ class Report:
         """Return a trial's measurement, with speed and peaks pooled over all processes of its candidate."""
         if trial is None or measurement(trial) is None:
             return None
-        found = self.history.believed({trial.candidate})
-        return found[0].measurement if found else measurement(trial)
+        found, speed = self.history.believed({trial.candidate}), self.speed(trial)
+        if not found or found[0].measurement is None or speed is None:
+            return measurement(trial)
+        return replace(
+            found[0].measurement,
+            samples_per_second=speed.samples_per_second,
+            step_seconds=trial.candidate.samples_per_step / speed.samples_per_second,
+        )
+
+    @property
+    def _is_fastest_chosen(self) -> bool:
+        return bool(self.study.request.get("objective", "throughput") == "throughput")
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
         """Return the mean tokens a second of a measurement; ``None`` where samples are not text."""
@@ -135,15 +152,32 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
     return trial.outcome.measurement if trial and isinstance(trial.outcome, Completed) else None
 
 
+def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict[Kind, Deviations]:
+    """Return how processes had deviated on a study's machine before it; ``trials`` are of ``Store.repeated_trials``.
+
+    What came later is left out, so that a study's numbers stay what they were.
+    """
+    repeated: dict[tuple[str, Candidate], list[Tried]] = {}
+    for trial in trials:
+        outcome = trial.outcome
+        is_before = trial.environment_id == study.environment_id and trial.started_at < study.started_at
+        if is_before and trial.study_id != study.id and isinstance(outcome, Completed) and not outcome.disturbed:
+            tried = Tried(trial.id, trial.candidate, outcome)
+            repeated.setdefault((trial.workload_id, trial.candidate), []).append(tried)
+    return deviations(repeated.values())
+
+
 def winners_speeds(store: Store, summaries: Sequence[StudySummary]) -> dict[str, Speed]:
     """Return the pooled speed of each study's winner, by the study's id; without studies that have none."""
     found, trials = {}, store.trials_of_winners()
+    repeated = store.repeated_trials({summary.study.environment_id for summary in summaries})
     for summary in summaries:
         study = summary.study
         # A damaged study is listed without a speed; showing it tells what is wrong.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             ceiling = Ceiling.from_document(study.ceiling)
-            report = Report(study, summary.workload, summary.environment, ceiling, tuple(trials.get(study.id, ())))
+            own, before = tuple(trials.get(study.id, ())), deviations_before(repeated, study)
+            report = Report(study, summary.workload, summary.environment, ceiling, own, before)
             speed = report.speed(report.best)
             if speed is not None:
                 found[study.id] = speed
@@ -163,6 +197,7 @@ def load_report(store: Store, name: str) -> Report:
             store.environment(study.environment_id),
             Ceiling.from_document(study.ceiling),
             tuple(store.trials(study.id)),
+            deviations_before(store.repeated_trials([study.environment_id]), study),
         )
     except ValueError as error:
         raise damaged(store.label) from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.core.candidate import Document
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
+from autotune.core.statistics import difference
 from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, format_spread, plural
 from autotune.estimate.bottleneck import describe_limit, what_limits
 from autotune.results.expert import expert_of, utilization
@@ -48,6 +51,8 @@ def summary_lines(report: Report) -> list[str]:
         lines.append(f"  {expert.describe()}")
     if speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
         lines.append(f"  {report.baseline_name} did not complete, so the speed-up is not known")
+    if request["objective"] == "throughput":
+        lines += [f"  {line}" for line in runner_up_lines(report, best)]
     limit = describe_limit(best.candidate, measured)
     share = utilization(report, measured, best.candidate.arm)
     if share is not None:
@@ -57,6 +62,25 @@ def summary_lines(report: Report) -> list[str]:
     lines += [f"  {line}" for line in details if line is not None]
     left_out = [f"  not tried: {each.describe()}" for each in report.study.left_out]
     return [*lines, f"  {counts_line(report)}", *left_out, *_note_lines(report)]
+
+
+def runner_up_lines(report: Report, best: TrialRecord) -> list[str]:
+    """Compare the winner with the fastest of the others, and say whether their speeds can be told apart."""
+    others = [tried for tried in report.history.believed() if tried.candidate != best.candidate]
+    if report.baseline is not None:
+        # Above, the winner is compared with it.
+        others = [tried for tried in others if tried.candidate != report.baseline.candidate]
+    speeds = [(found, each.candidate) for each in others if (found := report.history.speed(each.candidate))]
+    own = report.history.speed(best.candidate)
+    if not speeds or own is None:
+        return []
+    speed, runner_up = max(speeds, key=lambda pair: pair[0].samples_per_second)
+    gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
+    ratio, width = math.exp(gain.mean), gain.half_width()
+    words = f"{ratio:.2f} ± {ratio * width:.2f} × the next fastest ({runner_up.describe()})"
+    if abs(gain.mean) > width:
+        return [words]
+    return [f"{words}: " + ("not distinguishable" if ratio >= 1 else "as fast, and the plainer is preferred")]
 
 
 def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

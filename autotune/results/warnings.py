@@ -229,7 +229,7 @@ def _failed_again(report: Report) -> list[str]:
 
 def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
     """Say why a trial with more samples a second is not the winner."""
-    fastest, speed = report.history.fastest(), report.speed(best)
+    fastest, speed = report.history.fastest(), report.history.speed(best.candidate)
     if fastest is None or fastest.measurement is None or speed is None:
         return []
     gain = fastest.measurement.samples_per_second / speed.samples_per_second - 1
@@ -239,7 +239,7 @@ def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
         if _besides_ddp(fastest.candidate) == _besides_ddp(best.candidate):
             return [f"the baseline was faster, by {gain:.1%}, which is noise: they differ in settings of DDP alone"]
         return [f"the baseline was faster, by {gain:.1%}, but the options exclude it from the search"]
-    return [f"{fastest.candidate.describe()} was faster by {gain:.1%}, which is within the noise"]
+    return []
 
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optuna.storages import RDBStorage
-from sqlalchemy import Connection, Engine, Row, Select, func, insert, select, update
+from sqlalchemy import Connection, Engine, Row, Select, Text, cast, func, insert, select, update
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
@@ -258,6 +258,27 @@ class Store:
             with suppress(ValueError, KeyError, TypeError):
                 trial = _trial_record(row)
                 found.setdefault(trial.study_id, []).append(trial)
+        return found
+
+    def repeated_trials(self, environment_ids: Collection[str]) -> list[TrialRecord]:
+        """Return the completed trials of candidates of which some environment has several, for any workload.
+
+        A trial that this autotune cannot read is left out.
+        """
+        alike = TrialRow.environment_id, TrialRow.workload_id, cast(TrialRow.candidate, Text)
+        completed = TrialRow.environment_id.in_(environment_ids), TrialRow.state == "completed"
+        counted = (
+            select(TrialRow.id, func.count().over(partition_by=alike).label("several"))
+            .where(*completed, TrialRow.stage != "reused")
+            .subquery()
+        )
+        query = _TRIALS.join(counted, counted.c.id == TrialRow.id).where(counted.c.several > 1)
+        with self._transaction() as connection:
+            rows = connection.execute(query.order_by(TrialRow.started_at)).all()
+        found = []
+        for row in rows:
+            with suppress(ValueError, KeyError, TypeError):
+                found.append(_trial_record(row))
         return found
 
     def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:

@@ -25,6 +25,7 @@ from autotune.estimate.memory_jobs import Forecast
 from autotune.estimate.step_forecast import StepForecast
 from autotune.estimate.throughput import Speeds, batch_of
 from autotune.execution import Event, Executor, TrialJob
+from autotune.results.report import deviations_before
 from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.environment import kind_fingerprint
@@ -133,6 +134,8 @@ class Search:
         opened = open_study(self._prepared, self._store)
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
+        repeated = self._store.repeated_trials([opened.study.environment_id])
+        self._history.before = deviations_before(repeated, opened.study)
         spent_seconds = opened.study.seconds + self._clock() - self._started
         space, objective = self._prepared.space, request.objective
         names = distributions(space, self._prepared.baseline, request.sampler)

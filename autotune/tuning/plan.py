@@ -22,7 +22,7 @@ from autotune.store.repeats import Repeats
 from autotune.tuning.anytime import Anytime, Idea
 from autotune.tuning.policy import Policy
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.remeasure import finals, needs_another
+from autotune.tuning.remeasure import finals, needs_another, shows_deviation
 
 # Final trials run at the same time only where company costs no more than this. A choice.
 _COMPANY_TOLERANCE = 0.01
@@ -282,7 +282,12 @@ class Plan:
                 return None
             # The last trial of the budget is used for the winner, if it has to be measured again.
             return Step("final", best.candidate) if needs_another(self.history, best) else None
-        owed = finals(self.history, self.in_space) if self._is_settled else []
+        if not self._is_settled:
+            return None
+        owed = finals(self.history, self.in_space)
+        took = [trial.seconds or 0.0 for trial in self.records.values() if trial.candidate == best.candidate]
+        if not owed and shows_deviation(self.history, best, max(took, default=0.0), self.elapsed_seconds()):
+            owed = [best.candidate]
         if owed and self._has_answer and self._next_idea() is not None:
             # What is measured again is the winner of all levers.
             return None

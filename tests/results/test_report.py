@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
+import math
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from autotune.core.errors import StorageError, UnknownStudyError
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
 from autotune.core.stop import NOTHING_LEFT
 from autotune.core.units import GIB
+from autotune.results.chart_data import step_chart
 from autotune.results.json_document import report_document, trial_document
-from autotune.results.report import Report, load_report
+from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes, sharding_notes
 from autotune.results.wording import describe_data, times, verdict
@@ -199,7 +201,6 @@ NOTES: dict[str, tuple[Report, str]] = {
     "noise": (report(BASELINE, trial(1, BF16, 32, NOISY)), "differ from the winner's speed by"),
     "world": (report(BASELINE, WINNER, world_size=4), "4 devices also spend time"),
     "interrupted": (report(BASELINE, WINNER, state="interrupted"), "the search is interrupted"),
-    "near": (report(BASELINE, WINNER, trial(2, FP16, 32, completed(313.0))), "32 × 2  fp16 was faster by 0.7%"),
     "odd batch": (report(BASELINE, trial(1, BF16, 4, completed(300, micro_steps=16))), "not a multiple of 8"),
     "own memory": (
         dataclasses.replace(
@@ -228,6 +229,62 @@ def test_one_configuration_is_worth_a_note_where_a_budget_left_it_at_that(is_cut
         study = dataclasses.replace(made.study, stop_reason=NOTHING_LEFT.reason, stopped_because=NOTHING_LEFT.sentence)
         made = dataclasses.replace(made, study=study)
     assert any("give the search more --trials" in note for note in notes(made)) == is_cut_short
+
+
+@pytest.mark.parametrize(
+    ("speed", "told"),
+    [
+        (250.0, "1.24 ± 0.05 × the next fastest (32 × 2  fp16)"),
+        (309.0, "1.01 ± 0.04 × the next fastest (32 × 2  fp16): not distinguishable"),
+        (313.0, "0.99 ± 0.04 × the next fastest (32 × 2  fp16): as fast, and the plainer is preferred"),
+    ],
+)
+def test_the_winner_is_compared_with_the_next_fastest(speed: float, told: str) -> None:
+    made = report(BASELINE, WINNER, trial(2, FP16, 32, completed(speed)), trial(3, BF16, 8, completed(200.0)))
+    assert f"  {told}" in summary_lines(made)
+    assert not any("the next fastest" in line for line in summary_lines(report(BASELINE, WINNER)))
+
+
+def test_one_number_for_the_winner() -> None:
+    """It was chosen among equals: everything that shows its speed shows it corrected for that."""
+    made = report(BASELINE, WINNER, *(trial(2 + n, BF16, b, completed(309.0)) for n, b in enumerate((8, 16, 64))))
+    document, speed = report_document(made), made.speed(made.best)
+    assert speed is not None
+    assert 309 < speed.samples_per_second < 310
+    shown = {document["best"]["samples_per_second"], document["next_run"]["samples_per_second"]}
+    assert shown == {speed.samples_per_second}
+    assert document["speedup"] == pytest.approx(speed.samples_per_second / 41.7)
+    assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(made)[1]
+    (row,) = [row for row in step_chart(made).rows if row.mark == "best"]
+    assert row.seconds == pytest.approx(64 / speed.samples_per_second)
+    # A row of the table is one process.
+    assert document["trials"][1]["samples_per_second"] == 310.7
+
+
+def test_what_the_machine_showed_before_counts() -> None:
+    """Ten candidates of another workload, each measured in two processes 6 % apart; what comes later does not count."""
+    alone = report(BASELINE, WINNER)
+    study = alone.study
+    others = []
+    for number in range(10):
+        arm, when = (BF16, study.started_at - timedelta(hours=1)) if number < 9 else (FP16, study.started_at)
+        for speed in (100.0, 106.0):
+            measured = trial(number, arm, 2 ** (number % 4), completed(speed))
+            others.append(
+                dataclasses.replace(
+                    measured, study_id="other", workload_id=f"{number}", started_at=when, id=f"{number} {speed}"
+                )
+            )
+    before = deviations_before(others, study)
+    (found,) = before.values()
+    assert found.degrees == 9
+    assert found.sum_of_squares == pytest.approx(9 * math.log(1.06) ** 2 / 2)
+    wider = dataclasses.replace(alone, before=before).speed(alone.best)
+    narrow = alone.speed(alone.best)
+    assert wider is not None
+    assert narrow is not None
+    assert wider.relative_half_width > 1.5 * narrow.relative_half_width
+    assert deviations_before(others, dataclasses.replace(study, environment_id="elsewhere")) == {}
 
 
 def test_nothing_to_note() -> None:

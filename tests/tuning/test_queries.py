@@ -64,9 +64,9 @@ def counted(store: Store) -> Iterator[list[str]]:
 
 
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [
-    ("show", lambda store: report_document(load_report(store, STUDY)), 8),
+    ("show", lambda store: report_document(load_report(store, STUDY)), 10),
     ("studies", lambda store: store.studies(), 8),
-    ("repeat", lambda store: search(store, runner(), given=many(TRIALS)), 44),
+    ("repeat", lambda store: search(store, runner(), given=many(TRIALS)), 46),
 ]
 
 

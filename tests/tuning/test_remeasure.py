@@ -14,7 +14,8 @@ from autotune.core.outcome import Completed, Failed, Source
 from autotune.core.units import GIB
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried
-from autotune.tuning.remeasure import finals, timeout_seconds
+from autotune.estimate.pooling import deviations
+from autotune.tuning.remeasure import finals, shows_deviation, timeout_seconds
 
 COMFORTABLE = Candidate(Arm("bf16"), 32, 2)
 RIVAL = Candidate(Arm("bf16"), 64, 1)
@@ -113,6 +114,21 @@ def test_a_winner_less_certain_than_is_promised_is_measured_once_more(spread: fl
 def test_what_compiles_is_not_compiled_again_for_that() -> None:
     compiled = Candidate(Arm("bf16", torch_compile=True), 64, 1)
     assert finals(Told().measured(compiled, 100.0, spread=0.2).history, [compiled]) == []
+
+
+def test_one_more_process_of_the_winner_is_measured_where_it_is_cheap_and_tells_something() -> None:
+    told = Told().measured(COMFORTABLE, 100.0)
+    winner = told.history.winner(ALL)
+    assert winner is not None
+    assert shows_deviation(told.history, winner, trial_seconds=3.0, spent_seconds=100.0)
+    assert not shows_deviation(told.history, winner, trial_seconds=3.0, spent_seconds=30.0)
+    told.measured(COMFORTABLE, 100.0)
+    assert not shows_deviation(told.history, winner, trial_seconds=3.0, spent_seconds=100.0)
+    # Earlier searches have measured twice what deviates alike.
+    twice = Told().measured(RIVAL, 100.0).measured(RIVAL, 101.0).history.tried
+    known = History(ceiling_of(24 * GIB), before=deviations([twice] * 12))
+    told = Told(known).measured(COMFORTABLE, 100.0)
+    assert not shows_deviation(told.history, winner, trial_seconds=3.0, spent_seconds=100.0)
 
 
 def test_nothing_is_owed_where_nothing_is_known() -> None:

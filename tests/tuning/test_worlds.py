@@ -39,7 +39,7 @@ def test_answers_are_near_the_best(summary: Summary) -> None:
 
 def test_one_more_process_runs_as_was_promised(summary: Summary) -> None:
     # Of so few worlds the share itself is known to 4 %.
-    assert 0.90 <= summary.document()["coverage"] <= 0.99
+    assert 0.90 <= summary.document()["coverage"] <= 0.995
 
 
 def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest.MonkeyPatch) -> None:

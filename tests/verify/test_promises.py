@@ -88,10 +88,13 @@ class TestReading:
 
 class TestTable:
     def test_refuted_promises_and_machines_are_counted(self) -> None:
-        missed = promise("qwen", "GPU-b", verify_exit_code=11, verification=MISSED)
+        missed = promise(
+            "qwen", "GPU-b", verify_exit_code=11, verification={**MISSED, "obtained": {"samples_per_second": 65.0}}
+        )
         broken = {**promise("vit-large", "GPU-b"), "verification": None, "error": "search: exit code 6\nnothing fits"}
         text = table([promise("bert-base", "GPU-a"), promise("bert-base", "GPU-b"), missed, broken])
-        assert "1 of 3 promises refuted on 2 machines (2 kept, 1 missed); 1 without a verdict" in text
+        assert "1 of 3 promises refuted on 2 machines (2 kept, 1 missed); " in text
+        assert "; 1 obtained below the promised interval, 0 above; 1 without a verdict" in text
         assert "qwen, machine 2: 77.8 samples/s are 12.3% below the promised 88.7" in text
         assert "no verdict: nothing fits" in text
         assert "66.0–110.0" in text
