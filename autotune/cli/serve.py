@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from autotune.core.installation import how_to_add
 
 if TYPE_CHECKING:
     from autotune.service.client import Client
+    from autotune.store.queue import Role
 
 
 def _needs_extra(error: ImportError) -> InvalidRequestError:
@@ -68,10 +70,11 @@ def serve(
     def ready(url: str, token: str | None) -> None:
         if token is not None:
             click.echo(f"{url}/#token={token}")
-            click.echo("  keep the token: it is not shown again, and the database holds its digest alone", err=True)
+            told = "keep the token: it is not shown again, and the database holds its digest alone"
         else:
             click.echo(url)
-            click.echo("  the token was shown at the first start; autotune token add NAME makes another", err=True)
+            told = "the token was shown at the first start; autotune token add NAME makes another"
+        logging.getLogger("autotune.service").info(told)
 
     run(
         Settings(
@@ -154,16 +157,22 @@ def token() -> None:
 
 @token.command("add")
 @click.argument("name")
-@click.option("--role", type=click.Choice(("read", "run")), default="run", show_default=True)
+@click.option(
+    "--role",
+    help="read looks, run also submits and changes its own searches, admin changes all.",
+    type=click.Choice(("read", "run", "admin")),
+    default="run",
+    show_default=True,
+)
 @table_options("token")
-def add(name: str, role: str, storage: str) -> None:
+def add(name: str, role: Role, storage: str) -> None:
     """Make a token and print it; it is not shown again."""
     from autotune.service.tokens import add_token
     from autotune.store.opening import open_store
 
     # Also before the first start, so that a service under systemd prints no token into a log.
     with open_store(storage) as store:
-        click.echo(add_token(store.queue, name, "read" if role == "read" else "run"))
+        click.echo(add_token(store.queue, name, role))
 
 
 @token.command("list")

@@ -16,13 +16,13 @@ from autotune.service.tokens import digest, may_write
 from autotune.store.queue import TokenRecord
 
 COOKIE = "autotune_token"
-# So many wrong tokens from one address in a minute are refused without a look.
+# After so many wrong tokens from one address in a minute, none that is not known already is looked up for it.
 _MOST_GUESSES = 20
 _GUESS_SECONDS = 60.0
-# A token that was found is believed for so long, so that not every request asks the database; a token that the operator
+_MOST_ADDRESSES = 10_000
+# Tokens that were read are believed for so long, so that not every request asks the database; a token that the operator
 # removes is refused after that at the latest.
 _BELIEVED_SECONDS = 1.0
-_MOST_BELIEVED = 1000
 MOST_SUBMISSIONS = 1200
 """What one token may submit in a minute: no person needs more, and a loop gone wild is stopped before the queue is
 full."""
@@ -33,18 +33,20 @@ class Access:
     """Who may use the service: those who have a token whose digest is in the database."""
 
     searches: Searches
-    _found: dict[str, tuple[float, TokenRecord]] = field(default_factory=dict)
-    """Tokens that were found, by digest, and when."""
-    _guesses: dict[str, list[float]] = field(default_factory=dict)
+    _tokens: dict[str, TokenRecord] = field(default_factory=dict)
+    """By digest, as they were read last."""
+    _read_at: float = -_BELIEVED_SECONDS
+    _guesses: dict[str, deque[float]] = field(default_factory=dict)
+    """When there were wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
     def identify(self, request: Request) -> TokenRecord | None:
         """Return the token of a request, from its header or from the page's cookie."""
-        return self.check(_token_of(request), request.client.host if request.client else "")
+        return self.check(token_of(request), request.client.host if request.client else "")
 
     async def identify_soon(self, request: Request) -> TokenRecord | None:
         """Return the token of a request; mostly without a thread, since it was just looked up."""
-        return self._believed(digest(_token_of(request))) or await run_in_threadpool(self.identify, request)
+        return self._believed(digest(token_of(request))) or await run_in_threadpool(self.identify, request)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
         """Return the record of a token; ``ServiceError`` for an address that has guessed too often."""
@@ -53,18 +55,28 @@ class Access:
         key = digest(token)
         if (believed := self._believed(key)) is not None:
             return believed
-        found = self.searches.store.queue.token(key)
-        if found is None:
-            self._count_guess(address)
-            return None
-        if len(self._found) >= _MOST_BELIEVED:
-            self._found.clear()
-        self._found[key] = time.monotonic(), found
-        return found
+        is_locked = self._count_guesses(address) >= _MOST_GUESSES
+        if not is_locked or time.monotonic() - self._read_at >= _BELIEVED_SECONDS:
+            self._tokens = self.searches.store.queue.tokens_by_digest()
+            self._read_at = time.monotonic()
+        if (found := self._tokens.get(key)) is not None:
+            return found
+        self._guesses.setdefault(address, deque(maxlen=_MOST_GUESSES)).append(time.monotonic())
+        if is_locked:
+            raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
+        return None
 
     def _believed(self, key: str) -> TokenRecord | None:
-        then, found = self._found.get(key, (-_BELIEVED_SECONDS, None))
-        return found if time.monotonic() - then < _BELIEVED_SECONDS else None
+        return self._tokens.get(key) if time.monotonic() - self._read_at < _BELIEVED_SECONDS else None
+
+    def _count_guesses(self, address: str) -> int:
+        """Return how many wrong tokens came from an address within the last minute."""
+        if len(self._guesses) > _MOST_ADDRESSES:
+            self._guesses.clear()
+        recent = self._guesses.get(address, deque())
+        while recent and time.monotonic() - recent[0] >= _GUESS_SECONDS:
+            recent.popleft()
+        return len(recent)
 
     def count_submission(self, token: TokenRecord) -> None:
         """Count what a token submits; ``ServiceError`` where that is too much in a minute."""
@@ -79,17 +91,9 @@ class Access:
             )
         recent.append(moment)
 
-    def _count_guess(self, address: str) -> None:
-        moment = time.monotonic()
-        recent = [then for then in self._guesses.get(address, []) if moment - then < _GUESS_SECONDS]
-        if len(self._guesses) > 10_000:
-            self._guesses.clear()
-        self._guesses[address] = [*recent, moment]
-        if len(recent) >= _MOST_GUESSES:
-            raise ServiceError("too many wrong tokens came from this address", "wait a minute", status=429)
 
-
-def _token_of(request: Request) -> str:
+def token_of(request: Request) -> str:
+    """Return the token that a request bears, in its header or in the page's cookie."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
 
@@ -122,7 +126,7 @@ def _no_token(*, was_given: bool) -> ServiceError:
 async def _reader(request: Request) -> TokenRecord:
     token = await access_of(request).identify_soon(request)
     if token is None:
-        raise _no_token(was_given=bool(_token_of(request)))
+        raise _no_token(was_given=bool(token_of(request)))
     return token
 
 

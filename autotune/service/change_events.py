@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 
 ANY_CHANGE = "the queue changed"
 
@@ -14,7 +15,8 @@ class ChangeEvents:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._events: dict[str, asyncio.Event] = {}
+        # Kept by those who wait, so that nothing is left of a job that nobody follows any more.
+        self._events: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self.count = 0
         """Counts the changes: as long as it stays, so does what a page shows of the queue."""

@@ -1,8 +1,7 @@
-"""Speak to a service over HTTP, with the standard library alone: for the command line and for agents."""
+"""Speak to a service over HTTP."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -12,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
+
+import httpx2
 
 from autotune.core.candidate import Document
 from autotune.core.errors import ServiceError
@@ -38,31 +39,41 @@ class StreamedEvent:
     number: int | None
 
 
-def _host_name(name: str | None) -> str:
-    """Return a host's name as DNS has it; raises ``ValueError`` for what can be none."""
+def _check_host_name(name: str | None) -> None:
+    """Raise ``ValueError`` for what can be no host's name."""
     plain = (name or "").encode("idna").decode()
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", plain):
         raise ValueError(f"{name!r} is not a host name")
-    return plain
 
 
-class _PinnedConnection(http.client.HTTPSConnection):
+class _PinnedSocket(ssl.SSLSocket):
     """A TLS connection to the holder of one certificate."""
 
-    def __init__(self, host: str, port: int | None, *, timeout: float, pem: str) -> None:
-        context = ssl.create_default_context(cadata=pem)
-        # Nobody need have signed it, and the service may be known here by another name.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        context.check_hostname = False
-        super().__init__(host, port, timeout=timeout, context=context)
-        self._certificate = ssl.PEM_cert_to_DER_cert(pem)
-
-    def connect(self) -> None:
-        """Connect; raises ``ssl.SSLCertVerificationError`` for another certificate, also one that this one signed."""
-        super().connect()
-        if self.sock.getpeercert(binary_form=True) != self._certificate:
-            self.close()
+    def do_handshake(self, block: bool = False) -> None:
+        """Shake hands; raises ``ssl.SSLCertVerificationError`` for another certificate, also one that it signed."""
+        super().do_handshake(block)
+        if self.getpeercert(binary_form=True) != getattr(self.context, "pinned", None):
             raise ssl.SSLCertVerificationError(f"it is not the one in the file that {CERTIFICATE_VARIABLE} names")
+
+
+class _PinnedContext(ssl.SSLContext):
+    """Trusts one certificate, whoever signed it and whatever host it names."""
+
+    sslsocket_class = _PinnedSocket
+    pinned: bytes
+
+
+def _tls_context() -> ssl.SSLContext:
+    """Return what is trusted: the certificate that the environment names, or those of the system."""
+    pem = _pinned_certificate()
+    if pem is None:
+        return ssl.create_default_context()
+    context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=pem)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    context.pinned = ssl.PEM_cert_to_DER_cert(pem)
+    return context
 
 
 def _pinned_certificate() -> str | None:
@@ -89,63 +100,47 @@ class Client:
     def __init__(self, url: str, token: str | None = None, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
-            self._host, self._port = _host_name(parts.hostname), parts.port
+            _check_host_name(parts.hostname)
+            _ = parts.port
         except ValueError as error:
             raise ServiceError(
                 f"{url[:200]!r} is not the URL of a service", "write it as http://127.0.0.1:8321"
             ) from error
         if parts.scheme not in ("http", "https"):
             raise ServiceError(f"{url[:200]!r} begins with neither http:// nor https://", "correct --server")
-        self._is_tls = parts.scheme == "https"
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         in_url = parse_qs(parts.fragment).get("token", [""])[0]
-        self._token = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
-        if not re.fullmatch(r"[!-~]*", self._token):
+        told = token or in_url or os.environ.get(TOKEN_VARIABLE, "")
+        if not re.fullmatch(r"[!-~]*", told):
             raise ServiceError("the token has characters that no token has", f"see --server and {TOKEN_VARIABLE}")
-        self._timeout_seconds = timeout_seconds
-        # Read once: a service goes on with the certificate that it started with when the file is renewed.
-        self._certificate = _pinned_certificate() if self._is_tls else None
-
-    def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
-        if self._certificate is not None:
-            return _PinnedConnection(self._host, self._port, timeout=timeout_seconds, pem=self._certificate)
-        if self._is_tls:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_seconds, context=context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_seconds)
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        headers: Mapping[str, str],
-        timeout_seconds: float,
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request; the caller closes the connection. ``ServiceError`` where there is no answer."""
-        connection = self._connect(timeout_seconds)
-        every = {"Accept": "application/json", **headers}
-        if self._token:
-            every["Authorization"] = f"Bearer {self._token}"
-        data = None if body is None else json.dumps(body).encode()
-        if data is not None:
-            every["Content-Type"] = "application/json"
+        headers = {"Accept": "application/json", **({"Authorization": f"Bearer {told}"} if told else {})}
         try:
-            connection.request(method, path, data, every)
-            return connection, connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise self._unreachable(error) from error
+            # Read once: a service goes on with the certificate that it started with when the file is renewed. What
+            # the environment says of proxies is for the world outside.
+            self._http = httpx2.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout_seconds,
+                verify=_tls_context() if parts.scheme == "https" else False,
+                trust_env=False,
+            )
+        except httpx2.InvalidURL as error:
+            raise ServiceError(f"{url[:200]!r} is not the URL of a service: {error}", "correct --server") from error
 
     def _unreachable(self, error: Exception) -> ServiceError:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            why = getattr(error, "verify_message", None) or str(error)
-            return ServiceError(
-                f"the certificate of {self.url} is not trusted here: {why}",
-                f"have {CERTIFICATE_VARIABLE} name a file with it, or correct --server",
-                status=0,
-            )
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                why = getattr(cause, "verify_message", None) or str(cause)
+                return ServiceError(
+                    f"the certificate of {self.url} is not trusted here: {why}",
+                    f"have {CERTIFICATE_VARIABLE} name a file with it, or correct --server",
+                    status=0,
+                )
+            if isinstance(cause, OSError) and cause.strerror:
+                break
+            cause = cause.__cause__ or cause.__context__
+        why = getattr(cause, "strerror", None) or str(error) or type(error).__name__
         return ServiceError(
             f"no service answers at {self.url}: {why}", "start one with autotune serve, or correct --server", status=0
         )
@@ -161,29 +156,35 @@ class Client:
         timeout_seconds: float | None = None,
     ) -> Any:
         """Send a request and return the JSON, or the text, of the answer; raises what its problem stands for."""
-        target = path + ("?" + urlencode(query, doseq=True) if query else "")
-        seconds = timeout_seconds or self._timeout_seconds
-        connection, response = self._send(method, target, body, headers or {}, seconds)
+        limit = httpx2.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
         try:
-            data = response.read()
-        except (OSError, http.client.HTTPException) as error:
+            response = self._http.request(
+                method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit
+            )
+        except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
-        finally:
-            connection.close()
-        kind = response.headers.get_content_type()
+        kind = response.headers.get("content-type", "").partition(";")[0].strip()
         is_json = kind == "application/json" or kind.endswith("+json")
-        if response.status >= 400:
-            raise self._error(response.status, data, is_json=is_json)
-        if not data:
+        if response.status_code >= 400:
+            raise self._error(response)
+        if not response.content:
             return None
-        return json.loads(data) if is_json else data.decode("utf-8", "replace")
+        if not is_json:
+            return response.text
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._not_ours(response.status_code) from error
 
-    def _error(self, status: int, data: bytes, *, is_json: bool) -> Exception:
-        problem: Any = None
-        if is_json:
-            problem = json.loads(data)
-        if isinstance(problem, dict):
-            return error_of(problem)
+    def _error(self, response: httpx2.Response) -> Exception:
+        """Return the error that an answer stands for; that of a proxy in between is no problem document."""
+        try:
+            problem = response.json()
+        except ValueError:
+            problem = None
+        return error_of(problem) if isinstance(problem, dict) else self._not_ours(response.status_code)
+
+    def _not_ours(self, status: int) -> ServiceError:
         return ServiceError(
             f"{self.url} answered {status}, which is not an answer of an autotune service",
             "correct --server",
@@ -208,24 +209,17 @@ class Client:
 
     def _stream(self, search: str, after: int) -> Iterator[StreamedEvent]:
         path = f"/v1/searches/{quote(search, safe='')}/events"
-        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        connection, response = self._send("GET", path, None, headers, _SILENCE_SECONDS)
+        headers = {"Last-Event-ID": str(after)}
         try:
-            if response.status >= 400:
-                raise self._error(response.status, response.read(), is_json=True)
-            fields: dict[str, str] = {}
-            while line := response.readline():
-                text = line.decode().rstrip("\r\n")
-                if text:
-                    name, _, value = text.partition(":")
-                    fields[name] = value.removeprefix(" ")
-                elif "data" in fields:
-                    number = int(fields["id"]) if "id" in fields else None
-                    yield StreamedEvent(fields.get("event", "message"), json.loads(fields["data"]), number)
-                    fields = {}
-                else:
-                    fields = {}
-        except (OSError, http.client.HTTPException) as error:
+            with self._http.sse(path, headers=headers, timeout=_SILENCE_SECONDS) as source:
+                if source.response.status_code >= 400:
+                    source.response.read()
+                    raise self._error(source.response)
+                for event in source:
+                    # What runs now has no number of its own.
+                    number = int(event.id) if event.id and event.event != "status" else None
+                    yield StreamedEvent(event.event, json.loads(event.data), number)
+        except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
-        finally:
-            connection.close()
+        except ValueError as error:
+            raise ServiceError(f"{self.url} sent what is no event: {error}", "correct --server", status=0) from error

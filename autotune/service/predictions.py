@@ -12,7 +12,7 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, check_arguments, json_value, options_of
-from autotune.service.requests import canonical, check_names, check_path
+from autotune.service.requests import canonical, check_names, check_path, check_sizes
 
 # What belongs to the terminal, or names a file of the caller's.
 _NOT_OVER_HTTP = frozenset({"storage", "as_json", "server", "all_batches", "anatomy", "gpu_spec"})
@@ -61,6 +61,7 @@ def _read(document: Any, data_folders: Sequence[Path]) -> Document:
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "gpt2", "gpu": ["rtx-3090"]}')
     check_names(document, PREDICTED_NAMES, "a prediction")
+    check_sizes(document)
     given = check_arguments({name: value for name, value in document.items() if value is not None})
     if given.get("model") is None:
         raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')

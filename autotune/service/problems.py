@@ -49,5 +49,7 @@ def error_of(problem: Document) -> AutotuneError:
     """Return the error that a problem stands for, so that a command ends as if it had happened here."""
     message = str(problem.get("message") or problem.get("detail") or problem.get("title") or "no reason was given")
     hint, code = str(problem.get("hint") or ""), problem.get("exit_code")
-    known = errors.error_with_code(code, message, hint)
-    return known or ServiceError(message, hint, status=int(problem.get("status") or 400))
+    if code != ServiceError.exit_code and (known := errors.error_with_code(code, message, hint)) is not None:
+        return known
+    status = problem.get("status")
+    return ServiceError(message, hint, status=status if isinstance(status, int) else 400)

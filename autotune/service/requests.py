@@ -37,6 +37,9 @@ _GPU_NAME_LENGTH = 64
 # Ranks train together on one host; the largest hosts have 16 GPUs.
 _MOST_GPUS = 64
 MOST_MEMORY_BYTES = 2**50
+_MOST_VALUES = 100
+# What file systems allow a name.
+_MOST_LETTERS = 255
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
     check_names(document, (*OPTION_NAMES, *_EXTRA), "a search")
     given = {name: value for name, value in document.items() if name not in _EXTRA and value is not None}
+    check_sizes(given)
     options = check_arguments(given)
     if options.get("code") is not None:
         listed(options["code"], codes)
@@ -81,6 +85,8 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
         raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
     if options.get("study") is not None:
         check_study_name(options["study"])
+        if str(options["study"]).startswith("verify "):
+            raise InvalidRequestError("verifications are named so", "choose another name for the study")
     for name in _PATHS:
         if isinstance(options.get(name), str):
             check_path(name, options[name], data_folders)
@@ -114,6 +120,17 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
             raise InvalidRequestError(
                 f"{str(name)[:60]!r} is not an option of {what}", did_you_mean(str(name)[:60], known) or "see the API"
             )
+
+
+def check_sizes(options: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequestError`` for an option that is longer than any that a search has."""
+    for name, value in options.items():
+        is_list = isinstance(value, list | tuple)
+        if is_list and len(value) > _MOST_VALUES:
+            raise InvalidRequestError(f"{name} has {len(value)} values", f"give at most {_MOST_VALUES}")
+        for each in value if is_list else (value,):
+            if isinstance(each, str) and max(map(len, each.split("/"))) > _MOST_LETTERS:
+                raise InvalidRequestError(f"{name} has a name of {len(each)} letters", f"give at most {_MOST_LETTERS}")
 
 
 def check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:

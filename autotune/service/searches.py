@@ -27,6 +27,7 @@ from autotune.service.requests import (
     read_submission,
 )
 from autotune.service.runner import Runner, offers_of, trial_log_path, unmet
+from autotune.service.tokens import may_write
 from autotune.service.verifications import (
     VERIFIES,
     VerificationSubmission,
@@ -34,7 +35,7 @@ from autotune.service.verifications import (
     needs_of_study,
     read_verification,
 )
-from autotune.store.queue import ENDED, JobRecord, Needs
+from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
 from autotune.store.repository import Store
 
 log = logging.getLogger("autotune.service")
@@ -69,7 +70,7 @@ class Searches:
 
     # Taking in
 
-    def submit(self, document: Any, *, by: str, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
+    def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
 
         A request that was answered before, without ``fresh`` and without data that may have changed, is not searched
@@ -89,9 +90,10 @@ class Searches:
         self._check_length()
         with self._naming:
             study = choose_study(submission, self._is_taken)
-            job, is_new = self._add(study, submission, submission.needs, by, idempotency_key)
+            self._check_owner(study, by)
+            job, is_new = self._add(study, submission, submission.needs, by.name, idempotency_key)
         if is_new:
-            _note("search submitted", search=job.id, study=job.study, by=by, priority=job.priority)
+            _note("search submitted", search=job.id, study=job.study, by=by.name, priority=job.priority)
         else:
             _check_same(job, submission.options, submission.needs, idempotency_key)
         return job, is_new
@@ -108,6 +110,8 @@ class Searches:
         job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)
         if not is_new:
             _check_same(job, submission.options, job.needs, idempotency_key)
+        else:
+            _note("verification submitted", search=job.id, study=submission.study, by=by)
         return job, is_new
 
     def _add(
@@ -123,6 +127,12 @@ class Searches:
             self.changes.notify(job.id)
             self.runner.wake()
         return job, is_new
+
+    def _check_owner(self, study: str, by: TokenRecord) -> None:
+        """Raise where a search that is named so belongs to somebody else."""
+        latest = self.store.queue.jobs(study=study, most=1)
+        if latest:
+            check_may_change(by, latest[0])
 
     def _check_length(self) -> None:
         if self.store.queue.count_queued() >= MOST_QUEUED:
@@ -170,12 +180,18 @@ class Searches:
         new = [job for job in finished if job.id not in self._result_lines]
         # One question for all.
         known = self.store.names_of({job.study for job in new}) if new else set()
+        found = {job.id: self._result_lines[job.id] for job in finished if job.id in self._result_lines}
         for job in new:
+            line = ""
             if VERIFIES in job.request:
-                self._result_lines[job.id] = self._line_of_verification(job)
-            else:
-                self._result_lines[job.id] = self._line_of_study(job) if job.study in known else ""
-        return {job.id: self._result_lines[job.id] for job in finished}
+                line = self._line_of_verification(job)
+            elif job.study in known:
+                line = self._line_of_study(job)
+            found[job.id] = line or "no result"
+            if line:
+                # What has none may have one later: a study that goes on.
+                self._result_lines[job.id] = line
+        return found
 
     def _line_of_verification(self, job: JobRecord) -> str:
         shown = (self.verification(job) or {}).get("verification") or {}
@@ -186,7 +202,7 @@ class Searches:
         report = self.report(job)
         speed = report.speed(report.best)
         told = f"{format_rate(speed.samples_per_second)} samples/s, " if speed else ""
-        return told + report.best.candidate.describe() if report.best else "no result"
+        return told + report.best.candidate.describe() if report.best else ""
 
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials, as ``--json`` has them."""
@@ -252,10 +268,12 @@ class Searches:
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
         return unmet(needs, self.runner.hosts())
 
-    def cancel(self, job: JobRecord) -> JobRecord:
-        """Cancel a job; one that has ended stays as it is."""
+    def cancel(self, job: JobRecord, by: TokenRecord) -> JobRecord:
+        """Cancel a job for a token that may; one that has ended stays as it is."""
+        check_may_change(by, job)
         if job.state in ENDED:
             return job
+        _note("search cancelled", search=job.id, study=job.study, by=by.name)
         cancelled = self.store.queue.cancel(job.id)
         self.runner.cancel(job.id)
         self.changes.notify(job.id)
@@ -270,6 +288,21 @@ class Searches:
         studies = self.store.studies()
         names = ("running", "completed", "out_of_memory", "failed")
         return {name: sum(getattr(summary, name) for summary in studies) for name in names}
+
+
+def may_change(token: TokenRecord, job: JobRecord) -> bool:
+    """Return whether a token may change a search: an admin's every one, another its own."""
+    return token.role == "admin" or (may_write(token) and job.submitted_by in ("", token.name))
+
+
+def check_may_change(token: TokenRecord, job: JobRecord) -> None:
+    """Raise ``ServiceError`` where a search belongs to somebody else, and the token is none of an admin."""
+    if not may_change(token, job):
+        raise ServiceError(
+            f"the search {job.study!r} belongs to {job.submitted_by!r}",
+            "use another --study, or ask them or an admin",
+            status=403,
+        )
 
 
 def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None) -> None:

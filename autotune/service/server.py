@@ -23,6 +23,7 @@ from autotune.engine.local import LocalEngine
 from autotune.engine.work import Engine
 from autotune.service.app import make_app
 from autotune.service.dashboard import WithDashboard
+from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_files
 from autotune.service.listed_code import read_listed_code
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict
@@ -109,7 +110,7 @@ def steady_clock() -> Callable[[], datetime]:
 
 def first_token(store: Store) -> str | None:
     """Return a new token where the database has none; ``None`` where it has: those were shown once."""
-    return None if store.queue.tokens() else add_token(store.queue, "operator", "run")
+    return None if store.queue.tokens() else add_token(store.queue, "operator", "admin")
 
 
 def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
@@ -118,6 +119,10 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
     Raises ``InvalidRequestError`` for settings that cannot be, ``StorageError`` as ``open_store`` does.
     """
     settings.check()
+    # Requests, logs and the database are nobody else's.
+    os.umask(0o077)
+    open_files = raise_open_files()
+    logging.getLogger("asyncio").addFilter(OncePerMinute())
     codes = read_listed_code(settings.allow) if settings.allow is not None else {}
     with _listen(settings) as listener, open_store(settings.storage) as store:
         settings = _with_port(settings, listener)
@@ -144,6 +149,7 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
             # Without a proxy in front, a client that names another address would be counted as another guesser.
             proxy_headers=settings.behind_proxy,
             timeout_keep_alive=30,
+            http=limited_protocol(open_files),
         )
         server = _Server(config)
         token = first_token(store)

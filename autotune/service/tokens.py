@@ -35,4 +35,4 @@ def add_token(queue: Queue, name: str, role: Role) -> str:
 
 def may_write(token: TokenRecord) -> bool:
     """Return whether a token allows more than reading."""
-    return token.role == "run"
+    return token.role != "read"

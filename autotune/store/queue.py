@@ -47,7 +47,8 @@ from autotune.store.strict_json import write_strict_json
 from autotune.store.tables import PLACE_IN_QUEUE, PLACES_PER_PRIORITY, JobEventRow, JobRow, TokenRow
 
 JobState = Literal["queued", "running", "finished", "failed", "cancelled"]
-Role = Literal["read", "run"]
+Role = Literal["read", "run", "admin"]
+"""``read`` looks, ``run`` submits and changes its own, ``admin`` changes everything."""
 ENDED: tuple[JobState, ...] = ("finished", "failed", "cancelled")
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 
@@ -415,6 +416,11 @@ class Queue:
         """Return every token, the oldest first."""
         with self._transaction(is_single=True) as connection:
             return [_token(row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
+
+    def tokens_by_digest(self) -> dict[str, TokenRecord]:
+        """Return every token by its digest."""
+        with self._transaction(is_single=True) as connection:
+            return {row.digest: _token(row) for row in connection.execute(select(_TOKEN))}
 
     def remove_token(self, name: str) -> bool:
         """Remove the tokens of this name; return whether there was one."""

@@ -34,7 +34,7 @@ pytestmark = [
 
 TOKEN = "a-token-of-these-tests-alone"
 TESTS = Path(__file__).parents[1]
-MARK = "AUTOTUNE_TEST_CLUSTER"
+MARK = "TEST_CLUSTER"
 """A variable of every process that a cluster starts, directly or not."""
 SEARCH = ["search", "--model", "bert-tiny", "--seq-len", "16", "--effective-batch", "16", "--precision", "fp32"]
 RANDOM = [*SEARCH, "--sampler", "random", "--trials", "3", "--no-baseline"]

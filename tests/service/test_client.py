@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import shutil
 import ssl
 import subprocess
@@ -102,3 +103,50 @@ def test_what_the_authority_of_a_named_certificate_signed_besides_is_not_trusted
     if named == "chain":
         with tls_server(service) as url:
             assert Client(url).request("GET", "/") is None
+
+
+@contextlib.contextmanager
+def answering(status: int, kind: str, body: bytes) -> Iterator[Client]:
+    """Run a server that answers everything in one way; yield a client of it."""
+
+    class Answers(_Answers):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Client(f"http://127.0.0.1:{server.server_port}", "token")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (502, "application/json", b""),
+        (502, "application/problem+json", b"<html>"),
+        (503, "text/html", b"<html>away</html>"),
+        (200, "application/json", b"<html>"),
+        (502, "application/json", b"[]"),
+    ],
+)
+def test_what_a_proxy_answers_is_told_in_a_line(status: int, kind: str, body: bytes) -> None:
+    with answering(status, kind, body) as client:
+        with pytest.raises(ServiceError, match=f"answered {status}, which is not an answer of an autotune") as told:
+            client.request("GET", "/v1/searches")
+        assert told.value.status == status
+        if status != 200:
+            with pytest.raises(ServiceError, match=f"answered {status}"):
+                next(client.events("x"))
+
+
+@pytest.mark.parametrize("status", [404, 409, 410, 429, 500, 503])
+def test_a_problem_of_the_service_keeps_its_status(status: int) -> None:
+    body = json.dumps({"status": status, "detail": "it is so", "hint": "do this", "exit_code": 13}).encode()
+    with answering(status, "application/problem+json", body) as client:
+        with pytest.raises(ServiceError, match=r"it is so\. do this") as told:
+            client.request("GET", "/v1/searches")
+        assert told.value.status == status

@@ -12,7 +12,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_bytes
 from autotune.results.html.markup import Child, Markup, element
-from autotune.service.access import Known, Reader, Writer
+from autotune.service.access import Known, Reader, Submitter
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FieldError, command_of, read_form, render_form
 from autotune.service.pages.frame import Visitor, error_box, form_fields, page, sign_in_page, table
@@ -39,11 +39,11 @@ async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
 
 
 @router.post("/searches", include_in_schema=False)
-async def submit(request: Request, token: Writer, searches: Known) -> Response:
+async def submit(request: Request, token: Submitter, searches: Known) -> Response:
     """Queue what the form asks for; show the form again with what is wrong."""
     form = await form_fields(request)
     try:
-        job, _ = await run_in_threadpool(lambda: searches.submit(read_form(form), by=token.name))
+        job, _ = await run_in_threadpool(lambda: searches.submit(read_form(form), by=token))
     except AutotuneError as error:
         parts = await _rendered_parts(request, searches)
         return await run_in_threadpool(_home, searches, token, form, parts, error)

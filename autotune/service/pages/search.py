@@ -13,12 +13,11 @@ from autotune.results.export import Format, beside_lines, make_export, render
 from autotune.results.html.markup import Child, Markup, element
 from autotune.results.html.page import report_sections
 from autotune.results.report import Report
-from autotune.service.access import Known, Reader, Writer
+from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages.frame import Visitor, badge, error_box, error_page, page, sign_in_page
 from autotune.service.pages.proof import proof_section, verification_result
 from autotune.service.pages.rendered import rendered_of
-from autotune.service.searches import Searches
-from autotune.service.tokens import may_write
+from autotune.service.searches import Searches, may_change
 from autotune.service.verifications import VERIFIES
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
 from autotune.store.records import TrialRecord
@@ -42,11 +41,11 @@ def show(search: str, visitor: Visitor, searches: Known) -> Response:
 @router.post("/searches/{search}/cancel")
 def cancel(search: str, token: Writer, searches: Known) -> Response:
     """Cancel a search."""
-    return RedirectResponse(f"/searches/{searches.cancel(searches.job(search)).id}", 303)
+    return RedirectResponse(f"/searches/{searches.cancel(searches.job(search), token).id}", 303)
 
 
 @router.post("/searches/{search}/verify")
-def verify(search: str, token: Writer, searches: Known) -> Response:
+def verify(search: str, token: Submitter, searches: Known) -> Response:
     """Queue the run of a stock ``Trainer``."""
     job, _ = searches.submit_verification({"study": searches.job(search).study}, by=token.name)
     return RedirectResponse(f"/searches/{job.id}", 303)
@@ -56,7 +55,7 @@ def verify(search: str, token: Writer, searches: Known) -> Response:
 async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
     """Return what changes of the page."""
     # Whoever may start searches sees buttons that others do not.
-    key = f"{token.role} {search}"
+    key = f"{token.role} {token.name} {search}"
     return HTMLResponse(await rendered_of(request).get(key, lambda: _parts(searches, searches.job(search), token)))
 
 
@@ -121,7 +120,7 @@ def _state(searches: Searches, job: JobRecord, token: TokenRecord) -> list[Child
         state.append(f" {searches.waits_for(job)}")
     if job.is_cancel_asked and job.state == "running":
         state.append(" is being cancelled")
-    elif job.state in ("queued", "running") and may_write(token):
+    elif job.state in ("queued", "running") and may_change(token, job):
         button = element("button", "Cancel", data_busy="Cancelling …")
         action = f"/searches/{job.id}/cancel"
         state += [" ", element("form", button, class_="inline", method="post", action=action)]

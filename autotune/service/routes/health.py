@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import time
+from typing import cast
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.service.access import Known, Reader
+from autotune.core.errors import ServiceError
+from autotune.service.access import Known, Reader, searches_of
 from autotune.service.searches import Searches, describe_devices
 from autotune.store.queue import JOB_STATES
 
 router = APIRouter()
 
 
+_HEALTH_SECONDS = 1.0
+_LEAST_FREE_BYTES = 4 * 2**20
+
+
+class Health:
+    """Looks whether the database answers, once for all who ask at the same time."""
+
+    def __init__(self, searches: Searches) -> None:
+        self._searches = searches
+        self._look: asyncio.Task[None] | None = None
+        self._looked_at = 0.0
+
+    async def problem(self) -> str | None:
+        """Return what is wrong in general words: whoever asks has no token."""
+        if self._look is None or (self._look.done() and time.monotonic() - self._looked_at >= _HEALTH_SECONDS):
+            self._looked_at = time.monotonic()
+            self._look = asyncio.create_task(asyncio.to_thread(self._check))
+        await asyncio.wait({self._look}, timeout=_HEALTH_SECONDS)
+        if not self._look.done() or self._look.exception() is not None:
+            return "the database does not answer"
+        path = self._searches.store.path
+        if path is not None and shutil.disk_usage(path.parent).free < _LEAST_FREE_BYTES:
+            return "the disk of the database is full"
+        return None
+
+    def _check(self) -> None:
+        self._searches.store.queue.count_queued()
+
+
 @router.get("/healthz", tags=["health"])
-def health(searches: Known) -> Document:
-    """Say that the service and its database answer; needs no token."""
-    searches.store.queue.counts()
-    return {"status": "ok", "version": __version__}
+async def health(request: Request) -> Document:
+    """Say that the service and its database answer; needs no token. ``degraded``: a device cannot be used now."""
+    problem = await cast(Health, request.app.state.health).problem()
+    if problem is not None:
+        raise ServiceError(problem, "the service's log says more", status=503)
+    problems = searches_of(request).runner.problems()
+    return {"status": "degraded" if problems else "ok", "version": __version__}
 
 
 @router.get("/metrics", tags=["health"], response_class=PlainTextResponse)

@@ -68,7 +68,7 @@ async def submit(
         raise InvalidRequestError("the body is not JSON", "send the options of a search as a JSON object") from error
 
     def queue() -> tuple[Document, bool]:
-        job, is_new = searches.submit(document, by=token.name, idempotency_key=idempotency_key)
+        job, is_new = searches.submit(document, by=token, idempotency_key=idempotency_key)
         return searches.describe(job), is_new
 
     told, is_new = await run_in_threadpool(queue)
@@ -99,7 +99,7 @@ def show(search: str, token: Reader, searches: Known) -> Document:
 @router.delete("/v1/searches/{search}", status_code=202)
 def cancel(search: str, token: Writer, searches: Known) -> Document:
     """Cancel a search: at once where it waits, else soon. What was measured stays."""
-    return searches.describe(searches.cancel(searches.job(search)))
+    return searches.describe(searches.cancel(searches.job(search), token))
 
 
 @router.get("/v1/searches/{search}/trials")

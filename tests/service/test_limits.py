@@ -1,0 +1,172 @@
+"""What clients cannot do to each other: hold connections, guess tokens, change what is another's, stop /healthz."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkout import ROOT
+from processes import wait_until
+from serving import StandInEngine, waits_for_state, with_token
+from sqlalchemy import event
+from starlette.testclient import TestClient
+
+from autotune.core.errors import StorageError
+from autotune.service.access import _MOST_GUESSES
+from autotune.service.limits import OncePerMinute
+from autotune.service.searches import Searches
+from autotune.service.tokens import add_token
+from autotune.store.repository import Store
+
+TINY = {"model": "bert-tiny", "effective_batch": 16, "seq_len": 32}
+
+SERVE = """
+import sys
+from serving import StandInEngine
+from autotune.service import server
+server._engine = lambda settings: StandInEngine()
+server.serve(server.Settings(sys.argv[1], port=0), lambda url, token: print(url, flush=True))
+"""
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a service that may open few files, and what it logs."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "service", ROOT / "studies")))
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(tmp_path / "a.db")],
+            env={**os.environ, "PYTHONPATH": paths}, preexec_fn=few_files, stdout=subprocess.PIPE, stderr=errors,
+            text=True,
+        )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), log
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def test_connections_that_ask_for_nothing_keep_nobody_out(crowded: tuple[str, Path], tmp_path: Path) -> None:
+    url, log = crowded
+    assert url, log.read_text()
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with contextlib.ExitStack() as stack:
+        # More than the service may open.
+        for _ in range(400):
+            half = stack.enter_context(socket.create_connection(address, timeout=30))
+            half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        with urllib.request.urlopen(f"{url}/healthz", timeout=30) as answer:
+            assert answer.status == 200
+    assert log.stat().st_size < 100_000
+    assert (tmp_path / "a.db").stat().st_mode & 0o077 == 0
+
+
+def test_what_cannot_be_accepted_is_logged_once_a_minute() -> None:
+    quiet = OncePerMinute()
+    record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "socket.accept() out of system resource", (), None)
+    other = logging.LogRecord("asyncio", logging.ERROR, "", 0, "something else", (), None)
+    assert [quiet.filter(record), quiet.filter(record), quiet.filter(other)] == [True, False, True]
+
+
+def test_wrong_tokens_from_one_address_are_refused_without_a_look(
+    server: TestClient, writer: TestClient, store: Store
+) -> None:
+    asked: list[str] = []
+    assert writer.get("/v1/searches").status_code == 200
+    event.listen(store.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
+    codes = [with_token(server, f"at_{number}").get("/v1/searches").status_code for number in range(_MOST_GUESSES + 30)]
+    assert codes == [401] * _MOST_GUESSES + [429] * 30
+    looks = [statement for statement in asked if "autotune_tokens" in statement]
+    # Once for each guess that is allowed, and once a second at most from then on.
+    assert len(looks) <= _MOST_GUESSES + 5
+    assert writer.get("/v1/searches").status_code == 200
+
+
+def test_a_token_changes_its_own_searches_alone_and_an_admin_all(
+    server: TestClient, writer: TestClient, store: Store, searches: Searches, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = writer.post("/v1/searches", json={**TINY, "study": "mine"}).json()
+    other = with_token(server, add_token(store.queue, "other", "run"))
+    admin = with_token(server, add_token(store.queue, "root", "admin"))
+    refused = other.delete(f"/v1/searches/{mine['id']}")
+    assert (refused.status_code, refused.json()["detail"]) == (403, "the search 'mine' belongs to 'writer'")
+    # Nor does it go on with another's study.
+    assert other.post("/v1/searches", json={**TINY, "study": "mine", "seed": 1}).status_code == 403
+    assert searches.job(mine["id"]).state == "queued"
+    with caplog.at_level(logging.INFO, logger="autotune.service"):
+        assert admin.delete(f"/v1/searches/{mine['id']}").json()["state"] == "cancelled"
+    (said,) = [record for record in caplog.records if record.getMessage() == "search cancelled"]
+    assert said.__dict__["fields"] == {"search": mine["id"], "study": "mine", "by": "root"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"dataset": "a" * 300}, "dataset has a name of 300 letters"),
+        ({"model": "a" * 100_000}, "model has a name of 100000 letters"),
+        ({"precision": ["fp32"] * 100_000}, "precision has 100000 values"),
+        ({"study": "verify mine"}, "verifications are named so"),
+    ],
+)
+def test_what_is_too_long_for_a_search_is_refused_in_a_line(writer: TestClient, odd: object, words: str) -> None:
+    assert isinstance(odd, dict)
+    refused = writer.post("/v1/searches", json={**TINY, **odd})
+    assert (refused.status_code, words in refused.json()["detail"]) == (422, True), refused.text[:300]
+    assert len(refused.text) < 1000
+
+
+def test_health_is_told_in_a_second_and_says_nothing_of_the_database(server: TestClient, store: Store) -> None:
+    is_over = threading.Event()
+
+    def hang() -> int:
+        is_over.wait(60)
+        raise StorageError("postgresql://secret@db/autotune does not answer")
+
+    store.queue.count_queued = hang  # type: ignore[method-assign]
+    answer = server.get("/healthz")
+    is_over.set()
+    assert (answer.status_code, answer.json()["detail"]) == (503, "the database does not answer")
+    assert wait_until(lambda: server.get("/healthz").status_code == 503)
+    assert "secret" not in server.get("/healthz").text
+
+
+def test_a_full_disk_and_a_device_that_is_down_are_told(
+    server: TestClient, store: Store, engine: StandInEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.get("/healthz").json()["status"] == "ok"
+    monkeypatch.setattr(engine, "problems", lambda: ["the process for searches on cuda:0 has ended"])
+    assert server.get("/healthz").json()["status"] == "degraded"
+    monkeypatch.setattr("autotune.service.routes.health._LEAST_FREE_BYTES", 2**70)
+    told = server.get("/healthz")
+    if store.path is not None:
+        assert (told.status_code, told.json()["detail"]) == (503, "the disk of the database is full")
+
+
+def test_a_finished_search_without_a_result_is_looked_at_again(
+    writer: TestClient, searches: Searches, on_cpu: StandInEngine
+) -> None:
+    job = writer.post("/v1/searches", json=TINY).json()["id"]
+    on_cpu.next_run().end("finished")
+    waits_for_state(searches, job, "finished")
+    found = searches.store.queue.jobs(states=["finished"])
+    assert searches.result_lines(found) == {job: "no result"}
+    searches._line_of_study = lambda job: "302.9 samples/s"  # type: ignore[method-assign]
+    searches.store.names_of = lambda names: set(names)  # type: ignore[method-assign]
+    assert searches.result_lines(found) == {job: "302.9 samples/s"}
