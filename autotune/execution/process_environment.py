@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from autotune.core.compiler_cache import keep_compiled
 from autotune.core.placement import Placement
 from autotune.devices import CAPABILITY_VARIABLE
 
@@ -60,6 +61,7 @@ def server_environment(
         environment[CAPABILITY_VARIABLE] = ".".join(map(str, capability))
     # What this process can import; an empty entry means its working directory.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    keep_compiled(environment)
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     return environment

@@ -6,6 +6,9 @@ import stat
 from pathlib import Path
 
 from autotune.core.compiler_cache import CACHE_VARIABLE, keep_compiled
+from autotune.core.placement import Placement
+from autotune.devices import Device
+from autotune.execution.process_environment import server_environment
 
 
 def test_a_folder_of_the_user_alone(tmp_path: Path) -> None:
@@ -14,6 +17,11 @@ def test_a_folder_of_the_user_alone(tmp_path: Path) -> None:
     folder = Path(environment[CACHE_VARIABLE])
     assert folder == tmp_path / "autotune" / "compiled"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_trials_are_told_the_folder(tmp_path: Path, cpu: Device) -> None:
+    environment = server_environment(Placement.of(cpu), {"XDG_CACHE_HOME": str(tmp_path)}, offline=True)
+    assert environment[CACHE_VARIABLE] == str(tmp_path / "autotune" / "compiled")
 
 
 def test_the_users_own_folder_stays() -> None:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from autotune.core.candidate import Candidate
-from autotune.core.compiler_cache import keep_compiled
 from autotune.core.jobs import TrialWork
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Measurement, Outcome, OutOfMemory
@@ -149,7 +148,6 @@ class Trial:
 
     def run(self) -> Outcome:
         """Train and measure, and return the outcome; an error of the training becomes a failure."""
-        keep_compiled(os.environ)
         os.environ.update(variables_of(self._candidate.arm))
         try:
             outcome = self._train(self._scratch.output_dir)

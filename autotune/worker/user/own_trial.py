@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from autotune.core.candidate import Candidate
-from autotune.core.compiler_cache import keep_compiled
 from autotune.core.jobs import TrialWork
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory
 from autotune.core.scratch import Scratch
@@ -58,7 +56,6 @@ class OwnTrial(Trial):
     def run_and_end(self) -> NoReturn:
         """Run the user's code; never returns, and never raises."""
         # Their code may compile.
-        keep_compiled(os.environ)
         try:
             self._open_device()
             self._phases.enter(self._source.kind)

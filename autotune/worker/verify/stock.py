@@ -7,7 +7,6 @@ memory cap unless the work sets one.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from autotune.core.compiler_cache import keep_compiled
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.training import apply
@@ -130,7 +128,6 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
     """Train; return what was measured, or how it failed."""
-    keep_compiled(os.environ)
     uuid = work.devices.uuids[rank]
     core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
