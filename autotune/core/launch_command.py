@@ -110,7 +110,7 @@ class _Launch:
 _AS_MANY_AS_GPUS = ("gpu", "auto")
 
 
-def take_launchers_off(words: Sequence[str], ranks: int = 1) -> Launched:
+def without_launchers(words: Sequence[str], ranks: int = 1) -> Launched:
     """Return what a command line runs in each of ``ranks`` processes.
 
     Raises ``InvalidRequestError``, with the command that would work, where it runs anything else or that is unknown.

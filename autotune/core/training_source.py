@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import Launched, find_command, take_launchers_off
+from autotune.core.launch_command import Launched, find_command, without_launchers
 from autotune.core.masking import mask_secrets
 from autotune.core.placeholders import Template, read_template
 
@@ -134,7 +134,7 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
     An interpreter before it is left out, and so are launchers that would start ``ranks`` processes. Raises
     ``InvalidRequestError`` where it cannot be run within a trial, or is not there.
     """
-    launched = take_launchers_off(words, ranks)
+    launched = without_launchers(words, ranks)
     left = list(launched.words)
     if left[:1] == ["-m"] and len(left) > 1:
         module, *arguments = left[1:]

@@ -283,7 +283,7 @@ def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
 
 
 def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
-    """Run a stock Trainer as a study exports it, and tell what it came to."""
+    """Run a stock Trainer as a study exports it, and report the result."""
     from autotune.results.report import load_report
     from autotune.verify.json_document import verification_document
     from autotune.verify.target import placement_of, target_of

@@ -9,7 +9,7 @@ A candidate is left out by a bound, not by a guess:
   measured for a step in bf16 bounds that of tf32 from below.
 - The GPU time of a sample falls by a bounded factor from smaller to larger batches.
 - Above a floor, the time of a step is affine in the batch. So the slope between two batches of an arm bounds the
-samples   a second at any larger batch, within the error of the two measurements.
+  samples a second at any larger batch, within the error of the two measurements.
 """
 
 from __future__ import annotations

@@ -179,12 +179,12 @@ def _is_short(now: Condition, needed_bytes: int) -> bool:
     return now.free_bytes is not None and now.free_bytes + _SLACK_BYTES < needed_bytes
 
 
-def _came(pids: frozenset[int]) -> list[str]:
+def _newcomer_lines(pids: frozenset[int]) -> list[str]:
     """Name the processes that were not there before the trial."""
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
-def _computed(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
+def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
     """Name the processes that computed beside the trial."""
     return [
         f"process {pid} took {share} % of the GPU"
@@ -247,7 +247,7 @@ class _Watch:
             case Failed(reason="error" | "killed" | "lost" | "timeout"):
                 return _with_lost_device(outcome, self._gpu, self._before, after)
             case OutOfMemory(where="device"):
-                why = (*outcome.disturbed, *self._missing(after), *_came(others))
+                why = (*outcome.disturbed, *self._missing(after), *_newcomer_lines(others))
                 return dataclasses.replace(outcome, disturbed=why)
             case Completed():
                 busy = busy_pids(self._gpu.uuid, self._started)
@@ -255,7 +255,7 @@ class _Watch:
                 drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
                 came = _came(others - neighbours.keys() - drawing)
                 slowed = clocks.slowed(self._gpu, self._before, self._samples)
-                why = (*outcome.disturbed, *came, *_computed(neighbours, drawing), *slowed)
+                why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
                 return dataclasses.replace(outcome, disturbed=why)
         return outcome
 

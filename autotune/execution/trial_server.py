@@ -247,7 +247,7 @@ class TrialServer:
                 job.has_ended = True
 
     def _run_to_end(self, job: Job) -> Answer:
-        """Run a job and wait; what it came to."""
+        """Run a job, wait for its end and return its answer."""
         self.begin(job)
         try:
             while (answer := self.end_of(job.id)) is None:

@@ -434,8 +434,8 @@ class Queue:
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
         place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
-        told = transaction(self._engine, writes=writes, is_single=is_single)
-        with place, storage_errors(self._label), told as connection:
+        opened = transaction(self._engine, writes=writes, is_single=is_single)
+        with place, storage_errors(self._label), opened as connection:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:

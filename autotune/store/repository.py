@@ -311,8 +311,8 @@ class Store:
 
     @contextmanager
     def _transaction(self, *, writes: bool = False, is_single: bool = False) -> Iterator[Connection]:
-        told = transaction(self._engine, writes=writes, is_single=is_single)
-        with storage_errors(self.label), told as connection:
+        opened = transaction(self._engine, writes=writes, is_single=is_single)
+        with storage_errors(self.label), opened as connection:
             yield connection
 
     def _intern(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:

@@ -72,7 +72,7 @@ class Narrator:
     def _winner(self, history: History, prepared: Prepared) -> Tried | None:
         """Return the trial that the search would recommend now.
 
-        By the rule of the result: candidates of the space alone, and the more comfortable one of two that are as fast.
+        By the rule of the result: only candidates of the space count, and of two that are as fast the simpler one wins.
         """
         found = (tried.candidate for tried in history.tried[self._seen :])
         self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))

@@ -67,7 +67,7 @@ class SearchRequest:
     """``quick`` ends at the first answer, as searches did before there was such an option; ``default`` goes on with
     levers that are ``auto``."""
     precisions: tuple[Precision, ...] | None = None
-    """``None`` means all memory of the device."""
+    """``None`` means all that the device has."""
     gradient_checkpointing: CheckpointingChoice = "auto"
     strategies: tuple[Strategy, ...] | None = None
     """How several ranks share the model; ``None`` means every way that this model and device can."""
@@ -86,6 +86,7 @@ class SearchRequest:
     cpu_affinity: LeverChoice = "auto"
     """``auto`` tries it with the best candidate if that is host-bound."""
     memory_limit_bytes: int | None = None
+    """``None`` means all memory of the device."""
     headroom: Headroom = field(default_factory=Headroom)
     trials: int | None = None
     """Most trials; ``None`` means no limit."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import find_command, take_launchers_off
+from autotune.core.launch_command import find_command, without_launchers
 from autotune.core.training_source import find_script
 
 
@@ -42,12 +42,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_launcher_of_one_process_is_taken_off(command: str, left: str) -> None:
-    assert " ".join(take_launchers_off(command.split()).words) == left
+    assert " ".join(without_launchers(command.split()).words) == left
 
 
 def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
     words = ["accelerate", "launch", "--mixed_precision", "bf16", "train.py"]
-    assert take_launchers_off(words).variables == (("ACCELERATE_MIXED_PRECISION", "bf16"),)
+    assert without_launchers(words).variables == (("ACCELERATE_MIXED_PRECISION", "bf16"),)
     (folder / "config.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\ndistributed_type: 'NO'\n")
     source = find_script(["accelerate", "launch", "--config_file", "config.yaml", "train.py"])
     assert source.variables == (("ACCELERATE_MIXED_PRECISION", "fp16"),)
@@ -96,7 +96,7 @@ def test_the_precision_that_a_launcher_sets_is_kept(folder: Path) -> None:
 )
 def test_anything_else_is_refused_with_what_would_work(command: str, message: str, hint: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
-        take_launchers_off(command.split())
+        without_launchers(command.split())
     assert hint in raised.value.hint
 
 
@@ -105,8 +105,8 @@ def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Pat
     default.parent.mkdir(parents=True)
     default.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(InvalidRequestError, match=r"num_processes: 2 in .*default_config.yaml"):
-        take_launchers_off(["accelerate", "launch", "train.py"])
-    assert take_launchers_off(["accelerate", "launch", "--num_processes", "1", "train.py"]).words == ("train.py",)
+        without_launchers(["accelerate", "launch", "train.py"])
+    assert without_launchers(["accelerate", "launch", "--num_processes", "1", "train.py"]).words == ("train.py",)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_accelerate_configuration_of_several_processes_is_refused(folder: Pat
 )
 def test_a_launcher_of_as_many_processes_as_a_trial_has_ranks_is_taken_off(folder: Path, command: str) -> None:
     (folder / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
-    launched = take_launchers_off(command.split(), 2)
+    launched = without_launchers(command.split(), 2)
     script = ("-m", "trl.scripts.sft") if command.startswith("trl") else ("train.py",)
     assert launched.words == (*script, "--lr", "1")
     has_precision = "two.yaml" in command
@@ -147,7 +147,7 @@ def test_a_launcher_that_starts_something_else_than_the_ranks_is_refused(
 ) -> None:
     (folder / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\n")
     with pytest.raises(InvalidRequestError, match=re.escape(message)):
-        take_launchers_off(command.split(), 2)
+        without_launchers(command.split(), 2)
 
 
 def test_a_console_command_is_found_on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import take_launchers_off
+from autotune.core.launch_command import without_launchers
 from autotune.core.placeholders import Template, Values, read_template
 from autotune.core.training_source import find_script
 
@@ -148,8 +148,8 @@ def test_another_configuration_is_another_training(tmp_path: Path, monkeypatch: 
 
 def test_variables_of_the_environment_may_have_placeholders() -> None:
     for words in (["BATCH={batch}", "python", "t.py"], ["env", "BATCH={batch}", "python", "t.py"]):
-        launched = take_launchers_off(words)
+        launched = without_launchers(words)
         assert (launched.words, launched.variables) == (("t.py",), (("BATCH", "{batch}"),))
     assert read_template((), launched.variables, "/").fill(ON, "/nowhere", "/") == ((), (("BATCH", "16"),))
     with pytest.raises(InvalidRequestError, match="begins with a variable"):
-        take_launchers_off(["OMP_NUM_THREADS=1", "python", "t.py", "{batch}"])
+        without_launchers(["OMP_NUM_THREADS=1", "python", "t.py", "{batch}"])

@@ -54,7 +54,7 @@ def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
 
 
-def steps_lying_ready(candidate: Candidate, effort: Effort) -> int:
+def prefetched_steps(candidate: Candidate, effort: Effort) -> int:
     """Return how many steps' batches the data loader workers may have prefetched.
 
     Steps on prefetched batches say nothing about how fast data is loaded.

@@ -34,7 +34,7 @@ from autotune.worker.trial.build import build_model, check_liger_knows, in_deeps
 from autotune.worker.trial.gpu_busy import BusyStep, busy_step
 from autotune.worker.trial.inputs import LeftOutInputs
 from autotune.worker.trial.losses import LossWatch
-from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, steps_lying_ready
+from autotune.worker.trial.measure import MeasureCallback, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.meter import Meter, expand_segments, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_dataset
@@ -290,7 +290,7 @@ class Trial:
         effort = self._effort
         self._worst_steps = max(3, effort.warmup_steps + 1) if dataset.varies else effort.warmup_steps
         # Steps whose batches may be prefetched by then.
-        ready = steps_lying_ready(self._candidate, effort)
+        ready = prefetched_steps(self._candidate, effort)
         self._effort = dataclasses.replace(effort, warmup_steps=self._worst_steps + ready)
         return dataset
 

@@ -282,10 +282,10 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 def _instead(words: Sequence[str]) -> str:
     """Return what to give in place of the script that starts these words."""
     from autotune.core.errors import InvalidRequestError
-    from autotune.core.launch_command import take_launchers_off
+    from autotune.core.launch_command import without_launchers
 
     try:
-        left = list(take_launchers_off([str(word) for word in words]).words)
+        left = list(without_launchers([str(word) for word in words]).words)
     except InvalidRequestError:
         left = next((list(words[at:]) for at, word in enumerate(words) if str(word).endswith(".py")), [])
     left = left[1:] if left and Path(left[0]).name.startswith("python") else left

@@ -89,7 +89,7 @@ class LoopSteps:
     # What the hooks in torch tell
 
     def backward_begins(self, tensors: Any) -> None:
-        """Take the loss down."""
+        """Record the loss of a micro-step."""
         self._backward_passes += 1
         first = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.loss = first.detach() if hasattr(first, "detach") else None
@@ -257,13 +257,13 @@ class MeasuredSteps(MeasureCallback):
         self.on_substep_end(None, None, self._control)
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float) -> None:
-        """Take the step down."""
+        """Record the end of a step."""
         self._marks += marks
         self._wait_seconds = wait_seconds
         self.on_step_end(None, None, self._control)
 
     def step_is_dropped(self) -> None:
-        """Take nothing down."""
+        """Record nothing of a step that does not count."""
         self.drop_step()
 
     def mark(self) -> Any:

@@ -30,7 +30,7 @@ from autotune.worker.user.guard import Guard, watch_steps
 from autotune.worker.user.inspection import SeenGradients, UntilFirstStep, facts_of, problem_of
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, loading_of
 from autotune.worker.user.loop_steps import LoopSteps, MeasuredSteps, StepListener
-from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
+from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
 from autotune.worker.user.protection import keep_run
 
 # Steps that the ends of the data cut short are not counted. A choice.
@@ -70,7 +70,7 @@ class StepsTrial(OwnTrial):
         """Return what divides the loop into steps, and measures them."""
         assert self._meter is not None
         arm, interface = self._candidate.arm, self._source.interface
-        self._effort = after_what_lies_ready(
+        self._effort = with_prefetch_warmup(
             self._effort,
             self._candidate,
             arm.dataloader_num_workers or interface.get("loader_workers", 0),

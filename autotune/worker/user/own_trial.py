@@ -13,7 +13,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemor
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.measure import MeasureCallback, steps_lying_ready
+from autotune.worker.trial.measure import MeasureCallback, prefetched_steps
 from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrained, NotTrainedError, StepChecks
@@ -109,8 +109,8 @@ class OwnTrial(Trial):
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
 
-def after_what_lies_ready(effort: Effort, candidate: Candidate, workers: int, prefetch: int | None) -> Effort:
+def with_prefetch_warmup(effort: Effort, candidate: Candidate, workers: int, prefetch: int | None) -> Effort:
     """Return the effort with as many more steps of warm-up as the loading processes, the user's own too, have ready."""
     arm = dataclasses.replace(candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=prefetch)
-    ready = steps_lying_ready(dataclasses.replace(candidate, arm=arm), effort)
+    ready = prefetched_steps(dataclasses.replace(candidate, arm=arm), effort)
     return dataclasses.replace(effort, warmup_steps=effort.warmup_steps + ready)

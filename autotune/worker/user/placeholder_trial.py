@@ -23,7 +23,7 @@ from autotune.worker.user.guard import Guard
 from autotune.worker.user.loop_steps import MeasuredSteps
 from autotune.worker.user.loop_trial import StepsTrial
 from autotune.worker.user.observed import Loading, Numerics, Shapes, observe
-from autotune.worker.user.own_trial import after_what_lies_ready
+from autotune.worker.user.own_trial import with_prefetch_warmup
 
 # So many steps in which the script did not do what it was told, before any in which it did, are no accident.
 _MOST_OTHERWISE = 3
@@ -97,7 +97,7 @@ class PlaceholderTrial(StepsTrial):
     def _observed(self) -> HookedSteps:
         assert self._meter is not None
         interface = self._source.interface
-        self._effort = after_what_lies_ready(
+        self._effort = with_prefetch_warmup(
             self._effort, self._candidate, interface.get("loader_workers", 0), interface.get("loader_prefetch")
         )
         self._callback = measured = MeasuredSteps(

@@ -22,7 +22,7 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.overlay import Overlay, generates, known_fields, own_batch
-from autotune.worker.user.own_trial import OwnTrial, after_what_lies_ready
+from autotune.worker.user.own_trial import OwnTrial, with_prefetch_warmup
 from autotune.worker.user.trainer_code import checkpoints, ignored_message, intercept, run_source
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
@@ -163,7 +163,7 @@ class TrainerTrial(OwnTrial):
             self._effort = dataclasses.replace(
                 self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
             )
-        self._effort = after_what_lies_ready(
+        self._effort = with_prefetch_warmup(
             self._effort,
             self._candidate,
             trainer.args.dataloader_num_workers,
