@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import InvalidRequestError, NoResultError, PromiseMissedError
@@ -32,7 +33,7 @@ from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate, format_spread
 from autotune.core.workload import DTypeName, PeftName, QuantizeName, Task
 from autotune.devices import Headroom
-from autotune.estimate.history import DEFAULT_TOLERANCE, History
+from autotune.estimate.history import History
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.plot import plot_trials
@@ -42,11 +43,9 @@ from autotune.results.wording import verdict
 from autotune.store.location import resolve_location, shown_location
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
-from autotune.tuning.allowed import check_request
 from autotune.tuning.loop import Observer
-from autotune.tuning.options import build_request
+from autotune.tuning.options import open_search
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.request import DEFAULT_SEED
 from autotune.tuning.run import log_folder, run_search
 from autotune.verify.target import check_can_be_verified, placement_of, target_of
 from autotune.verify.throughput import DEFAULT_STEPS, Verification, verify
@@ -208,72 +207,78 @@ class _Silence(_Lines):
         pass
 
 
+class SearchOptions(TypedDict, total=False):
+    """The options of ``search`` with their types, for type checkers; all else about them is in ``core/options.py``."""
+
+    trainer: str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None
+    loop: str | os.PathLike[str] | Callable[[Any], Any] | None
+    script: Sequence[str | os.PathLike[str]]
+    task: Task | None
+    seq_len: int | None
+    padding: float | str
+    dtype: DTypeName | None
+    pretrained: bool
+    dataset: str | os.PathLike[str] | None
+    split: str | None
+    text_column: str | Sequence[str] | None
+    label_column: str | None
+    image_column: str | None
+    tokenizer: str | os.PathLike[str] | None
+    pad_to_max_length: bool
+    pad_to_multiple_of: int | None
+    group_by_length: bool
+    device: str | None
+    gpus: int | str | Sequence[int | str] | None
+    parallel: bool
+    memory_limit: int | str | None
+    headroom: Headroom | float | str | None
+    world_size: int
+    precision: str | Sequence[str] | None
+    gradient_checkpointing: CheckpointingChoice
+    strategy: str | Sequence[str] | None
+    attn: str | Sequence[str] | None
+    optim: str | Sequence[str] | None
+    expandable_segments: LeverChoice | None
+    torch_compile: LeverChoice
+    cuda_graphs: LeverChoice
+    partial_checkpointing: int | str
+    unpadded: LeverChoice
+    fused_loss: LeverChoice
+    liger: LeverChoice
+    cpu_affinity: LeverChoice
+    peft: PeftName | None
+    lora_rank: int | None
+    lora_alpha: int | None
+    lora_dropout: float | str | None
+    lora_targets: str | Sequence[str] | None
+    dora: bool
+    rslora: bool
+    quantize: QuantizeName | None
+    batch_multiple: int | None
+    objective: Objective
+    effort: SearchEffort
+    trials: int | None
+    time_budget: float | str | None
+    trial_timeout: float | str | None
+    baseline: bool
+    fresh: bool
+    unprotected: bool
+    tolerance: float | str
+    sampler: SamplerName
+    seed: int
+    study: str | None
+    storage: str | os.PathLike[str]
+    executor: str | None
+    wait: bool
+    verify: bool
+
+
 def search(
     model: str | os.PathLike[str] | None = None,
     effective_batch: int | None = None,
     *,
-    trainer: str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None = None,
-    loop: str | os.PathLike[str] | Callable[[Any], Any] | None = None,
-    script: Sequence[str | os.PathLike[str]] = (),
-    task: Task | None = None,
-    seq_len: int | None = None,
-    padding: float | str = 0.0,
-    dtype: DTypeName | None = None,
-    pretrained: bool = False,
-    dataset: str | os.PathLike[str] | None = None,
-    split: str | None = None,
-    text_column: str | Sequence[str] | None = None,
-    label_column: str | None = None,
-    image_column: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
-    pad_to_max_length: bool = False,
-    pad_to_multiple_of: int | None = None,
-    group_by_length: bool = False,
-    device: str | None = None,
-    gpus: int | str | Sequence[int | str] | None = None,
-    parallel: bool = False,
-    memory_limit: int | str | None = None,
-    headroom: Headroom | float | str | None = None,
-    world_size: int = 1,
-    precision: str | Sequence[str] | None = None,
-    gradient_checkpointing: CheckpointingChoice = "auto",
-    strategy: str | Sequence[str] | None = None,
-    attn: str | Sequence[str] | None = None,
-    optim: str | Sequence[str] | None = None,
-    expandable_segments: LeverChoice | None = None,
-    torch_compile: LeverChoice = "auto",
-    cuda_graphs: LeverChoice = "auto",
-    partial_checkpointing: int | str = "auto",
-    unpadded: LeverChoice = "auto",
-    fused_loss: LeverChoice = "auto",
-    liger: LeverChoice = "off",
-    cpu_affinity: LeverChoice = "auto",
-    peft: PeftName | None = None,
-    lora_rank: int | None = None,
-    lora_alpha: int | None = None,
-    lora_dropout: float | str | None = None,
-    lora_targets: str | Sequence[str] | None = None,
-    dora: bool = False,
-    rslora: bool = False,
-    quantize: QuantizeName | None = None,
-    batch_multiple: int | None = None,
-    objective: Objective = "throughput",
-    effort: SearchEffort = "default",
-    trials: int | None = None,
-    time_budget: float | str | None = None,
-    trial_timeout: float | str | None = None,
-    baseline: bool = True,
-    fresh: bool = False,
-    unprotected: bool = False,
-    tolerance: float | str = DEFAULT_TOLERANCE,
-    sampler: SamplerName = "autotune",
-    seed: int = DEFAULT_SEED,
-    study: str | None = None,
-    storage: str | os.PathLike[str] = DEFAULT_STORAGE,
-    executor: str | None = None,
-    wait: bool = False,
-    verify: bool = False,
     progress: bool | Observer = True,
+    **options: Unpack[SearchOptions],
 ) -> Result:
     """Search for the fastest configuration by running real training steps, as the command ``autotune search`` does.
 
@@ -286,12 +291,13 @@ def search(
     of your own. In the main thread Ctrl-C ends the search after the running trial, a second one at once. Raises the
     errors of ``autotune.errors``.
     """
-    named = dict(locals())
-    observer = _observer(named.pop("progress"))
-    options = check_arguments(named)
+    if unknown := options.keys() - SearchOptions.__annotations__.keys():
+        raise TypeError(f"search() got an unexpected keyword argument {min(unknown)!r}")
+    observer = _observer(progress)
+    given = _given({"model": model, "effective_batch": effective_batch, **options})
     _check_is_outermost()
-    given = {name for name, value in options.items() if value != BY_NAME[name].default}
-    place, waits, verifies, address = (options.pop(name) for name in ("storage", "wait", "verify", "executor"))
+    place, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
+    waits, verifies = given.pop("wait", False), given.pop("verify", False)
     lasting_place = _absolute(place)
     if address is not None:
         from autotune.engine.elsewhere import Asked, search_elsewhere
@@ -304,11 +310,9 @@ def search(
             if message.kind == "line":
                 observer.note(str(message.document["text"]))
 
-        asked = Asked({name: options[name] for name in given if name in options}, options["study"])
-        record, report = search_elsewhere(address, asked, place, show, wait=waits)
+        record, report = search_elsewhere(address, Asked(given, given.get("study")), place, show, wait=waits)
     else:
-        request = build_request(options, given)
-        check_request(request)
+        request = open_search(given)
         if verifies:
             check_can_be_verified(request.workload.document())
         record, report = run_search(request, place, observer, wait=waits)
@@ -316,6 +320,35 @@ def search(
     if verifies and record.state != "interrupted":
         _verify(result, observer)
     return result
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of ``search`` with every option and its default, for ``help`` and notebooks."""
+    written = inspect.signature(search)
+    model, effective_batch, progress, _ = written.parameters.values()
+    named = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=BY_NAME[name].default,
+            annotation=getattr(kind, "__forward_arg__", kind),
+        )
+        for name, kind in SearchOptions.__annotations__.items()
+    ]
+    return written.replace(parameters=[model, effective_batch, *named, progress])
+
+
+search.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _given(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checked arguments that say something; ``None`` and ``fresh=False`` do not, as on a command line."""
+    values = check_arguments(named)
+    return {
+        name: value
+        for name, value in values.items()
+        if value not in (None, ()) and not (isinstance(value, bool) and value == BY_NAME[name].default)
+    }
 
 
 def _absolute(storage: str) -> str:

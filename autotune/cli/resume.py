@@ -38,7 +38,6 @@ def resume(
     """
     from autotune.cli.search import print_searched, search_and_print
     from autotune.store.opening import open_store
-    from autotune.tuning.allowed import check_request
     from autotune.tuning.options import named_devices
     from autotune.tuning.studies import Budget, recorded_options, recorded_request
 
@@ -56,5 +55,4 @@ def resume(
         devices = named_devices(asked) if gpus or parallel else ()
         budget = Budget(trials, time_budget, trial_timeout)
         request = recorded_request(store, study, device, budget, devices, parallel=parallel)
-    check_request(request)
     search_and_print(ctx, request, storage, wait=wait, as_json=as_json)

@@ -45,15 +45,15 @@ def search(
             raise InvalidRequestError("--server and --executor are two places to search on", "give one of them")
         from autotune.cli.remote import search_remotely
 
-        named = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        search_remotely(server, {name: ctx.params[name] for name in named}, as_json=as_json)
+        named = {name: value for name, value in ctx.params.items() if _is_typed(ctx, name)}
+        search_remotely(server, named, as_json=as_json)
         return
     if (code := options.pop("code")) is not None:
         raise InvalidRequestError(
             f"--code {code[:64]} is a name that a service lists", "give --server URL, or --trainer, --loop or a script"
         )
     verifies = options.pop("verify")
-    given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    given = {name: value for name, value in options.items() if _is_typed(ctx, name)}
     if executor is not None:
         from autotune.cli.remote import search_on_cluster
 
@@ -62,19 +62,20 @@ def search(
                 "--verify trains on this machine, and --executor searches on another",
                 "leave --verify out, and run autotune verify on a machine like those of the cluster",
             )
-        typed = {name: options[name] for name in given}
-        print_searched(ctx, *search_on_cluster(executor, typed, storage, wait=wait), storage, as_json=as_json)
+        print_searched(ctx, *search_on_cluster(executor, given, storage, wait=wait), storage, as_json=as_json)
         return
-    from autotune.tuning.allowed import check_request
-    from autotune.tuning.options import build_request
+    from autotune.tuning.options import open_search
 
-    request = build_request(options, given)
-    check_request(request)
+    request = open_search(given)
     if verifies:
         from autotune.verify.target import check_can_be_verified
 
         check_can_be_verified(request.workload.document())
     search_and_print(ctx, request, storage, wait=wait, verifies=verifies, as_json=as_json)
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def search_and_print(

@@ -1,8 +1,8 @@
 """Declare every option of a search once: its name, its kind of value, its help, its name in JSON.
 
 The command line, the checks of ``autotune.search``, the JSON of a recorded request and the reference pages are made
-from ``OPTIONS``. To add an option, add an ``Option`` here, the parameter of ``autotune.search`` (for type checkers)
-and, where a search records it, the field of ``SearchRequest``; tests compare those with this table.
+from ``OPTIONS``. To add an option, add an ``Option`` here, its type in ``SearchOptions`` of ``api.py`` and, where a
+search records it, the field of ``SearchRequest``; tests compare those with this table.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class _Child:
             if work.code is not None and Path(work.code.folder).is_dir():
                 os.chdir(work.code.folder)
             request = search_request(work.options, devices, work.study, work.code)
-        check_request(request)
+            check_request(request)
         record, _ = run_search(request, storage, teller, wait=work.wait, warm=self._warm)
         return record.state == "finished"
 

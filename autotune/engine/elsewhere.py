@@ -106,13 +106,13 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
     if not asked.resumes:
         options = {**asked.work_options(), **({"gpus": str(len(devices))} if len(devices) > 1 else {})}
         request = search_request(options, devices, asked.study, asked.code)
+        check_request(request)
     else:
         from autotune.tuning.studies import recorded_request
 
         with open_store(storage, create=False) as store:
             several = devices if len(devices) > 1 else devices[:1]
             request = recorded_request(store, str(asked.study), None, None, several)
-    check_request(request)
     return request
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, DeviceError
-from autotune.core.options import BRINGS_CODE, BY_NAME, check_arguments, options_of
+from autotune.core.options import BRINGS_CODE, check_arguments
 from autotune.devices import Device
-from autotune.tuning.options import build_request
+from autotune.tuning.options import request_of
 from autotune.tuning.request import SearchRequest
 
 CodeKind = Literal["trainer", "loop", "script"]
@@ -147,20 +147,13 @@ def problem_of(error: AutotuneError) -> Document:
 def search_request(
     options: Document, devices: Sequence[Device], study: str | None = None, code: Code | None = None
 ) -> SearchRequest:
-    """Return the request that these options make on the devices; raises as the command does."""
+    """Return the request that these options make on the devices, not yet checked."""
     count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
     given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
-    every = {o.name: BY_NAME[o.name].default for o in options_of("search") if o.name not in NOT_OF_THE_WORK}
-    filled = {
-        **every,
-        **check_arguments(given),
-        **{name: BY_NAME[name].default for name in BRINGS_CODE},
-        **(code.options() if code is not None else {}),
-        "device": devices[0].uuid,
-    }
+    given = {**check_arguments(given), **(code.options() if code is not None else {}), "device": devices[0].uuid}
     if len(devices) < count:
         raise DeviceError(f"--gpus {count}: there are {len(devices)}", "ask for as many as one machine has")
-    request = build_request(filled, set(given), devices if options.get("gpus") else devices[:1])
+    request = request_of(given, devices if options.get("gpus") else devices[:1])
     if code is not None:
         request = code.placed(request)
     return dataclasses.replace(request, study=study) if study is not None else request

@@ -253,7 +253,7 @@ class _Watch:
                 busy = busy_pids(self._gpu.uuid, self._started)
                 neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
                 drawing = frozenset(pid for sample in (self._before, *self._samples) for pid in sample.drawing_pids)
-                came = _came(others - neighbours.keys() - drawing)
+                came = _newcomer_lines(others - neighbours.keys() - drawing)
                 slowed = clocks.slowed(self._gpu, self._before, self._samples)
                 why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
                 return dataclasses.replace(outcome, disturbed=why)

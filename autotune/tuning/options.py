@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autotune.core.dataset_spec import DEFAULT_SPLIT, DataSpec
 from autotune.core.errors import InvalidRequestError
-from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, request_fields
+from autotune.core.options import BY_NAME, DATA, OPTIONS, LeverChoice, names, options_of, request_fields
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, DTypeName, Task, Workload
 from autotune.devices import Device, Precision, find_device, find_gpus
@@ -17,13 +17,30 @@ from autotune.models.dataset_files import locate, tokenizer_content
 from autotune.models.resolve import ModelSource, resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.features import segments_expand
+from autotune.tuning.allowed import check_request
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
+
+
+def open_search(given: Mapping[str, Any]) -> SearchRequest:
+    """Return the request of the options that the user gave; raises every error that needs no process to be found."""
+    request = request_of(given)
+    check_request(request)
+    return request
+
+
+def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> SearchRequest:
+    """Return the request of the options that the user gave, not yet checked; all others have their defaults.
+
+    ``devices`` stand for those that the options name, one for each rank.
+    """
+    defaults = {option.name: option.default for option in options_of("search")}
+    return build_request({**defaults, **given}, given.keys(), devices)
 
 
 def build_request(
     options: dict[str, Any], given: Collection[str] = (), devices: Sequence[Device] = ()
 ) -> SearchRequest:
-    """Return the request of the options; raises every error that can be found without starting a process.
+    """Return the request of the options, not yet checked.
 
     ``given`` are the names of the options that the user gave, as opposed to defaults. ``devices`` stand for those
     that the options name, one for each rank.

@@ -21,6 +21,7 @@ from autotune.devices import Ceiling, Device, devices_of_ranks, find_device, lis
 from autotune.models.dataset_files import check_unchanged
 from autotune.store.records import StudyRecord, TrialRecord
 from autotune.store.repository import Store
+from autotune.tuning.allowed import check_request
 from autotune.tuning.changes import changes_since
 from autotune.tuning.environment import is_same_machine
 from autotune.tuning.prepare import Prepared
@@ -147,7 +148,8 @@ def recorded_request(
     With ``parallel`` a trial of one rank runs on each of them.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
-    malformed record; and ``InvalidRequestError`` where the user's code or dataset is gone or has changed.
+    malformed record; ``InvalidRequestError`` where the user's code or dataset is gone or has changed; and what
+    ``check_request`` raises.
     """
     record = store.existing_study(study)
     try:
@@ -172,7 +174,9 @@ def recorded_request(
     if workload.data is not None:
         check_unchanged(workload.data)
     spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
-    return replace(request, **spent, beside=beside)
+    request = replace(request, **spent, beside=beside)
+    check_request(request)
+    return request
 
 
 def _check_are_as_many(environment: Document, study: str, devices: Sequence[Device], *, parallel: bool) -> None:

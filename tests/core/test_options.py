@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import click
 import pytest
@@ -20,7 +20,8 @@ from autotune.core.workload import DTypeName, Task
 from autotune.tuning.request import SearchRequest, request_from_document
 from autotune.verify.throughput import DEFAULT_STEPS
 
-SIGNATURE = inspect.signature(api.search, eval_str=True).parameters
+SIGNATURE = inspect.signature(api.search).parameters
+TYPES = get_type_hints(api.SearchOptions)
 FIELDS = {field.name: field for field in dataclasses.fields(SearchRequest)}
 RECORDED = [option for option in OPTIONS if option.key]
 # Filled in where a request is made: from the user's code, from the environment, as a headroom. A request without an
@@ -46,10 +47,18 @@ class TestFunction:
     def test_has_the_options_of_the_search(self) -> None:
         assert set(SIGNATURE) - {"progress"} == {o.name for o in options_of("search") if o.in_function}
 
-    @pytest.mark.parametrize("name", sorted(set(SIGNATURE) - {"progress"}))
-    def test_has_their_defaults(self, name: str) -> None:
-        default = SIGNATURE[name].default
-        assert check_arguments({name: default})[name] == BY_NAME[name].default
+    def test_shows_their_defaults(self) -> None:
+        for name in set(SIGNATURE) - {"progress"}:
+            assert SIGNATURE[name].default == BY_NAME[name].default, name
+
+    def test_refuses_another_name(self) -> None:
+        with pytest.raises(TypeError, match="search\\(\\) got an unexpected keyword argument 'modell'"):
+            api.search(modell="bert-tiny")  # type: ignore[call-arg]
+
+    def test_a_default_that_is_given_is_given(self) -> None:
+        """As on the command line, beside code of the user's own that decides it."""
+        with pytest.raises(InvalidRequestError, match="--padding cannot be combined with --trainer"):
+            api.search(trainer="train.py:build", padding=0.0)
 
     @pytest.mark.parametrize("name", sorted(o.name for o in options_of("search") if o.kind.name == "choice"))
     def test_has_their_choices(self, name: str) -> None:
@@ -59,7 +68,7 @@ class TestFunction:
             return {each for inner in get_args(annotation) for each in literals(inner)}
 
         # The user's own code is no task that a person names.
-        assert literals(SIGNATURE[name].annotation) - {"own"} == set(BY_NAME[name].kind.choices)
+        assert literals(TYPES[name]) - {"own"} == set(BY_NAME[name].kind.choices)
 
     def test_a_verification_runs_as_many_steps_as_the_command_s(self) -> None:
         assert BY_NAME["steps"].default == DEFAULT_STEPS
