@@ -37,6 +37,10 @@ class Effort:
     0 leaves it out; more than one gives the mean. The timed steps are not affected."""
 
 
+LossOfBatch = Literal["mean", "other"]
+"""Of its samples. Others add them up or compare them: another per-device batch is then another training."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What one trial process measured. Times are of one whole optimizer step of the candidate."""
@@ -73,6 +77,10 @@ class Measurement:
     peak_reserved_first_step_bytes: int | None = None
     allocation_retries: int | None = None
     train_loss: float | None = None
+    loss_of_batch: LossOfBatch | None = None
+    """Whether the loss of a batch is the mean of those of its halves; ``None`` where that is not known.
+
+    It is looked at in the baseline of the user's own ``Trainer``, after the timed steps."""
     skipped_steps: int | None = None
     """Steps, warm-up and measured, whose update fp16's gradient scaler skipped; 0 without a scaler."""
     joules_per_sample: float | None = None

@@ -28,6 +28,7 @@ _MEASURED = (
     "epoch_lengths",
     "allocation_retries",
     "skipped_steps",
+    "loss_of_batch",
     "joules_per_sample",
     "data_seconds",
     "gpu_busy_share",

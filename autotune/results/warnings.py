@@ -53,6 +53,7 @@ def notes(report: Report) -> list[str]:
         found += _host_notes(report, best, measured)
     found += sharding_notes(best.candidate) if best is not None else []
     found += _own_batch_notes(report)
+    found += _objective_notes(report)
     found += _memory_unknown(report)
     found += _reused(report)
     if request["world_size"] > request.get("ranks", 1):
@@ -192,6 +193,18 @@ def _own_batch_notes(report: Report) -> list[str]:
     if own == request["effective_batch"]:
         return []
     return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
+
+
+def _objective_notes(report: Report) -> list[str]:
+    """Say that another per-device batch is another training, whatever the accumulation."""
+    measured = measurement(report.baseline)
+    if report.baseline is None or measured is None or measured.loss_of_batch != "other":
+        return []
+    batch = report.baseline.candidate.per_device_train_batch_size
+    return [
+        f"the loss adds up or compares the samples of a batch: another batch than your {batch} is another training; "
+        f"--batch-multiple {batch} with an --effective-batch of {batch} keeps it"
+    ]
 
 
 def _memory_unknown(report: Report) -> list[str]:

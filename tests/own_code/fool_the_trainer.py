@@ -115,6 +115,54 @@ class Detaches(Trainer):
         return super().compute_loss(model, inputs, *words, **options).detach().requires_grad_()
 
 
+class Sums(Trainer):
+    """Adds up what its samples lose."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """Without a mean."""
+        return torch.nn.functional.cross_entropy(
+            model(input_ids=inputs["input_ids"]).logits, inputs["labels"], reduction="sum"
+        )
+
+
+class Compares(Trainer):
+    """Tells each sample of a batch from the others."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """Of a contrast."""
+        scores = model(input_ids=inputs["input_ids"]).logits
+        return torch.nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+class Noisy(Trainer):
+    """Has a loss that is another each time, as diffusion has."""
+
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+        """With noise."""
+        loss: torch.Tensor = super().compute_loss(model, inputs, *words, **options)
+        return loss * (1 + 0.1 * torch.rand(()))
+
+
+def plain(overrides: dict[str, Any]) -> Trainer:
+    """Honest: a stock Trainer."""
+    return make(overrides)
+
+
+def noisy(overrides: dict[str, Any]) -> Trainer:
+    """See ``Noisy``."""
+    return make(overrides, Noisy)
+
+
+def sums(overrides: dict[str, Any]) -> Trainer:
+    """See ``Sums``."""
+    return make(overrides, Sums)
+
+
+def compares(overrides: dict[str, Any]) -> Trainer:
+    """See ``Compares``."""
+    return make(overrides, Compares)
+
+
 def catch_in_step(overrides: dict[str, Any]) -> Trainer:
     """See ``CatchesInStep``."""
     return make(overrides, CatchesInStep)

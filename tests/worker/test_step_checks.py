@@ -168,3 +168,13 @@ def test_a_trainer_that_does_not_train_is_not_counted(trial_server: ServerClient
 def test_an_honest_trainer_is_measured(trial_server: ServerClient, function: str) -> None:
     outcome = trained(trial_server, function)
     assert isinstance(outcome, Completed), outcome
+
+
+@pytest.mark.parametrize(
+    ("function", "found"), [("plain", "mean"), ("sums", "other"), ("compares", "other"), whole("noisy", "mean")]
+)
+def test_a_loss_that_another_batch_changes_is_known(trial_server: ServerClient, function: str, found: str) -> None:
+    workload = Workload.of_source(find_trainer(f"{OWN_CODE / 'fool_the_trainer.py'}:{function}"))
+    answer = trial_server.trial(workload, Candidate(Arm(), 4, 2), WARM, unmodified=True)
+    assert answer.completed.measurement.loss_of_batch == found
+    assert trained(trial_server, function).measurement.loss_of_batch is None  # type: ignore[union-attr]
